@@ -26,3 +26,11 @@ def test_every_schedule_declares_its_chunk_range():
     for name in SCHEDULES:
         unless_said, least, most = SCHEDULE_CHUNKS[name]
         assert least <= unless_said and (most is None or unless_said <= most), name
+
+
+def test_long_lists_are_replaced_by_similar_names_and_their_place():
+    known = [f"model-{number}b" for number in range(30)]
+    said = unknown("model", "model-3", known, "somewhere prints them")
+    assert said.startswith('unknown model "model-3"; did you mean "model-3b"? (30 are known; similar: model-')
+    assert said.endswith("; somewhere prints them)") and len(said) < 160
+    assert unknown("model", "zzz", known) == 'unknown model "zzz" (30 are known)'

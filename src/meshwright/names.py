@@ -104,6 +104,13 @@ CHECKPOINT_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
 
+MOST_LISTED = 20
+"""Names that an error message lists; of more, the nearest ones."""
+
+LISTED = '"meshwright plan --list" prints them'
+"""Where a person finds the names of presets and devices."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the most similar of the `known` names to a mistyped word, ignoring case; None if none is similar."""
     by_lower_case = {name.lower(): name for name in known}
@@ -111,13 +118,21 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_lower_case[matches[0]] if matches else None
 
 
-def unknown(kind: str, word: str, known: Iterable[str]) -> str:
+def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str:
     """Return the error message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
-    sgd)`. kind: what it should name ("optimizer")."""
+    sgd)`.
+
+    kind: what it should name ("optimizer"). listed: command or page that lists the known names; of more than
+    `MOST_LISTED`, the message names the nearest ones and this.
+    """
     known = list(known)
     close = nearest(word, known)
     suggestion = f'; did you mean "{close}"?' if close else ""
-    return f'unknown {kind} "{word}"{suggestion} (known: {", ".join(known)})'
+    if len(known) <= MOST_LISTED:
+        return f'unknown {kind} "{word}"{suggestion} (known: {", ".join(known)})'
+    like = [name for name in difflib.get_close_matches(word.lower(), known, n=5, cutoff=0.4) if name != close]
+    others = f"; similar: {', '.join(like)}" if like else ""
+    return f'unknown {kind} "{word}"{suggestion} ({len(known)} are known{others}{f"; {listed}" if listed else ""})'
 
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:

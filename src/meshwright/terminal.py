@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable
+from textwrap import fill
 from typing import Any
 
 
@@ -19,6 +21,21 @@ def escape_control_characters(text: str) -> str:
 def escape_on_terminal(text: str) -> str:
     """Escape control characters if standard output is a terminal; files and pipes get the text unchanged."""
     return escape_control_characters(text) if sys.stdout.isatty() else text
+
+
+def wrap_on_terminal(text: str) -> str:
+    """Wrap lines of prose at words if standard output is a terminal and narrower; tables and pictures, whose lines have
+    runs of spaces or bars, and text for files and pipes stay."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        line if len(line) <= width or "  " in line.strip() or "|" in line else fill(
+            line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.split("\n")
+    )  # fmt: skip
 
 
 def print_message(text: str) -> None:

@@ -18,13 +18,20 @@ def test_report_page_contains_evaluation_and_generated_sample(command_line, run)
     figures = {"schema": 1, "loss": 1.5, "perplexity": 4.48, "bits_per_byte": 1.234, "tokens": 10}
     (run / "evaluation.json").write_text(json.dumps(figures))
     (run / "sample.json").write_text(json.dumps({"schema": 1, "prompt": "def ", "text": "f(x):"}))
-    parts = ("--evaluation", run / "evaluation.json", "--sample", run / "sample.json")
-    outcome = command_line("report", run, *parts, "--json")
+    outcome = command_line("report", run, "--json")  # of the run directory, unless others are named
     assert (outcome.code, outcome.errors) == (0, "")
     assert json.loads(outcome.output) == {"schema": 1, "report": str(run / "report.html")}
     page = (run / "report.html").read_text()
     assert "1.234" in page and "<b>def </b>f(x):" in page
-    assert command_line("report", run).output == f"report: {run / 'report.html'}\n"
+    assert command_line("report", run, "--sample", run / "sample.json").output == f"report: {run / 'report.html'}\n"
+
+
+def test_report_of_several_runs_writes_their_comparison(command_line, run, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    assert command_line("report", run, other).output == f"report: {run / 'comparison.html'}\n"
+    refused = command_line("report", run, other, "--sample", run / "metrics.jsonl")
+    assert refused.code == 2 and "are shown on the page of one run" in refused.errors
 
 
 @pytest.mark.parametrize(

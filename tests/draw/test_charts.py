@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.draw.axis import Axis, linear_axis, log_axis
 from meshwright.draw.bars import draw_grouped_bars, draw_stacked_bars
-from meshwright.draw.line_chart import BUCKETS, Band, Mark, Plot, Series, downsample, draw_lines, spread_labels
+from meshwright.draw.line_chart import BUCKETS, COLUMNS, Band, Mark, Plot, Series, downsample, draw_lines, spread_labels
 from meshwright.draw.scatter import draw_scatter
 from meshwright.draw.text_width import text_width
 
@@ -89,6 +89,28 @@ def test_series_gaps_are_omitted_and_few_points_dotted():
     )
     assert len(polylines(svg)[0]) == len([*ET.fromstring(svg).iter("circle")]) == 2
     assert "nan" not in svg and "inf" not in svg
+
+
+def test_hover_columns_cover_the_plot_once():
+    series = [Series("a", [(float(x), x * x) for x in range(1000)], ""), Series("b", [(500.0, 7.0)], "")]
+    svg = draw_lines(linear_axis(0, 999), linear_axis(0, 1e6), series, hover="step")
+    columns = [numbers(rect, "x", "width") for rect in ET.fromstring(svg).iter("rect") if rect.get("class") == "hit"]
+    assert 40 < len(columns) <= COLUMNS
+    assert all(x + width == pytest.approx(after, abs=0.02) for (x, width), (after, _) in pairwise(columns))
+    assert sum(columns[-1]) == pytest.approx(744, abs=0.02)
+    titles = [rect.findtext("title") for rect in ET.fromstring(svg).iter("rect") if rect.get("class") == "hit"]
+    assert titles[0] == "step 0\na: 0" and titles[-1].endswith("\nb: 7 (step 500)")
+
+
+def test_a_long_legend_grows_the_picture_and_leaves_the_title_free():
+    series = [Series(f"runs/a long name {at}", [(0, at), (1, 2)], "blue") for at in range(8)]
+    svg = draw_lines(linear_axis(0, 1), linear_axis(0, 9, "step; tokens per second"), series)
+    lines = [text for text in ET.fromstring(svg).iter("text") if (text.text or "").startswith(("runs/", "step"))]
+    assert max(numbers(text, "y")[0] for text in lines) < float(ET.fromstring(svg).get("height", 0))
+    first = [end for text, _, end in extents(svg) if text.startswith("runs/")]
+    start = next(left for text, left, _ in extents(svg) if text.startswith("step"))
+    assert len(first) == 8 and max(first) < start
+    assert_texts_are_inside(svg)
 
 
 def test_a_legend_names_several_series_and_no_single_one():

@@ -274,3 +274,16 @@ def test_command_shows_tensors_and_non_finite_values(tmp_path: Path, command_lin
     assert math.isclose(tensor["statistics"]["mean"], (1.5 - 2.25 + 3) / 5)
     failed = command_line("inspect", tmp_path / "no")
     assert failed.code == 2 and failed.errors.count("\n") == 1
+
+
+def test_summary_merges_layers_and_option_lists_each_tensor(tmp_path: Path, command_line: Callable[..., Any]):
+    tensors = {f"layers.{at}.weight": torch.tensor([at - 1.0, at + 1.0]) for at in range(3)}
+    save_file(tensors | {"norm": torch.zeros(3), "layers.0.bias": torch.ones(2)}, tmp_path / "model.safetensors")
+    rows = {line.split()[0]: line.split()[1:] for line in command_line("inspect", tmp_path).output.splitlines() if line}
+    mean, std, *extremes = rows["layers.*.weight"][-5:]
+    assert rows["layers.*.weight"][:3] == ["F32", "2", "3"] and float(mean) == 1.0
+    assert float(std) == pytest.approx(torch.cat(list(tensors.values())).std(correction=0).item(), rel=1e-3)
+    assert extremes == ["-1", "3", "1"] and rows["norm"][2] == "1" and "layers.0.weight" not in rows
+    for options in (["--tensors"], ["--name", "layers.*"]):
+        text = command_line("inspect", tmp_path, *options).output
+        assert "layers.1.weight" in text and "layers.*" not in text

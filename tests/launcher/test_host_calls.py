@@ -48,7 +48,8 @@ def test_next_start_reports_rank_behind_and_cleans_up(tmp_path, capfd, monkeypat
     assert said.count(line) == blamed and second.report_path.exists() == blamed
     if blamed:
         text = second.report_path.read_text()
-        assert text.startswith(line) and "> rank 1 (process" in text and text in said
+        assert text.startswith(line) and "> rank 1 (process" in text
+        assert said.endswith(f"full report: {second.report_path}\n") and said.count("\n") == 2
     second.close()
     other.close()
     assert not list(first._path.parent.glob(f"*{first._path.name.removesuffix('first')}*"))

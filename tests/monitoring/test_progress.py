@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+
+import pytest
 
 from meshwright.monitoring import progress
 from meshwright.monitoring.progress import Progress
@@ -13,12 +16,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(stream: io.StringIO, steps: int = 50, show: bool = True, done: int = 0) -> str:
+def run(stream: io.StringIO, steps: int = 50, show: bool = True, done: int = 0, stop: int | None = None) -> str:
     shown = Progress(steps, stream=stream, show=show)
     shown.line("before the first step")
     shown.begin(done)
-    for step in range(done + 1, steps + 1):
-        shown.step(step, f"loss {step}.0")
+    for step in range(done + 1, (stop or steps) + 1):
+        shown.step(step, (f"loss {step}.0", "9 tokens/s", "lr 1.00e-03", "grad norm 1.5", "MFU 40.0%"))
     shown.line("a [bold]line[/bold] that stays " + "and is long " * 20)
     shown.close()
     return stream.getvalue()
@@ -26,7 +29,9 @@ def run(stream: io.StringIO, steps: int = 50, show: bool = True, done: int = 0) 
 
 def test_log_file_gets_every_line_and_both_end_steps():
     lines = run(io.StringIO()).splitlines()
-    assert lines[:3] == ["before the first step", "step 1/50  loss 1.0", "step 50/50  loss 50.0"]
+    figures = "9 tokens/s  lr 1.00e-03  grad norm 1.5  MFU 40.0%  elapsed 0:00"
+    assert lines[0] == "before the first step" and lines[1] == f"step 1/50  loss 1.0  {figures}  ETA 0:00"
+    assert lines[2] == f"step 50/50  loss 50.0  {figures}"
     assert len(lines) == 4 and lines[3].startswith("a [bold]line[/bold] that stays and is long")
 
 
@@ -48,6 +53,31 @@ def test_terminal_gets_progress_bar_and_unchanged_lines():
     assert "before the first step\n" in text
     assert "a [bold]line[/bold] that stays " + "and is long " * 20 in text.replace("\x1b[?25h", "")
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is hidden and comes back
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 200])
+def test_bar_line_keeps_step_and_remaining_time_at_every_width(columns: int, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = re.findall(r"step 49/50 [^\r\n]*", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", run(Terminal(), 50, stop=49)))
+    assert shown and "ETA 0:00" in shown[-1] and len(shown[-1].rstrip()) <= columns
+    assert ("loss 49.0" in shown[-1]) == (columns > 30) and ("elapsed" in shown[-1]) == (columns == 200)
+
+
+def test_remaining_time_follows_the_measured_steps(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    shown = Progress(100, stream=io.StringIO())
+    shown.begin(0)
+    for step in range(1, 11):
+        now[0] += 6.0
+        shown.step(step, ("loss 1.0",))
+    assert shown._stream.getvalue().splitlines()[-1] == "step 10/100  loss 1.0  elapsed 1:00  ETA 9:00"
+
+
+def test_clock_times_are_formatted_with_hours_where_needed():
+    assert [progress.format_clock(seconds) for seconds in (0.4, 59.6, 3599, 3600, 90_061)] == [
+        *("0:00", "1:00", "59:59", "1:00:00", "25:01:01")
+    ]
 
 
 def test_ranks_that_should_be_silent_are():

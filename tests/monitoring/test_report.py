@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.monitoring.report import write_report
+from meshwright.monitoring.run_comparison import write_run_comparison
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -90,7 +91,10 @@ def test_report_is_one_valid_document_without_external_resources(tmp_path):
     assert not [one for one in parsed.attributes if one[1] in ("src", "href", "xlink:href", "srcset", "onload")]
     for part in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(part)
-    assert len(re.findall("<svg", text)) == 2
+    assert re.findall("<h2>(.*?)</h2>", text) == [
+        *("Sample", "Loss", "Throughput", "Peak memory of rank 0", "Time by part, smoothed", "Held-out files", "Recipe")
+    ]
+    assert len(re.findall("<svg", text)) == 4
 
 
 def test_report_contains_figures_of_run_files(tmp_path):
@@ -99,7 +103,7 @@ def test_report_contains_figures_of_run_files(tmp_path):
     for said in (
         *("1,234,567", "dp2 zero1 bf16", "41.0% of 50 GFLOP/s a process", "2 per multiply-add", "2.5000", "1,002"),
         *("forward 25%, backward 50%, data 25%", "1.803", "2.500 bits per byte", "3.49", "12,345", "skipped steps"),
-        *("name = &quot;shown&quot;", "<b>def </b>f(): pass"),
+        *("name = &quot;shown&quot;", "<b>def </b>f(): pass", "512 MiB"),
     ):
         assert said in text, said
 
@@ -120,9 +124,9 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
     Strict(text.removeprefix("<!doctype html>"))
     for row in (
         "<th>seconds of a step</th><td>0.5 (0.4 to 0.7)</td><td>0.6</td>",
-        "<th>memory of rank 0: parameters</th><td>4,096 B</td><td>4,096 B</td>",
-        "<th>memory of rank 0: unexplained</th><td>–</td><td>4 B</td>",
-        "<th>sent a step by rank 0: data</th><td>1,234,567 B</td><td>1,234,568 B</td>",
+        "<th>tensors of rank 0: parameters</th><td>4 KiB</td><td>4 KiB</td>",
+        "<th>tensors of rank 0: unexplained</th><td>–</td><td>4 bytes</td>",
+        "<th>sent a step by rank 0: data</th><td>1.18 MiB</td><td>1.18 MiB</td>",
         "<td>compute 0.5</td><td>forward 0.2</td>",
         "<th>seconds of a step: waiting</th><td>0.125</td><td>–</td>",
     ):
@@ -141,6 +145,56 @@ def test_user_text_is_escaped(tmp_path):
     assert "<script" not in text
     assert parsed.text["pre"].count(bad) == 2 and parsed.text["b"] == bad and parsed.text["td"].count(bad) == 1
     assert parsed.text["title"].startswith("a<b>&c") and parsed.text["h1"] == "Run a<b>&c"
+
+
+def test_charts_show_norm_rate_and_values_on_hover(tmp_path):
+    lines = [step(n, 3.0 / n, gradient_norm=n / 2, learning_rate=1e-3 * n) for n in range(1, 6)]
+    text = page(run_directory(tmp_path / "run", lines))
+    assert "<h2>Learning rate</h2>" in text and "<h2>Gradient norm</h2>" in text
+    assert "<title>step 4\ngradient norm: 2</title>" in text and "<title>step 4\nlearning rate: 0.004</title>" in text
+    assert "step 4\nforward: 250\nbackward: 500\ndata: 250" in text and "step 2\ntraining: 1.5\n" in text
+    assert text.count('class="hit"') == 6 * 5
+
+
+def test_only_differing_recipe_keys_are_shown_unfolded(tmp_path):
+    recipe = 'layout = "dp1"\n[train]\nsteps = 9\noptimizer = "adamw"\n[data]\nsource = "stdlib"\n'
+    shown, _, folded = page(run_directory(tmp_path / "run", [step(1, 3.0)], recipe)).partition("<details>")
+    assert "<th>train.steps</th>" in shown and "<th>data.source</th>" in shown and "train.optimizer" not in shown
+    assert "optimizer = &quot;adamw&quot;" in folded
+
+
+def test_comparison_overlays_runs_and_lists_differing_keys(tmp_path):
+    recipes = (
+        "[run]\nname = 'a'\n[train]\nsteps = 9\nbatch = 2\n",
+        "[run]\nname = 'b'\n[train]\nsteps = 9\nbatch = 4\n",
+    )
+    runs = [
+        run_directory(
+            tmp_path / name, [step(n, factor / n, gradient_norm=1.0) for n in range(1, 9)], recipe,
+            RESULT | {"parameters": 99},
+        )
+        for name, factor, recipe in zip(("first", "second"), (3.0, 4.0), recipes, strict=True)
+    ]  # fmt: skip
+    text = write_run_comparison(runs).read_text()
+    Strict(text.removeprefix("<!doctype html>"))
+    assert (runs[0] / "comparison.html").read_text() == text
+    assert "<th>last training loss</th><td>0.3750</td><td>0.5000</td>" in text
+    assert re.findall("<th>([a-z]+\\.[a-z]+)</th>", text) == ["train.batch"]
+    svg = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert [len(polylines(one)) for one in svg] == [2] * len(svg) and len(svg) == 4
+    assert "first: 0.375" not in svg[0] and "step 8\nfirst: " in svg[0] and "\nsecond: " in svg[0]
+
+
+def test_comparison_of_one_run_or_unlike_units_is_refused(tmp_path):
+    first = run_directory(tmp_path / "first", [step(1, 3.0)])
+    other = run_directory(tmp_path / "other", [step(1, 3.0) | {"tokens_per_second": None, "samples_per_second": 2.0}])
+    (other / "metrics.jsonl").write_text(
+        (other / "metrics.jsonl").read_text().replace('"tokens_per_second": null, ', "")
+    )
+    with pytest.raises(UserError, match="takes 2 to 8 different runs, not 1"):
+        write_run_comparison([first, first])
+    with pytest.raises(UserError, match="some runs count tokens and some samples"):
+        write_run_comparison([first, other])
 
 
 @pytest.mark.parametrize(

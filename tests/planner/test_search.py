@@ -13,6 +13,7 @@ from meshwright.layout import Layout
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULES
 from meshwright.planner import search as search_room
 from meshwright.planner.answers import document, nothing_fits
+from meshwright.planner.api import plan
 from meshwright.planner.cluster import cluster
 from meshwright.planner.engines import engine
 from meshwright.planner.estimate import Estimate, priced
@@ -20,7 +21,8 @@ from meshwright.planner.memory import fullest
 from meshwright.planner.page import page
 from meshwright.planner.screen import Priced, screen
 from meshwright.planner.search import FINAL, Found, search
-from meshwright.planner.space import Problem, layout_of
+from meshwright.planner.selection import layout_kinds
+from meshwright.planner.space import Problem, layout_of, parse_reserve
 from meshwright.planner.step_time import step_time
 from meshwright.planner.text import found_text
 from meshwright.spec.presets import preset
@@ -114,6 +116,54 @@ def test_what_is_found_fits_trains_and_is_in_order(name: str):
             one.layout, problem.config, problem.batch, problem.sequence, planning=problem.engine.name != "meshwright"
         )
     assert found.reasons[0] == "the fastest" and all(found.reasons)
+
+
+def test_search_lists_the_fastest_of_each_kind():
+    """Against every decided layout: none of a listed kind is faster, and no two are of one kind."""
+    problem = PROBLEMS["one node"]
+    found = search(problem, 4)
+    every = screened("one node")
+    kinds = layout_kinds(every)
+    entries = zip(
+        *(column.tolist() for column in (every.way, every.pipe, every.zero, every.hybrid, kinds)), strict=True
+    )
+    of_layout = {
+        str(layout_of(problem, every.ways[way], every.pipes[pipe], zero, hybrid).with_(precision="fp16")): kind
+        for way, pipe, zero, hybrid, kind in entries
+    }
+    shown = {of_layout[str(one.layout)]: one.time.seconds for one in found.best}
+    assert len(shown) == 4
+    for one in search(problem, 60).best:
+        kind = of_layout[str(one.layout)]
+        assert kind not in shown or one.time.seconds >= shown[kind] * (1 - 1e-9), str(one.layout)
+
+
+def test_reserved_memory_counts_as_taken():
+    free, kept = (
+        plan("llama-3-8b", "8xh100-sxm", "dp8 zero3 ac:full", sequence=8192, batch=64, reserve=reserve).best
+        for reserve in (0, 0.9)
+    )
+    assert free.fits and not kept.fits and free.memory == kept.memory
+    assert kept.problem.room == pytest.approx(0.1 * free.problem.room)
+    room = free.problem.room
+    just = dataclasses.replace(
+        free, problem=dataclasses.replace(free.problem, reserve=room - 1.01 * free.memory.device_bytes)
+    )
+    assert just.tight and just.fits and not free.tight and just.document()["tight"]
+    for wrong in ("1.0", "81GiB", "much", "-1", "5GB"):
+        with pytest.raises(UserError, match="reserve: takes a fraction below 1"):
+            plan("llama-3-8b", "8xh100-sxm", "dp8 zero3", sequence=8192, batch=64, reserve=wrong)
+    assert parse_reserve("8GiB", 80 * 2**30) == 8 * 2**30 and parse_reserve(0.25, 80.0) == 20.0
+
+
+@pytest.mark.parametrize("layout", ["dp8 zero1", "dp8 zero3 mb2", "dp2 zero2 tp2 pp2 mb4", "dp4 cp2"])
+def test_total_communication_is_at_least_what_is_exposed(layout: str):
+    one = plan("llama-3-8b", "8xh100-sxm", layout, sequence=8192, batch=64).best
+    assert one.communication_seconds >= one.exposed_seconds > 0
+    assert one.document()["communication_seconds"]["exposed"] < one.time.seconds
+    slow = cluster({"device": "h100-sxm", "devices": 8, "inside_gb_per_second": 20})
+    slower = plan("llama-3-8b", slow, layout, sequence=8192, batch=64).best
+    assert slower.communication_seconds > 2 * one.communication_seconds
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

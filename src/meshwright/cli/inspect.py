@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -26,6 +28,7 @@ _WIDTH = 160
 )
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--name", "names", multiple=True, metavar="GLOB", help="Only tensors of such names; may be repeated.")
+@click.option("--tensors", "every", is_flag=True, help="A line for each tensor, also where layers are alike.")
 @click.option("--layout", help="Show which rank of it would hold which layers, and how many bytes.")
 @click.option(
     "--sequence", type=click.IntRange(min=1), default=2048, show_default=True,
@@ -35,13 +38,16 @@ _WIDTH = 160
 @click.option("--statistics/--no-statistics", default=True, help="Read every value; without, the headers alone.")
 @json_option
 def command(
-    path: Path, names: tuple[str, ...], layout: str | None, sequence: int, values: int, statistics: bool, as_json: bool
-) -> None:
+    path: Path, names: tuple[str, ...], every: bool, layout: str | None, sequence: int, values: int, statistics: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Show what PATH contains: a run directory (its newest complete checkpoint), a checkpoint, a Hugging Face
-    directory, or one file of it. Tensors are read one at a time and in blocks.
+    directory, or one file of it. Tensors are read one at a time and in blocks. Tensors that differ only in the numbers
+    of layers and experts share a line, unless --tensors or --name asks for each.
 
     \f
-    names: globs of tensor names to show, empty for all. layout: also show which rank of this layout would hold what.
+    names: globs of tensor names to show, empty for all. every: a line for each tensor. layout: also show which rank of
+    this layout would hold what.
     sequence: tokens per sequence, for which its pipeline stages are balanced. values: number of first values of each
     tensor to show. statistics: read all values (else the headers only). as_json: print JSON.
     """
@@ -52,7 +58,8 @@ def command(
             path, names=names, layout=layout, sequence=sequence, values=values if statistics else None,
             progress=_print_progress, log=print_message,
         )  # fmt: skip
-        parts = [_make_totals_table(document), "", _make_tensor_table(document["tensors"])]
+        tensors = document["tensors"] if every or names else _merge_alike(document["tensors"])
+        parts = [_make_totals_table(document), "", _make_tensor_table(tensors)]
         if layout is not None:
             parts += ["", _make_placement_table(document["placement"])]
         answer(document, render_tables(parts, _WIDTH))
@@ -106,9 +113,11 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
     table.add_column("tensor", overflow="fold")
     read = any(tensor.get("statistics") for tensor in tensors)
     columns = ["type", "shape", "size", *(["mean", "std", "min", "max", "zeros"] if read else [])]
+    if merged := any("count" in tensor for tensor in tensors):
+        columns.insert(2, "count")
     for name in columns:
         table.add_column(name, justify="left" if name in ("type", "shape") else "right", no_wrap=True)
-    if read:
+    if read and not merged:
         table.add_column("first values", overflow="fold")
     for tensor in tensors:
         shape = " × ".join(map(str, tensor["shape"])) or "scalar"
@@ -116,15 +125,49 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
             escape_control_characters(tensor["name"]),
             tensor["type"],
             shape,
+            *((f"{tensor['count']:,}",) if merged else ()),
             _format_bytes(tensor["bytes"]),
         ]
         if found := tensor.get("statistics"):
             cells += [_format_number(found[key]) for key in ("mean", "std", "min", "max")]
             cells.append(f"{found['zeros']:,}")
+            if merged:
+                table.add_row(*cells)
+                continue
             odd = [f"{found[key]:,} {word}" for key, word in (("nan", "NaN"), ("infinite", "infinite")) if found[key]]
             cells.append(Text.assemble(" ".join(map(_format_number, tensor["first"])), (" ".join(["", *odd]), "red")))
         table.add_row(*cells)
     return table
+
+
+def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return one entry for all tensors whose names differ only in numbers, of the same type and shape: numbers as `*`,
+    with "count", summed bytes and statistics of all their values; `tensors` where no two are alike.
+
+    tensors: entries of `inspect_model`.
+    """
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for tensor in tensors:
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor["name"])
+        alike.setdefault((name, tensor["type"], *tensor["shape"]), []).append(tensor)
+    if len(alike) == len(tensors):
+        return list(tensors)
+    merged: list[Mapping[str, Any]] = []
+    for (name, *_), group in alike.items():
+        one = {**group[0], "name": name, "count": len(group), "bytes": sum(tensor["bytes"] for tensor in group)}
+        found = [tensor["statistics"] for tensor in group if tensor.get("statistics")]
+        if found:
+            one["statistics"] = {
+                "min": min((each["min"] for each in found if each["min"] is not None), default=None),
+                "max": max((each["max"] for each in found if each["max"] is not None), default=None),
+                "zeros": sum(each["zeros"] for each in found), "mean": None, "std": None,
+            }  # fmt: skip
+            if all(each["mean"] is not None and each["std"] is not None for each in found):
+                mean = fmean(each["mean"] for each in found)  # the tensors have equally many values
+                square = fmean(each["std"] ** 2 + each["mean"] ** 2 for each in found)
+                one["statistics"] |= {"mean": mean, "std": max(0.0, square - mean**2) ** 0.5}
+        merged.append(one)
+    return merged
 
 
 def _make_placement_table(placement: Mapping[str, Any]) -> Any:

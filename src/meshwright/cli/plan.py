@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 @click.option("--optimizer", default=None, help="adamw, adam, sgd or momentum.  [default: adamw]")
 @click.option("--precision", help="Where the layout names none: fp32, tf32, bf16, fp16 or fp8.")
 @click.option("--documents", type=click.FloatRange(min=1), default=1.0, show_default=True, help="In a row, on average.")
+@click.option("--reserve", default="0", metavar="R", help='Memory of a device to keep free: "0.1" of it, or "8GiB".')
 @click.option("--explain", "explained", is_flag=True, help="Where a micro-batch's time goes, operation by operation.")
 @click.option(
     "--ledger", "every_tensor", is_flag=True, help="Every tensor of the fullest rank (--json: of all unlike)."
@@ -61,6 +63,10 @@ if TYPE_CHECKING:
 @click.option("--memory", metavar="M", help='With --serve: a fraction, "0.9", or a size, "12GiB", of all ranks.')
 @click.option("--dtype", help="With --serve: of parameters and KV cache, fp32 or bf16.  [default: fp32]")
 @click.option("--max-length", type=click.IntRange(min=1), help="With --serve: most tokens of a prompt and its answer.")
+@click.option(
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=lambda *given: _print_names(given[2]),
+    help="Print the names of presets and devices.",
+)  # fmt: skip
 @click.option("--calibrate", is_flag=True, help="Fold finished runs, named in MODEL's place, into the cluster file.")
 @json_option
 def command(
@@ -75,6 +81,7 @@ def command(
     optimizer: str | None,
     precision: str | None,
     documents: float,
+    reserve: str,
     explained: bool,
     every_tensor: bool,
     html: Path | None,
@@ -97,9 +104,10 @@ def command(
     "this". sequence: tokens. batch: sequences per step over all devices. layout: the one to predict, None to search.
     top: number of layouts to show. engine: framework whose kernels and buffers are priced. compiled: blocks run under
     torch.compile. precision: where the layout names none. documents: average number of documents packed into a
-    sequence. explained: add the time of each operation. every_tensor: add the memory ledger of all tensors. html: page
-    to write. jobs: JSON Lines file of requests, "-" for standard input. serves: predict a server with `memory`, `dtype`
-    and `max_length` (tokens). as_json: print JSON.
+    sequence. reserve: memory of a device to keep free, as a fraction or a size. explained: add the time of each
+    operation. every_tensor: add the memory ledger of all tensors. html: page to write. jobs: JSON Lines file of
+    requests, "-" for standard input. serves: predict a server with `memory`, `dtype` and `max_length` (tokens).
+    as_json: print JSON.
     """
     if calibrate:
         context = click.get_current_context()
@@ -143,6 +151,7 @@ def command(
         found = plan(
             model if recipe is None else recipe, cluster, parsed, sequence=sequence, batch=batch, engine=engine,
             compile=compiled or None, optimizer=optimizer, precision=precision, documents=documents, top=top,
+            reserve=reserve,
         )  # fmt: skip
         document = found.to_json_dict(ledger=every_tensor, operations=explained)
         lines = _format_plan(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)
@@ -168,6 +177,7 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
         ledger_text,
         nearest_text,
         recipe_text,
+        usage_text,
     )
 
     best = found.best if found.estimates else None
@@ -181,6 +191,8 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
     if best is None:
         return lines
     lines.append(estimate_text(best, width))
+    if best.fits:
+        lines.append(usage_text(found.estimates, width))
     if every_tensor:
         lines.append(ledger_text(best.memory, width))
     if explained:
@@ -213,6 +225,18 @@ def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> N
             "cluster_file": str(path), "calibration": found.table(), "runs": [each.document() for each in figures],
         }  # fmt: skip
         answer(document, calibrated_text(figures, found, str(path)))
+
+
+def _print_names(wanted: bool) -> None:
+    """Click callback of --list: print the names of presets and devices, and end the command. wanted: value of the
+    option."""
+    if wanted:
+        from meshwright.planner.devices import DEVICES
+        from meshwright.spec.presets import PRESETS
+
+        for title, names in (("models", [*PRESETS]), ("devices", [device.name for device in DEVICES])):
+            click.echo(fill(f"{title}: {', '.join(names)}", 80, subsequent_indent="  ", break_on_hyphens=False))
+        click.get_current_context().exit()
 
 
 _WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}

@@ -16,6 +16,7 @@ import click
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.names import DEVICES, nearest, unknown
+from meshwright.terminal import wrap_on_terminal
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -198,7 +199,7 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
         if as_json:
             print(format_json_document(document), file=output, flush=True)
         elif text:
-            click.echo(text, err=alone is not None)
+            click.echo(wrap_on_terminal(text), err=alone is not None)
         if alone is not None:
             assert not as_json, "one JSON document, and nothing else"
             click.echo(alone, nl=False)

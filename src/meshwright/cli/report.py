@@ -15,21 +15,37 @@ from meshwright.cli.plumbing import json_option, result_printer
     "report",
     "meshwright report runs/quickstart",
     "meshwright report runs/quickstart --evaluation evaluation.json --sample sample.json",
+    "meshwright report runs/first runs/second runs/third",
 )
-@click.argument("run_directory", type=click.Path(path_type=Path))
-@click.option("--evaluation", type=click.Path(path_type=Path), help="What `evaluate --json` printed.")
-@click.option("--sample", type=click.Path(path_type=Path), help="What `generate --json` printed.")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option("--evaluation", type=click.Path(path_type=Path), help="Output of `evaluate --json`, for one run.")
+@click.option("--sample", type=click.Path(path_type=Path), help="Output of `generate --json`, for one run.")
 @json_option
-def command(run_directory: Path, evaluation: Path | None, sample: Path | None, as_json: bool) -> None:
-    """Write RUN_DIRECTORY/report.html: loss curve, throughput, recipe, evaluation, sample, in one file."""
+def command(runs: tuple[Path, ...], evaluation: Path | None, sample: Path | None, as_json: bool) -> None:
+    """Write RUN/report.html: curves of loss, throughput, learning rate, gradient norm, memory and time, recipe,
+    evaluation, sample, in one file. Of several runs, write comparison.html into the first one's directory.
+
+    evaluation.json and sample.json in the run directory are shown unless others are named.
+    """
+    from meshwright.errors import UserError
     from meshwright.monitoring.report import write_report
+    from meshwright.monitoring.run_comparison import write_run_comparison
 
     with result_printer(as_json) as answer:
-        page = write_report(
-            run_directory,
-            evaluation=_read_document(evaluation, "evaluate", ("loss", "perplexity", "bits_per_byte", "tokens")),
-            sample=_read_document(sample, "generate", ("prompt", "text")),
-        )
+        if len(runs) > 1:
+            if evaluation or sample:
+                raise UserError("--evaluation and --sample: are shown on the page of one run")
+            page = write_run_comparison(runs)
+        else:
+            evaluation, sample = (
+                given or (own if (own := runs[0] / f"{name}.json").exists() else None)
+                for name, given in (("evaluation", evaluation), ("sample", sample))
+            )
+            page = write_report(
+                runs[0],
+                evaluation=_read_document(evaluation, "evaluate", ("loss", "perplexity", "bits_per_byte", "tokens")),
+                sample=_read_document(sample, "generate", ("prompt", "text")),
+            )
         answer({"report": page}, f"report: {page}")
 
 

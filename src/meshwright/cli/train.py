@@ -3,6 +3,7 @@ started."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,8 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import json_option, overrides_argument, result_printer, trust_option
-from meshwright.errors import Terminated
+from meshwright.errors import RankLost, Terminated
+from meshwright.terminal import print_message
 
 
 @plumbing.command(
@@ -40,6 +42,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
     overrides: KEY=VALUE for fields of the recipe. restarts: maximum number of restarts after a lost rank. no_probe:
     skip the hardware measurement. trust: the recipe may run code that it names. as_json: print JSON.
     """
+    from meshwright.launcher.rendezvous import join_if_started_by_others
     from meshwright.training.api import reports_result, train
 
     with result_printer(as_json) as answer:
@@ -49,6 +52,10 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
             if reports_result():
                 raise
             sys.exit(Terminated.exit_code if isinstance(stopped, Terminated) else 130)  # rank 0 prints it for all
+        except RankLost:
+            if not join_if_started_by_others():
+                print_message(f"to go on: {shlex.join(['meshwright', *sys.argv[1:]])}")
+            raise
         if reports_result():
             answer(result.to_json_dict(), _format_result(result.document))
 

@@ -42,13 +42,17 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
     lines = [timeline.title]
     count = math.ceil(columns / room)
     shown = count if bands is None else min(count, bands)
+    last = min(columns, shown * room) - (shown - 1) * room
+    beside = prefix + 1 + last + 2 + max(map(len, timeline.notes), default=0) <= width  # else the notes stand below
     for band in range(shown):
         begin, end = band * room, min(columns, (band + 1) * room)
         lines.append("" if shown == 1 else f"\ntime {begin / scale:.4g} to {min(end / scale, timeline.end):.4g}")
         for (track, lane), row in rows.items():
             name = timeline.tracks[track] if lane == 0 else ""
-            note = f"  {timeline.notes[track]}" if timeline.notes and lane == 0 and band == shown - 1 else ""
+            note = f"  {timeline.notes[track]}" if timeline.notes and lane == 0 and band == shown - 1 and beside else ""
             lines.append(f"{name:<{prefix}}|{''.join(row[begin:end]).rstrip()}{note}".rstrip())
+    if timeline.notes and not beside:
+        lines += ["", *(f"{name:<{prefix}} {note}" for name, note in zip(timeline.tracks, timeline.notes, strict=True))]
     if shown < count:
         lines.append(f"... and {count - shown} more bands of this width")
     return "\n".join(lines)

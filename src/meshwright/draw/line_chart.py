@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from meshwright.draw.axis import Axis
 from meshwright.draw.markup import Markup, format_number
@@ -15,6 +17,8 @@ MOST_MARKED = 40
 """Points of a series that are drawn as dots as well."""
 BUCKETS = 720
 """Columns of a chart: of a series with more than twice as many points, the extremes of each are drawn."""
+COLUMNS = 90
+"""Maximum number of columns of a chart that show values on hover."""
 LINE = 15  # pixels from label to label
 STRIP = 20
 
@@ -142,6 +146,24 @@ class Plot:
             style = f"fill:{paint(one.colour)}" if strong else None
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
+    def draw_hover(self, series: Sequence[Series], name: str) -> None:
+        """Cover the plot with transparent columns, each with the values of all series there as text on hover. name: of
+        the x values, such as "step"."""
+        values = sorted({x for one in series for x, _ in one.points})
+        values = values[:: -(-len(values) // COLUMNS)]
+        places = [self.x(value) for value in values]
+        edges = [self.left, *(sum(pair) / 2 for pair in pairwise(places)), self.right]
+        for at, value in enumerate(values):
+            texts = [f"{name} {value:,g}"]
+            for one in series:
+                if last := bisect_right(one.points, value, key=lambda point: point[0]):
+                    x, y = one.points[last - 1]
+                    texts.append(f"{one.name}: {y:,.5g}" + ("" if x == value else f" ({name} {x:,g})"))
+            self.picture.add(
+                "rect", title="\n".join(texts), x=edges[at], y=self.top, width=edges[at + 1] - edges[at],
+                height=self.bottom - self.top, class_="hit",
+            )  # fmt: skip
+
     def draw_bands(self, name: str, bands: Sequence[Band]) -> None:
         """Draw `bands` as a strip below the x axis, each with its name if the band is wide enough. name: label of the
         whole strip, at its left."""
@@ -161,19 +183,33 @@ class Plot:
 
 
 def draw_lines(
-    x_axis: Axis, y_axis: Axis, series: Sequence[Series], marks: Sequence[Mark] = (), *, height: int = 280
+    x_axis: Axis,
+    y_axis: Axis,
+    series: Sequence[Series],
+    marks: Sequence[Mark] = (),
+    *,
+    height: int = 280,
+    hover: str = "",
+    legend: bool = False,
 ) -> Markup:
-    """Return a line chart as SVG, 760 pixels wide and `height` high, with a legend if there are several series, and the
-    y axis's title at the bottom right. marks: vertical lines with texts."""
+    """Return a line chart as SVG, 760 pixels wide and at least `height` high, with a legend if there are several
+    series, and the y axis's title at the bottom right.
+
+    marks: vertical lines with texts. hover: name of the x values, such as "step", in the texts that show the values on
+        hover; empty: none. legend: also for a single series.
+    """
     plot = Plot(x_axis, y_axis, right=744, bottom=height - (44 if not x_axis.title else 48))
     for one in series:
         plot.draw_line(one)
     for mark in marks:
         plot.draw_mark(mark)
-    entries = [(one.name, {"style": f"fill:{paint(one.colour)}"}) for one in series if len(series) > 1]
-    plot.picture.legend(entries, plot.left, plot.right, height - 5)
+    if hover:
+        plot.draw_hover(series, hover)
+    entries = [(one.name, {"style": f"fill:{paint(one.colour)}"}) for one in series if len(series) > 1 or legend]
+    free = plot.right - text_width(y_axis.title) - 16
+    end = plot.picture.legend(entries, plot.left, free, height - 5) if entries else height - 5
     plot.picture.text(plot.right, height - 5, y_axis.title, "end", class_="dim")
-    return plot.picture.svg(760, height, y_axis.title or x_axis.title)
+    return plot.picture.svg(760, end + 5, y_axis.title or x_axis.title)
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:

@@ -24,8 +24,14 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
         element("title", title),
         element("style", Markup(style)),
     )
-    body = element("body", "\n", join(parts, "\n"), "\n", class_="narrow" if narrow else None)
+    boxed = [_box_picture(part) for part in parts]
+    body = element("body", "\n", join(boxed, "\n"), "\n", class_="narrow" if narrow else None)
     return f"<!doctype html>{element('html', element('head', head), body, lang='en')}\n"
+
+
+def _box_picture(part: Content) -> Content:
+    """Return an SVG picture in a box that scrolls horizontally on a narrow screen, and any other content unchanged."""
+    return element("div", part, class_="chart") if isinstance(part, Markup) and part.startswith("<svg") else part
 
 
 def table(head: Sequence[Content], rows: Iterable[Sequence[Content]]) -> Markup:

@@ -86,9 +86,9 @@ class HostCalls:
             self._print_verdict(ours, "in the start before this one: ")
 
     def _print_verdict(self, path: Path, when: str = "") -> Verdict | None:
-        """Read and remove the recorder files in `path`; if they show which rank is at fault, print the hang report and
-        write it to the run directory. Return the verdict (rank and reason), None if there is none. when: text printed
-        before the verdict, such as "in the start before this one: "."""
+        """Read and remove the recorder files in `path`; if they show which rank is at fault, write the hang report to
+        the run directory and print its path. Return the verdict (rank and reason), None if there is none. when: text
+        printed before the verdict, such as "in the start before this one: "; empty: the verdict is not printed."""
         files = {int(file.name.removeprefix("rank-")): file for file in path.glob("rank-*")}
         rings = {rank: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for rank, file in files.items()}
         snapshot = Snapshot.take(rings)
@@ -99,7 +99,8 @@ class HostCalls:
         if verdict is not None:
             text = snapshot.format_report(when + verdict.line)
             kept = write_hang_report(self.report_path, text)
-            print_message(text + (f"this report is kept in {self.report_path}\n" if kept else ""))
+            cause = f"{when}{verdict.line}\n" if when else ""  # else the error of this rank says it
+            print_message(f"{cause}full report: {self.report_path}" if kept else text)
         return verdict
 
     def close(self) -> None:

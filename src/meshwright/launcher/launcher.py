@@ -298,12 +298,12 @@ class _Attempt:
         return str(reported[0].report["message"])
 
     def _print_hang_report(self, line: str) -> None:
-        """Print the hang report (the recorded calls of every rank) and write it to the run directory. line: its first
-        line."""
+        """Write the hang report (the recorded calls of every rank) to the run directory and print its path; print the
+        report itself if it cannot be written. line: its first line."""
         if self.spec.trains and self.snapshot is not None and self.snapshot.has_calls:
             text = self.snapshot.format_report(line)
             kept = write_hang_report(self.directory.lost, text)
-            self.spec.log(text + (f"this report is kept in {self.directory.lost}" if kept else ""))
+            self.spec.log(f"full report: {self.directory.lost}" if kept else text)
 
     def _raise_stopped(self, died: list[StartedRank], reported: list[StartedRank]) -> None:
         """If the launcher received SIGTERM or SIGINT, raise `Terminated` or `KeyboardInterrupt`, unless a rank reported

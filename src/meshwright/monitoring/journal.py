@@ -170,7 +170,7 @@ class Journal:
             self._write(line)
         if not record.profiled:
             self._watch_ranks(done, record.rank_seconds)
-        self.progress.step(done, f"loss {record.loss:.3f}{record.metrics.text}  {self._format_rate(rate)}")
+        self.progress.step(done, self._figures_of_step(record, rate))
 
     def _log_skipped(self, record: StepRecord) -> None:
         """Log that a step was skipped on all ranks because its loss or gradient norm was not finite."""
@@ -208,10 +208,17 @@ class Journal:
             return None
         return rate * self.run.flops_per_unit / (self.run.peak_flops * self.mesh.world_size)
 
-    def _format_rate(self, rate: float) -> str:
-        """Return text for a throughput (tokens or samples per second of all ranks) with its MFU."""
+    def _figures_of_step(self, record: StepRecord, rate: float) -> list[str]:
+        """Return a step's figures as texts for the console, the most important first. rate: tokens or samples per
+        second of all ranks."""
         mfu = self._mfu(rate)
-        return f"{rate:,.0f} {self.run.unit}/s" + ("" if mfu is None else f"  MFU {mfu:.0%}")
+        return [
+            f"loss {record.loss:.3f}{record.metrics.text}",
+            f"{rate:,.0f} {self.run.unit}/s",
+            f"lr {record.learning_rate:.2e}",
+            f"grad norm {record.gradient_norm:.3g}",
+            *(() if mfu is None else (f"MFU {mfu:.1%}",)),
+        ]
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
         """Log the slow rank, if any, at the end of each window of steps. done: number of steps done; rank_seconds:

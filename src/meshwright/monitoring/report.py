@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwright.draw.axis import linear_axis
-from meshwright.draw.line_chart import Series, draw_lines
+from meshwright.collectives.quantities import format_bytes
 from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import page, paragraph, table
 from meshwright.errors import UserError
+from meshwright.monitoring.recipe_keys import differing_from_defaults
+from meshwright.monitoring.report_charts import draw_run, work_unit
 from meshwright.monitoring.run_directory import METRICS, RECIPE, RESULT
 
 
@@ -22,31 +23,49 @@ def write_report(
     evaluation: the document returned by `evaluate`; sample: the document of `generate` (`prompt` and `text`).
     `UserError` when nothing has been trained there or the page cannot be written.
     """
-    from meshwright.monitoring.report_inputs import (
-        check_evaluation,
-        check_sample,
-        read_recipe,
-        read_result,
-        read_steps,
-    )
+    from meshwright.monitoring.report_inputs import check_evaluation, check_sample
 
-    metrics_path = run_directory / METRICS
-    if not metrics_path.exists():
-        raise UserError(f"no {METRICS} in {run_directory}: name the directory of a run that has trained")
-    lines, result, recipe_path = read_steps(metrics_path), read_result(run_directory / RESULT), run_directory / RECIPE
-    recipe = read_recipe(recipe_path) if recipe_path.exists() else ""
+    run = read_run(run_directory)
     if evaluation is not None:
         check_evaluation(evaluation)
     if sample is not None:
         check_sample(sample)
     path = run_directory / "report.html"
-    name = run_directory.resolve().name
+    write_page(path, lambda: _format_page(run.name, run.lines, run.result, run.recipe, evaluation, sample))
+    return path
+
+
+class RunFiles(NamedTuple):
+    """Content of a run directory. name: of the run; lines: step lines of metrics.jsonl; result: the result document,
+    empty before the end; recipe: TOML text, empty without one."""
+
+    name: str
+    lines: list[dict[str, Any]]
+    result: dict[str, Any]
+    recipe: str
+
+
+def read_run(run_directory: Path) -> RunFiles:
+    """Read the files of a run directory. `UserError` when nothing has been trained there or a file is damaged."""
+    from meshwright.monitoring.report_inputs import read_recipe, read_result, read_steps
+
+    metrics_path, recipe_path = run_directory / METRICS, run_directory / RECIPE
+    if not metrics_path.exists():
+        raise UserError(f"no {METRICS} in {run_directory}: name the directory of a run that has trained")
+    return RunFiles(
+        run_directory.resolve().name,
+        read_steps(metrics_path),
+        read_result(run_directory / RESULT),
+        read_recipe(recipe_path) if recipe_path.exists() else "",
+    )
+
+
+def write_page(path: Path, format_page: Callable[[], str]) -> None:
+    """Write the HTML text that `format_page` returns. `UserError` if the file cannot be written."""
     try:
-        text = _format_page(name, lines, result, recipe, evaluation, sample)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(format_page(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
-    return path
 
 
 def _format_page(
@@ -59,54 +78,52 @@ def _format_page(
 ) -> str:
     """Return the report page as HTML. name: of the run; lines: step lines of metrics.jsonl; result: the result
     document; recipe: its TOML text; evaluation, sample: documents of `evaluate` and `generate`, None: left out."""
-    training = [(line["step"], line["loss"]) for line in lines if line["loss"] is not None]
-    validation = [(line["step"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None]
-    work = _work_unit(lines)
-    rate = [(line["step"], line[f"{work}_per_second"]) for line in lines]
-    losses = [Series("training", training, "pale"), Series("training, smoothed", _smooth(training), "blue", dots=True)]
-    if validation:
-        losses.append(Series("validation", validation, "orange", dots=True))
-    parts: list[Content] = [
-        element("h1", f"Run {name}"),
-        _summary_table(lines, result),
-        element("h2", "Loss"),
-        draw_step_chart(losses, "nats per token" if work == "tokens" else "loss"),
-        element("h2", "Throughput"),
-        draw_step_chart([Series(f"{work} per second", rate, "green", dots=True)], f"{work} per second", from_zero=True),
-    ]
+    parts: list[Content] = [element("h1", f"Run {name}"), _summary_table(lines, result)]
+    if sample:
+        text = element("pre", element("b", sample["prompt"]), sample["text"])
+        parts += [element("h2", "Sample"), text]
+    parts += draw_run(lines)
     if rows := _compared_rows(result):
         parts += [element("h2", "Predicted and measured"), table(("", "predicted", "measured"), rows)]
     if evaluation:
         parts += [element("h2", "Held-out files"), table((), _evaluation_rows(evaluation))]
-    if sample:
-        text = element("pre", element("b", sample["prompt"]), sample["text"])
-        parts += [element("h2", "Sample"), text]
     if recipe:
-        parts += [element("h2", "Recipe"), element("pre", recipe)]
+        parts += [element("h2", "Recipe"), *_recipe_parts(recipe)]
     return page(name, *parts, narrow=True)
 
 
-def _work_unit(lines: list[dict[str, Any]]) -> str:
-    """Return the unit that throughput counts: "tokens", or "samples" for a user's own module. lines: step lines of
-    metrics.jsonl."""
-    return "tokens" if "tokens_per_second" in lines[0] else "samples"
+def _recipe_parts(recipe: str) -> list[Markup]:
+    """Return the section on a recipe: the keys that differ from the defaults, and the whole text folded."""
+    whole = element("pre", recipe)
+    if (keys := differing_from_defaults(recipe)) is None:
+        return [whole]
+    folded = element("details", element("summary", "All keys"), whole)
+    return [paragraph("Keys that differ from the defaults:", muted=True), table((), list(keys.items())), folded]
 
 
 def _summary_table(lines: list[dict[str, Any]], result: dict[str, Any]) -> Markup:
     """Return the HTML table of a run's main figures. lines: step lines of metrics.jsonl; result: the result
     document."""
-    work = _work_unit(lines)
+    return table((), summarise(lines, result))
+
+
+def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows (name, text) of a run's main figures. lines: step lines of metrics.jsonl; result: the result
+    document."""
+    work = work_unit(lines)
     rates = sorted(line[f"{work}_per_second"] for line in lines)
     parts: dict[str, float] = {}
     for line in lines:
         for part, seconds in line.get("seconds_by_part", {}).items():
             parts[part] = parts.get(part, 0.0) + seconds
     total = sum(parts.values()) or 1.0
+    validation = [line["validation_loss"] for line in lines if line.get("validation_loss") is not None]
     rows: list[tuple[str, str]] = [
         ("steps", f"{lines[-1]['step']:,}"),
         ("last training loss", _format_number(lines[-1]["loss"], ".4f")),
+        *([("last validation loss", _format_number(validation[-1], ".4f"))] if validation else []),
         (f"{work} per second (median)", f"{rates[len(rates) // 2]:,.0f}"),
-        ("peak memory of rank 0", f"{max(line['memory_gib'] for line in lines):.2f} GiB"),
+        ("peak memory of rank 0", format_bytes(2**30 * max(line["memory_gib"] for line in lines))),
         ("time by part", ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in parts.items())),
     ]
     if result.get("parameters"):
@@ -118,7 +135,7 @@ def _summary_table(lines: list[dict[str, Any]], result: dict[str, Any]) -> Marku
         rows.append(("FLOP convention", result["flops_convention"]))
     if result.get("skipped_steps"):
         rows.append(("skipped steps", str(result["skipped_steps"])))
-    return table((), rows)
+    return rows
 
 
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -133,17 +150,17 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     for kind in dict.fromkeys(kind for side in kinds for kind in side):
         said.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
     peaks = [side.get("memory_bytes") or {} for side in (predicted, measured)]
-    said.append(("process memory of rank 0", *(_format_bytes(side.get("process_peak")) for side in peaks)))
-    said.append(("tensors of rank 0", *(_format_bytes(side.get("allocator_peak")) for side in peaks)))
+    said.append(("process memory of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
+    said.append(("tensors of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
     for title, key in (
         ("process memory of rank 0", "process_memory_bytes"),
-        ("memory of rank 0", "memory_bytes"),
+        ("tensors of rank 0", "memory_bytes"),
         ("sent a step by rank 0", "sent_bytes_by_axis"),
     ):
         sides = [side.get(key) or {} for side in (predicted, measured)]
         for name in dict.fromkeys(name for side in sides for name in side):
             if name not in ("process_peak", "allocator_peak") and any(side.get(name) for side in sides):
-                said.append((f"{title}: {name}", *(_format_bytes(side.get(name)) for side in sides)))
+                said.append((f"{title}: {name}", *(_format_size(side.get(name)) for side in sides)))
     return [(name, before or "–", after or "–") for name, before, after in said if before or after]
 
 
@@ -161,9 +178,9 @@ def _format_parts(seconds: dict[str, float] | None) -> str:
     return ", ".join(f"{part} {value:.3g}" for part, value in (seconds or {}).items() if value)
 
 
-def _format_bytes(size: int | None) -> str:
+def _format_size(size: float | None) -> str:
     """Return text for a number of bytes, empty for None."""
-    return "" if size is None else f"{size:,} B"
+    return "" if size is None else format_bytes(size)
 
 
 def _share_of_peak(result: dict[str, Any]) -> str:
@@ -188,28 +205,3 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 def _format_number(value: float | None, form: str) -> str:
     """Return a number formatted by the format spec `form`; "not finite" for None."""
     return "not finite" if value is None else format(value, form)
-
-
-def _smooth(points: list[tuple[float, float]], weight: float = 0.9) -> list[tuple[float, float]]:
-    """Return the exponential moving average of (step, value) points, corrected for start-up bias as in Adam. weight:
-    factor of the previous average in each update."""
-    smoothed, average, mass = [], 0.0, 0.0
-    for step, value in points:
-        average, mass = weight * average + (1 - weight) * value, weight * mass + (1 - weight)
-        smoothed.append((step, average / mass))
-    return smoothed
-
-
-def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False) -> Markup:
-    """Return a line chart over the training steps as SVG markup. unit: of the values, for the axis title; from_zero:
-    the y axis begins at 0."""
-    points = [point for one in series for point in one.points]
-    if not points:
-        return paragraph("No finite values.")
-    steps, values = ([point[at] for point in points] for at in (0, 1))
-    low = 0.0 if from_zero else min(values)
-    across = linear_axis(min(steps), max(steps), most=8)
-    return draw_lines(
-        across, linear_axis(low, max(values), f"step; {unit}", below=0.0 if from_zero else 0.04, above=0.04),
-        [one for one in series if one.points],
-    )  # fmt: skip

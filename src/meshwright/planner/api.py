@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -21,7 +21,7 @@ from meshwright.planner.explain import Row, busiest, explain
 from meshwright.planner.models import is_recipe, layout_of_recipe, recipe_of, values_from_recipe
 from meshwright.planner.nearest import Nearest, nearest
 from meshwright.planner.search import Found, search
-from meshwright.planner.space import Problem
+from meshwright.planner.space import Problem, parse_reserve
 from meshwright.spec.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class PlanOptions(TypedDict, total=False):
         precision: `"fp32"`, `"tf32"`, `"bf16"`, `"fp16"` or `"fp8"`, where the layout names none.
         documents: Documents in a row, on average; 1 unless given.
         top: Layouts that a search returns, 1 to 100; 5 unless given.
+        reserve: Memory of a device to keep free: a fraction, `0.1`, or a size, `"8GiB"`; 0 unless given.
     """
 
     engine: str | Engine
@@ -51,6 +52,7 @@ class PlanOptions(TypedDict, total=False):
     precision: str | None
     documents: float
     top: int
+    reserve: str | float
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def plan(
         precision=precision or (own.precision if own else None),
         documents=options.get("documents", 1.0),
     )  # fmt: skip
+    problem = replace(problem, reserve=parse_reserve(options.get("reserve", 0), problem.cluster.device.memory_bytes))
     if parsed is not None:
         return Plan(problem, (priced(problem, parsed),))
     found = search(problem, top)

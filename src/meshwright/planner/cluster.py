@@ -21,7 +21,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.limits import limit_error, limit_of, shorten, shorten_repr
-from meshwright.names import PRECISIONS, unknown
+from meshwright.names import LISTED, PRECISIONS, unknown
 from meshwright.planner.calibration import Calibration
 from meshwright.planner.calibration import read as read_calibration
 from meshwright.planner.devices import DEVICES, Device, find_device
@@ -200,7 +200,7 @@ def _unknown_device(name: str) -> str:
     begun = [each for each in known if each.startswith(f"{name.strip().lower()}-")]
     if begun:
         return f'unknown device "{name}"; did you mean {" or ".join(begun)}?'
-    return unknown("device", name, known)
+    return unknown("device", name, known, LISTED)
 
 
 def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:

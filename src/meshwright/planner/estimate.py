@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from meshwright.recipe import Recipe
 
 
+TIGHT = 0.05
+"""Share of a device's memory; where less stays free, a small error of the prediction decides."""
+
+EXPOSED = ("tensor", "context", "expert", "data", "pipeline")
+"""Parts of a step in which devices wait for communication."""
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Predicted cost of a layout.
@@ -54,7 +61,25 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """True if the layout fits into device memory."""
-        return self.memory.device_bytes <= self.problem.cluster.device.memory_bytes
+        return self.memory.device_bytes <= self.problem.room
+
+    @property
+    def tight(self) -> bool:
+        """True if the layout fits, but less than `TIGHT` of the memory that it may take stays free."""
+        return self.fits and self.memory.device_bytes > (1 - TIGHT) * self.problem.room
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of a step in which devices wait for communication."""
+        return sum(self.time.breakdown[part] for part in EXPOSED)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds of a step in which the busiest rank communicates, beside computation included."""
+        problem = self.problem
+        step = _step(problem, self.layout)
+        hidden = problem.cluster.time_factor * step.data_seconds() - self.time.breakdown["data"]
+        return self.exposed_seconds + max(0.0, hidden)
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -80,6 +105,7 @@ class Estimate:
             {
                 "layout": str(self.layout),
                 "fits": self.fits,
+                "tight": self.tight,
                 "memory_gib": self.memory.gib(),
                 "step_seconds": self.time.seconds,
                 "step_seconds_low": self.time.low,
@@ -89,6 +115,7 @@ class Estimate:
                 "mfu": self.mfu,
                 "flops_convention": FLOPS_CONVENTION,
                 "breakdown_seconds": dict(self.time.breakdown),
+                "communication_seconds": {"exposed": self.exposed_seconds, "total": self.communication_seconds},
                 "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.moment},
             }
             | self._calibration()
@@ -184,14 +211,17 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
         raise UserError(f'layout "{layout}": offloading is not priced yet; leave offload:{layout.offload} out')
-    if step is None:
-        step = Step(
-            problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
-            in_place(problem.cluster, problem.precision, problem.engine), pairs=problem.pairs,
-        )  # fmt: skip
-    time = step.priced(problem.optimizer)
+    time = (step or _step(problem, layout)).priced(problem.optimizer)
     memory = fullest(problem, layout)
     return Estimate(problem, layout, time, memory, tuple(_warnings(problem, layout, memory)))
+
+
+def _step(problem: Problem, layout: Layout) -> Step:
+    """Return the `Step` of a layout of a problem."""
+    return Step(
+        problem.config, layout, problem.cluster, problem.sequence, problem.batch, problem.engine, problem.documents,
+        in_place(problem.cluster, problem.precision, problem.engine), pairs=problem.pairs,
+    )  # fmt: skip
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.limits import limit_error
-from meshwright.names import TOKENIZERS, unknown
+from meshwright.names import LISTED, TOKENIZERS, unknown
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import foreign_architecture_note
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -51,7 +51,7 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
         return config_from_path(path)
     close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
     hint = "" if close else "; it takes a preset, a Hugging Face directory, a config.json or a recipe"
-    raise UserError(unknown("model", text, PRESETS) + hint)
+    raise UserError(unknown("model", text, PRESETS, LISTED) + hint)
 
 
 def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:

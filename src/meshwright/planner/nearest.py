@@ -62,7 +62,7 @@ def nearest(found: Found) -> Nearest | None:
 def _least(problem: Problem, every: Priced) -> Estimate | None:
     """Return the estimate of the layout with the lowest peak by the ledger; of several that fit, the fastest; None if
     training refuses all. every: closed-form prices of the search space."""
-    room = problem.cluster.device.memory_bytes
+    room = problem.room
     best: tuple[float, float, Layout] | None = None
     asked = 0
     for at in np.argsort(every.bytes, kind="stable"):
@@ -86,7 +86,7 @@ def _least(problem: Problem, every: Priced) -> Estimate | None:
 def _enough(least: Estimate) -> Estimate | None:
     """Return a layout that fits on 2, 4, ... times the devices of `least`, the layout that needs the least memory; None
     if none does or links are unknown."""
-    problem, room = least.problem, least.problem.cluster.device.memory_bytes
+    problem, room = least.problem, least.problem.room
     # What more ranks can share is at most all of it.
     factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
     for _ in range(MOST_DOUBLINGS):

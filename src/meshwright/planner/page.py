@@ -13,6 +13,7 @@ from meshwright.layout import Layout
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.memory import RankMemory, by_layers, memory_of, unlike_ranks
 from meshwright.planner.nearest import Nearest
+from meshwright.planner.notation import notation_legend, recipe_block, selection_note
 from meshwright.planner.pictures import cloud, memory_bars, time_bar
 from meshwright.planner.reference_step import in_place
 from meshwright.planner.search import Found
@@ -22,7 +23,9 @@ from meshwright.planner.text import (
     LEAST_PART,
     Unit,
     around,
+    communication_text,
     headline,
+    marked_reasons,
     nearest_line,
     shape_text,
     there,
@@ -53,6 +56,8 @@ def page(
         parts += _search(found, least)
     for one in [*best, *([least.least] if least else [])][:1]:
         parts += _layout(one)
+    legend = notation_legend(one.layout for one in best)
+    parts += [element("h2", "Layout notation"), table((), legend)] if legend else []
     return draw.page(f"plan of {model}", *parts)
 
 
@@ -62,6 +67,10 @@ def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
     if found.best:
         yield element("h2", f"The best of {found.searched:,} layouts")
         yield _best(found)
+        yield paragraph(selection_note(found.best), muted=True)
+        yield paragraph(
+            "Low and high: bounds of the step's seconds, between which measured runs are expected.", muted=True
+        )
     else:
         yield element("h2", f"None of {found.searched:,} layouts fits")
         if least is not None:
@@ -92,14 +101,14 @@ def _best(found: Found) -> Markup:
             str(one.layout), f"{one.time.seconds:.4g}", f"{one.time.low:.4g}", f"{one.time.high:.4g}",
             f"{one.tokens_per_second_per_device:,.0f}", f"{one.mfu:.1%}", unit.number(one.memory.device_bytes), why,
         )
-        for one, why in zip(found.best, found.reasons, strict=True)
+        for one, why in zip(found.best, marked_reasons(found), strict=True)
     ]  # fmt: skip
     return table((*head, "compared with the first"), rows)
 
 
 def _layout(one: Estimate) -> Iterator[Markup]:
     """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
-    time, problem, room = one.time, one.problem, one.problem.cluster.device.memory_bytes
+    time, problem, room = one.time, one.problem, one.problem.room
     yield element("h2", str(one.layout))
     yield paragraph(
         f"{time.seconds:.4g} s a step ({time.low:.4g} to {time.high:.4g}), "
@@ -107,8 +116,17 @@ def _layout(one: Estimate) -> Iterator[Markup]:
     )
     for line in one.warnings:
         yield paragraph(f"warning: {line}")
+    if one.fits:
+        yield paragraph("Put this into your recipe:", muted=True)
+        yield element("pre", recipe_block(one))
     yield element("h2", "Time by part")
     yield time_bar({part: time.breakdown[part] for part in PARTS if time.breakdown[part] > LEAST_PART * time.seconds})
+    if one.layout.world_size > 1:
+        yield paragraph(
+            f"Communication: {communication_text(one)}. Exposed: devices wait for it (tensor, context, expert, data, "
+            "pipeline above); the rest runs beside computation.",
+            muted=True,
+        )
     yield element("h2", "Memory of each stage")
     places = range(one.layout.pp) if one.layout.pp <= MOST_RANKS else unlike_ranks(problem, one.layout)
     ranks = [memory_of(problem, one.layout, rank) for rank in places]

@@ -31,7 +31,7 @@ def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
     to highlight."""
     every = found.priced
     assert every is not None
-    room = found.problem.cluster.device.memory_bytes
+    room = found.problem.room
     size = on_device(found.problem, every.bytes)
     near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
     chosen = near[:: max(1, len(near) // MOST_DOTS)]

@@ -22,8 +22,9 @@ from meshwright.names import RECOMPUTE
 from meshwright.planner.estimate import Estimate, priced
 from meshwright.planner.memory import context_bytes, memory_of, slack, unlike_ranks
 from meshwright.planner.screen import Array, Priced, screen
+from meshwright.planner.selection import describe_losses, fastest_of_kinds
 from meshwright.planner.space import Problem, layout_of
-from meshwright.planner.step_time import PARTS, Step
+from meshwright.planner.step_time import Step
 from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
 
@@ -65,7 +66,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a search. best: estimates, fastest first; reasons: why each loses to the first.
+    """Result of a search. best: estimates of different kinds, fastest first; reasons: why each loses to the first.
 
     differences: relative errors of the closed forms against the simulator, by decided layout; advice: fast layouts that
     do not fit; priced: a sample of all, for pictures; undecided: number of layouts that may be better by their closed
@@ -84,20 +85,21 @@ class Found:
 
 
 def search(problem: Problem, top: int = 5) -> Found:
-    """Return the `top` fastest layouts that fit and that training accepts, and advice; `best` is empty where none
-    fits."""
+    """Return `top` layouts that fit and that training accepts, the fastest of each kind, and advice; `best` is empty
+    where none fits."""
     begun = time.perf_counter()
     # What no layout mends: more tokens than there are positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
     every = screen(problem)
     if not len(every.way):
         raise UserError(_nothing(problem))
-    decided = _Decided(problem, every, max(top, FINAL))
-    best = decided.estimates(top)
+    decided = Decided(problem, every, max(top, FINAL))
+    differences = tuple(decided.differences)
+    best = fastest_of_kinds(decided, top)
     advice = sorted(_advice(decided, best[0].time.seconds if best else np.inf), key=lambda one: one.seconds)
     return Found(
-        problem, tuple(best), tuple(_reasons(best)), len(every.way), time.perf_counter() - begun,
-        tuple(decided.differences), tuple(advice), every, decided.undecided(best, top),
+        problem, tuple(best), tuple(describe_losses(best)), len(every.way), time.perf_counter() - begun,
+        differences, tuple(advice), every, decided.undecided(best, top),
     )  # fmt: skip
 
 
@@ -115,20 +117,20 @@ def _nothing(problem: Problem) -> str:
     )
 
 
-class _Decided:
+class Decided:
     """Exact prices of a search's best candidates: seconds by the simulator, memory by the ledger where the closed form
     is close. every: closed-form prices of all; wanted: number of layouts to decide."""
 
     def __init__(self, problem: Problem, every: Priced, wanted: int) -> None:
         self.problem, self.every = problem, every
-        self.room = problem.cluster.device.memory_bytes
+        self.room = problem.room
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = MakespanCache()
         self.kinds, self._memory = self._kinds(), self._memory_kinds()
         self.factors: dict[int, float] = {}
         self.stopped = False
-        self._wanted = wanted
+        self._wanted, self.budget, self.asked = wanted, MOST_PRICED, 0
         self._needed = on_device(problem, every.bytes)
         self._left = self._needed <= self.room * DOUBT_ABOVE
         # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
@@ -146,7 +148,8 @@ class _Decided:
         every, problem, wanted = self.every, self.problem, self._wanted
         needed, left, told = self._needed, self._left, self.told
         kinds, factors = self.kinds, self.factors
-        for _ in range(MOST_PRICED):
+        for _ in range(self.budget):
+            self.asked += 1
             at = int(told.argmin())
             if told[at] == np.inf or (len(self.best) >= wanted and told[at] > self.best[wanted - 1][0]):
                 break
@@ -174,6 +177,15 @@ class _Decided:
             insort(self.best, (seconds, at, layout))
         else:
             self.stopped = True
+
+    def leave_out(self, alike: Array, budget: int) -> int:
+        """Decide no candidates of a mask (`alike`) any more, and decide the best of the others. budget: exact prices
+        that this may take; return how many it took."""
+        before, self.budget = self.asked, budget
+        self.told[alike], self._left[alike], self._wanted = np.inf, False, 1
+        self.best = [entry for entry in self.best if not alike[entry[1]]]
+        self._decide()
+        return self.asked - before
 
     def _learn(self, at: int, exact: float) -> None:
         """Correct the closed-form memory of all candidates like the one with index `at` by its `exact` bytes."""
@@ -288,26 +300,7 @@ def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> in
     return most
 
 
-def _reasons(best: list[Estimate]) -> Iterator[str]:
-    """Yield, for each of the best estimates, why it loses to the first: parts that take longer, in shares of the
-    first's step."""
-    for number, one in enumerate(best):
-        if number == 0:
-            yield "the fastest"
-            continue
-        first = best[0].time
-        more = {part: (one.time.breakdown[part] - first.breakdown[part]) / first.seconds for part in PARTS}
-        worse = sorted((part for part in PARTS if more[part] >= 0.001), key=lambda part: -more[part])[:3]
-        less = [part for part in PARTS if more[part] <= -0.001]
-        most = max(PARTS, key=lambda part: more[part])
-        least = f"{most} +{more[most]:.2%}" if more[most] >= 5e-5 else "as fast"
-        text = ", ".join(f"{part} +{more[part]:.1%}" for part in worse) or least
-        yield text + (
-            f" (less {' and '.join(sorted(less, key=lambda part: more[part])[:2])})" if less and worse else ""
-        )
-
-
-def _advice(decided: _Decided, first: float) -> Iterator[Advice]:
+def _advice(decided: Decided, first: float) -> Iterator[Advice]:
     """Yield advice on the fastest layouts that do not fit, faster than `first` seconds, each of another number of ranks
     on some axis or with another recompute."""
     problem, every, room = decided.problem, decided.every, decided.room
@@ -343,7 +336,7 @@ def _advice(decided: _Decided, first: float) -> Iterator[Advice]:
             yield Advice(layout, seconds, size, change, instead, decided.seconds(chosen, instead))
 
 
-def _mended(decided: _Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
+def _mended(decided: Decided, columns: Mapping[str, Array], at: int, fit: Array, expected: Array) -> int | None:
     """Return the index of the fastest fitting layout with the fewest differences from candidate `at`; None if none is
     near.
 

@@ -6,12 +6,14 @@ many stages, replicas and micro-batches there are follows from the cluster and t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.limits import shorten_repr
 from meshwright.names import RECOMPUTE, SCHEDULE_CHUNKS
 from meshwright.planner.cluster import Cluster
 from meshwright.planner.engines import ENGINES, Engine
@@ -42,6 +44,7 @@ class Problem:
         documents: In a sequence, on average.
         pairs: Training on response pairs, not next tokens.
         assumed: What was assumed about the model, if anything.
+        reserve: Bytes of a device to keep free.
     """
 
     config: ModelConfig
@@ -55,6 +58,12 @@ class Problem:
     documents: float = 1.0
     pairs: bool = False
     assumed: str | None = None
+    reserve: float = 0.0
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a layout may take."""
+        return self.cluster.device.memory_bytes - self.reserve
 
     @property
     def only_planned(self) -> bool:
@@ -62,6 +71,19 @@ class Problem:
         and for encoders."""
         config = self.config
         return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
+
+
+def parse_reserve(value: str | float, device_bytes: float) -> float:
+    """Return the bytes of a device to keep free. value: a fraction of its memory, `0.1`, or a size, `"8GiB"`;
+    device_bytes: its memory. `UserError` for anything else, and where nothing would be left."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(GiB|MiB)?\s*", str(value))
+    size = float(match[1]) * {"GiB": 2.0**30, "MiB": 2.0**20, None: device_bytes}[match[2]] if match else device_bytes
+    if not size < device_bytes:
+        raise UserError(
+            f"reserve: takes a fraction below 1, such as 0.1, or a size below the device's {device_bytes / 2**30:.1f} "
+            f'GiB, such as "8GiB", not {shorten_repr(value)}'
+        )
+    return size
 
 
 class Way(NamedTuple):

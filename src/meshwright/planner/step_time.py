@@ -4,7 +4,7 @@ data parallelism and the optimizer add."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -283,6 +283,23 @@ class Step:
             )
             for dense, spread, layers in self.of_ranks(stages, places)
         )  # fmt: skip
+
+    def data_seconds(self) -> float:
+        """Return the seconds of a step in which a rank communicates for data parallelism, beside computation
+        included."""
+        layout, stages = self.layout, stages_of(self.config, self.layout.pp * self.layout.chunks, self.sequence)
+        places = places_of(layout.schedule, layout.pp, layout.chunks)
+        alone = replace(self.engine, overlaps_data=False)
+        most = 0.0
+        for dense, spread, layers in self.of_ranks(stages, places):
+            numel = np.array(dense), np.array(spread)
+            gather, scatter = zero_calls(self.zero, self.seconds, *numel, self.itemsize, self.gradient_bytes)
+            once = gradient_waits(
+                self.zero, self.seconds, *numel, *self.shards(), layers, 0.0, 0.0, 0.0, alone, self.itemsize,
+                self.gradient_bytes,
+            )  # fmt: skip
+            most = max(most, float(once + layout.micro_batches * (2 * gather + scatter)))
+        return most
 
     def shards(self) -> tuple[int, int]:
         """Return the number of ranks that ZeRO shards (dense parameters, experts) over."""

@@ -14,6 +14,7 @@ from meshwright.planner.explain import Row
 from meshwright.planner.ledger import Item
 from meshwright.planner.memory import RankMemory, by_layers
 from meshwright.planner.nearest import Nearest
+from meshwright.planner.notation import notation_legend, recipe_block, selection_note
 from meshwright.planner.search import MOST_PRICED, Advice, Found
 from meshwright.planner.space import Problem
 from meshwright.planner.step_time import with_bounds
@@ -36,11 +37,12 @@ def headline(problem: Problem, model: str) -> str:
     )
     cluster = problem.cluster
     compiled = ", compiled" if problem.compile else ""
+    reserved = f", {Unit.of(problem.reserve).say(problem.reserve)} of it reserved" if problem.reserve else ""
     calibrated = "" if cluster.calibration is None else f"; {cluster.calibration.line}"
     return (
         f"{model}: {_count(sizes['parameters'])} parameters{active}; {problem.batch:,} sequences of "
         f"{problem.sequence:,} tokens on {cluster.name} ({cluster.devices:,} devices, "
-        f"{cluster.device.memory_bytes / GIB:.1f} GiB each); {problem.engine.name}{compiled}, "
+        f"{cluster.device.memory_bytes / GIB:.1f} GiB each{reserved}); {problem.engine.name}{compiled}, "
         f"{problem.precision}{calibrated}"
     )
 
@@ -52,8 +54,9 @@ def found_text(found: Found, width: int = WIDE) -> str:
         lines.append("none of them fits")
     else:
         lines += _best(found, width)
+        lines += wrapped(f"  {selection_note(found.best)}", width, "  ")
     if found.undecided:
-        lines.append(f"  {undecided_text(found)}")
+        lines += wrapped(f"  {undecided_text(found)}", width, "  ")
     if found.advice and found.best:
         lines.append("faster, but too large:")
         lines += [part for one in found.advice for part in wrapped(f"  {advice_text(found, one)}", width, "    ")]
@@ -71,17 +74,22 @@ def _best(found: Found, width: int) -> Iterator[str]:
     beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
     before = widest if beside else 1
     indent = " " * (before + len(figures[1]) + 4)
-    words = ("compared with the first", *found.reasons)
+    words = ("compared with the first", *marked_reasons(found))
     for name, line, why in zip(["   layout", *names], figures, words, strict=True):
         if not beside:
             yield name
         yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
 
 
+def marked_reasons(found: Found) -> list[str]:
+    """Return the reason of each of a search's best layouts, with the mark "tight" where little memory stays free."""
+    return [f"{why}; tight" if one.tight else why for one, why in zip(found.best, found.reasons, strict=True)]
+
+
 def advice_text(found: Found, one: Advice) -> str:
     """Format a faster layout that does not fit (`one`), with the change that makes it fit."""
     problem = found.problem
-    room = problem.cluster.device.memory_bytes
+    room = problem.room
     wants = (
         f"{one.layout}: {around(problem, one.seconds)}, but {Unit.of(one.bytes - room).say(one.bytes - room)} too much"
     )
@@ -145,7 +153,7 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
 def estimate_text(one: Estimate, width: int = WIDE) -> str:
     """Format one estimate: time by part, memory by category and by item, lines at most `width` characters long if
     possible."""
-    time, memory, room = one.time, one.memory, one.problem.cluster.device.memory_bytes
+    time, memory, room = one.time, one.memory, one.problem.room
     unit = Unit.of(memory.device_bytes)
     parts = ", ".join(
         f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
@@ -160,8 +168,9 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
         "  ",
     )
     lines += wrapped(f"  time: {parts}", width, "    ")
+    lines += wrapped(f"  communication: {communication_text(one)}", width, "    ") if one.layout.world_size > 1 else []
     over = memory.device_bytes - room
-    verdict = "fits" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
+    verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
     where = f" on rank {memory.pp_rank} of pp" if one.layout.pp > 1 else ""
     lines += wrapped(
         f"  memory: {unit.say(memory.device_bytes)} of {Unit.of(room).say(room)}, {verdict}; "
@@ -175,6 +184,19 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
     for said in one.warnings:
         lines += wrapped(f"  warning: {said}", width, "    ")
     return "\n".join(lines)
+
+
+def communication_text(one: Estimate) -> str:
+    """Format the exposed and the total seconds of communication of an estimate's step."""
+    exposed, total = one.exposed_seconds, one.communication_seconds
+    return f"{exposed:.3g} s exposed ({share_text(exposed / one.time.seconds)} of the step), {total:.3g} s in all"
+
+
+def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
+    """Format the recipe lines of the first of the best estimates, and the legend of the notation of all."""
+    block = [f"  {line}".rstrip() for line in recipe_block(best[0]).splitlines() if line]
+    legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
+    return "\n".join(["put this into your recipe:", *block, *wrapped(f"notation: {legend}", width, "  ")])
 
 
 def share_text(share: float) -> str:

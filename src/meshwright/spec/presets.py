@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.names import unknown
+from meshwright.names import LISTED, unknown
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface
 
@@ -44,7 +44,7 @@ def find_preset(name: str) -> Preset:
     """Return the preset of this name; ``UserError`` with the nearest name if there is none."""
     tables = _read_presets()
     if name not in tables:
-        raise UserError(unknown("preset", name, tables))
+        raise UserError(unknown("preset", name, tables, LISTED))
     entry = tables[name]
     like = tables[entry["like"]]["config"] if "like" in entry else {}
     config = config_from_huggingface({**like, **entry["config"]}, where=f"preset {name}")

@@ -1,0 +1,57 @@
+"""Keys of a run's recipe that differ from the defaults, or between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.toml import format_toml_value, parse_toml
+
+
+def differing_from_defaults(recipe: str) -> dict[str, str] | None:
+    """Return {dotted key: value as TOML} of the keys of a recipe (TOML text) whose values are not the defaults; None if
+    the text is not TOML."""
+    flat = _flatten_recipe(recipe)
+    return None if flat is None else {key: value for key, value in flat.items() if value != _defaults().get(key)}
+
+
+def differing_between(recipes: Sequence[str]) -> dict[str, list[str]]:
+    """Return {dotted key: its value in each recipe, as TOML} of the keys whose values differ, "–" where a recipe lacks
+    one; without the name and directory of the run. recipes: TOML texts."""
+    flats = [_flatten_recipe(recipe) or {} for recipe in recipes]
+    keys = dict.fromkeys(key for flat in flats for key in flat if key not in ("run.name", "run.directory"))
+    values = {key: [flat.get(key, "–") for flat in flats] for key in keys}
+    return {key: row for key, row in values.items() if len(set(row)) > 1}
+
+
+@cache
+def _defaults() -> dict[str, str]:
+    """Return {dotted key: default value as TOML} of the keys of a recipe that have a default."""
+    from meshwright.recipe import SCHEMA
+
+    fields = {key: field.get_default(call_default_factory=True) for key, field in SCHEMA.keys.items() if
+              not field.is_required()}  # fmt: skip
+    plain = (bool, int, float, str, list, tuple)
+    return {key: format_toml_value(value) for key, value in fields.items() if isinstance(value, plain)}
+
+
+def _flatten_recipe(text: str) -> dict[str, str] | None:
+    """Parse a recipe and return {dotted key: value as TOML}; None if it is not TOML."""
+    try:
+        return _flatten(parse_toml(text, "recipe"), "")
+    except UserError:
+        return None
+
+
+def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """Return {dotted key: value as TOML} of a table and its inner tables. prefix: start of each key, such as
+    `train.`."""
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = format_toml_value(value)
+    return flat

@@ -1,0 +1,116 @@
+"""Charts of a run's steps: loss, throughput, learning rate, gradient norm, memory, time by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from meshwright.draw.axis import linear_axis
+from meshwright.draw.line_chart import Series, draw_lines
+from meshwright.draw.markup import Markup, element
+from meshwright.draw.page import paragraph
+
+COLOURS = ("blue", "orange", "green", "purple", "pink", "teal", "grey", "red")
+"""Colours of runs in a comparison, and of parts of a step."""
+
+Lines = Sequence[Mapping[str, Any]]
+"""Step lines of metrics.jsonl."""
+
+
+def work_unit(lines: Lines) -> str:
+    """Return the unit that throughput counts: "tokens", or "samples" for a user's own module."""
+    return "tokens" if "tokens_per_second" in lines[0] else "samples"
+
+
+def draw_run(lines: Lines) -> Iterator[Markup]:
+    """Yield headings and charts of one run."""
+    work, training = work_unit(lines), select(lines, "loss")
+    losses = [Series("training", training, "pale"), Series("training, smoothed", smooth(training), "blue", dots=True)]
+    if validation := select(lines, "validation_loss"):
+        losses.append(Series("validation", validation, "orange", dots=True))
+    yield element("h2", "Loss")
+    yield draw_step_chart(losses, _loss_unit(work))
+    for title, key, unit, scale in _single_curves([lines], work):
+        if points := select(lines, key, scale):
+            yield element("h2", title)
+            yield draw_step_chart([Series(title.lower(), points, "green", dots=True)], unit, from_zero=True)
+    parts = list(dict.fromkeys(part for line in lines for part in line.get("seconds_by_part", {})))
+    if parts and len(lines) > 1:
+        curves = [
+            Series(
+                part, smooth([(line["step"], 1e3 * line.get("seconds_by_part", {}).get(part, 0.0)) for line in lines]),
+                COLOURS[at % len(COLOURS)],
+            )
+            for at, part in enumerate(parts)
+        ]  # fmt: skip
+        yield element("h2", "Time by part, smoothed")
+        yield draw_step_chart(curves, "milliseconds of a step", from_zero=True)
+
+
+def draw_runs(runs: Mapping[str, Lines]) -> Iterator[Markup]:
+    """Yield headings and charts with the curves of several runs. runs: step lines by name of the run."""
+    work = work_unit(next(iter(runs.values())))
+    coloured = [(name, lines, COLOURS[at % len(COLOURS)]) for at, (name, lines) in enumerate(runs.items())]
+
+    def curves(read: Callable[[Lines], Sequence[tuple[float, float]]]) -> list[Series]:
+        """Return a curve for each run that has points."""
+        found = [Series(name, read(lines), colour) for name, lines, colour in coloured]
+        return [one for one in found if one.points]
+
+    titled = [
+        ("Training loss, smoothed", curves(lambda lines: smooth(select(lines, "loss"))), _loss_unit(work), False),
+        ("Validation loss", curves(lambda lines: select(lines, "validation_loss")), _loss_unit(work), False),
+    ]
+    for title, key, unit, scale in _single_curves(list(runs.values()), work):
+        titled.append((title, curves(lambda lines, key=key, scale=scale: select(lines, key, scale)), unit, True))
+    for title, series, unit, from_zero in titled:
+        if series:
+            yield element("h2", title)
+            yield draw_step_chart(series, unit, from_zero=from_zero, legend=True)
+
+
+def _loss_unit(work: str) -> str:
+    """Return the unit of the loss. work: unit of throughput, "tokens" or "samples"."""
+    return "nats per token" if work == "tokens" else "loss"
+
+
+def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str, float]]:
+    """Return (title, key of metrics.jsonl, unit, factor to that unit) of the charts with one curve for each run."""
+    largest = max((line["memory_gib"] for lines in runs for line in lines), default=0.0)
+    memory = ("GiB", 1.0) if largest >= 1.0 else ("MiB", 1024.0)
+    return [
+        ("Throughput", f"{work}_per_second", f"{work} per second", 1.0),
+        ("Learning rate", "learning_rate", "learning rate", 1.0),
+        ("Gradient norm", "gradient_norm", "gradient norm before clipping", 1.0),
+        ("Peak memory of rank 0", "memory_gib", *memory),
+    ]
+
+
+def select(lines: Lines, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
+    """Return the points (step, value times `scale`) of a key, without steps that lack a finite value."""
+    return [(line["step"], scale * line[key]) for line in lines if line.get(key) is not None]
+
+
+def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> list[tuple[float, float]]:
+    """Return the exponential moving average of (step, value) points, corrected for start-up bias as in Adam. weight:
+    factor of the previous average in each update."""
+    smoothed, average, mass = [], 0.0, 0.0
+    for step, value in points:
+        average, mass = weight * average + (1 - weight) * value, weight * mass + (1 - weight)
+        smoothed.append((step, average / mass))
+    return smoothed
+
+
+def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False, legend: bool = False) -> Markup:
+    """Return a line chart over the training steps as SVG markup, with values on hover. unit: of the values, for the
+    axis title; from_zero: the y axis begins at 0; legend: names a single curve, too."""
+    points = [point for one in series for point in one.points]
+    if not points:
+        return paragraph("No finite values.")
+    steps, values = ([point[at] for point in points] for at in (0, 1))
+    low = 0.0 if from_zero else min(values)
+    across = linear_axis(min(steps), max(steps), most=8)
+    return draw_lines(
+        across, linear_axis(low, max(values), f"step; {unit}", below=0.0 if from_zero else 0.04, above=0.04),
+        [one for one in series if one.points], hover="step", legend=legend,
+    )  # fmt: skip

@@ -1,0 +1,45 @@
+"""Page that compares several runs: results, differing recipe keys, and their curves in common charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.draw.markup import Content, element
+from meshwright.draw.page import page, paragraph, table
+from meshwright.errors import UserError
+from meshwright.monitoring.recipe_keys import differing_between
+from meshwright.monitoring.report import read_run, summarise, write_page
+from meshwright.monitoring.report_charts import COLOURS, draw_runs, work_unit
+
+
+def write_run_comparison(directories: Sequence[Path]) -> Path:
+    """Write `comparison.html` into the first of several run directories and return its path.
+
+    `UserError` if nothing has been trained in one of them, there are more than the charts have colours for, or they
+    count different units of throughput.
+    """
+    unlike = {directory.resolve(): directory for directory in directories}
+    if not 2 <= len(unlike) <= len(COLOURS):
+        raise UserError(f"a comparison takes 2 to {len(COLOURS)} different runs, not {len(unlike)}")
+    runs = [read_run(directory) for directory in unlike.values()]
+    if len({work_unit(run.lines) for run in runs}) > 1:
+        raise UserError("some runs count tokens and some samples: compare runs that count the same")
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(directory) for directory in unlike.values()]
+    facts = [dict(summarise(run.lines, run.result)) for run in runs]
+    results = [
+        (row, *(each.get(row, "–") for each in facts)) for row in dict.fromkeys(key for each in facts for key in each)
+    ]
+    keys = differing_between([run.recipe for run in runs])
+    parts: list[Content] = [
+        element("h1", f"{len(runs)} runs"),
+        table(("", *names), results),
+        element("h2", "Recipe keys that differ"),
+        table(("", *names), [(key, *values) for key, values in keys.items()]) if keys else paragraph("None."),
+        *draw_runs({name: run.lines for name, run in zip(names, runs, strict=True)}),
+    ]
+    path = directories[0] / "comparison.html"
+    write_page(path, lambda: page("comparison of runs", *parts, narrow=True))
+    return path

@@ -1,0 +1,54 @@
+"""Legend of the layout notation, and the recipe lines of a planned layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from meshwright.layout import Layout
+from meshwright.planner.estimate import Estimate
+
+_PARTS = (
+    (r"dp\d+", "dpN", "N replicas of the model (data parallelism)"),
+    (r"zero1", "zero1", "optimizer states sharded over dp and cp"),
+    (r"zero2", "zero2", "optimizer states and gradients sharded over dp and cp"),
+    (r"zero3", "zero3", "optimizer states, gradients and parameters sharded over dp and cp"),
+    (r"hs\d+", "hsN", "sharded inside groups of N ranks, replicated between them"),
+    (r"tp\d+", "tpN", "every matrix cut over N ranks (tensor parallelism)"),
+    (r"tp\d+:nosp", ":nosp", "norms computed on all tp ranks, without sequence parallelism"),
+    (r"cp\d+", "cpN", "every sequence cut over N ranks (context parallelism)"),
+    (r"cp\d+:ring", ":ring", "keys and values travel in a ring"),
+    (r"cp\d+:ulysses", ":ulysses", "attention heads exchanged by all-to-all"),
+    (r"ep\d+", "epN", "experts spread over N ranks (expert parallelism)"),
+    (r"ep\d+:etp\d+", ":etpN", "every expert cut over N ranks"),
+    (r"pp\d+", "ppN", "layers cut into N pipeline stages"),
+    (r"pp\d+:.+", ":SCHEDULE:V", "pipeline schedule, with V stages on a rank"),
+    (r"mb\d+", "mbN", "N micro-batches a step on each replica"),
+    (r"ac:selective", "ac:selective", "attention's activations recomputed in backward"),
+    (r"ac:full", "ac:full", "every block's activations recomputed in backward"),
+    (r"(bf16|fp16|fp8|fp32|tf32)", "bf16 ...", "number format of matrix products"),
+)
+
+
+def notation_legend(layouts: Iterable[Layout]) -> list[tuple[str, str]]:
+    """Return (part of the notation, meaning) of every part that occurs in one of `layouts`."""
+    words = {word for layout in layouts for word in str(layout).split()}
+
+    def occurs(pattern: str) -> bool:
+        """Return True if the pattern matches a word; one without ":" also the beginning of a word."""
+        return any(re.fullmatch(pattern if ":" in pattern else rf"{pattern}(:.*)?", word) for word in words)
+
+    return [(part, meaning) for pattern, part, meaning in _PARTS if occurs(pattern)]
+
+
+def recipe_block(one: Estimate) -> str:
+    """Return the lines of a recipe (TOML) that train an estimate's layout on its batch."""
+    problem = one.problem
+    return f'layout = "{one.layout}"\n\n[data]\nsequence = {problem.sequence}\n\n[train]\nbatch = {problem.batch}\n'
+
+
+def selection_note(best: Iterable[Estimate]) -> str:
+    """Return a note on tables of layouts: the kinds that they list, and the meaning of the mark "tight"."""
+    tight = any(one.tight for one in best)
+    mark = " Tight: less than 5% of the device's memory stays free." if tight else ""
+    return f"The fastest layout of each kind: others of its kind differ in the numbers alone.{mark}"
