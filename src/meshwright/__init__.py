@@ -18,6 +18,7 @@ _MODULES = {
     "schedule": "schedules.api",
     "collective": "comm.api",
     "verify": "verification.api",
+    "emulate": "emulation.api",
     "train": "training.api",
     "fit": "training.module.fit",
     "evaluate": "evaluation.api",
