@@ -20,7 +20,7 @@ MOST_PARAMETERS = 7  # of a function
 LONG_SIGNATURES = {
     "cli/collective.py command", "cli/data_records.py vary", "cli/evaluate.py command", "cli/generate.py command",
     "cli/launch.py command", "cli/plan.py command", "cli/schedule.py command",
-    "evaluation/evaluation.py run_evaluation",
+    "cli/run.py command", "evaluation/evaluation.py run_evaluation",
 }  # fmt: skip
 
 _LAYOUT = {
