@@ -19,8 +19,8 @@ MOST_PARAMETERS = 7  # of a function
 # click passes one parameter for each option of a command; the last two are written anew with the serving engine.
 LONG_SIGNATURES = {
     "cli/collective.py command", "cli/data_records.py vary", "cli/evaluate.py command", "cli/generate.py command",
-    "cli/inspect.py command", "cli/launch.py command", "cli/plan.py command", "cli/schedule.py command",
-    "evaluation/evaluation.py run_evaluation",
+    "cli/inspect.py command", "cli/launch.py command", "cli/plan.py command", "cli/run.py command",
+    "cli/schedule.py command", "evaluation/evaluation.py run_evaluation",
 }  # fmt: skip
 
 _LAYOUT = {

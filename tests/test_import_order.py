@@ -30,7 +30,18 @@ PACKAGES = [
         "flight_recorder",
         "kernels",
     ),
-    *("comm", "model", "parallel", "checkpoint", "monitoring", "launcher", "probe", "training", "verification"),
+    *(
+        "comm",
+        "emulation",
+        "model",
+        "parallel",
+        "checkpoint",
+        "monitoring",
+        "launcher",
+        "probe",
+        "training",
+        "verification",
+    ),
     *("serving", "evaluation", "inspection", "cli"),
 ]
 TORCH_FREE = PACKAGES[: PACKAGES.index("comm")]

@@ -19,6 +19,7 @@ _MODULES = {
     "collective": "comm.api",
     "explain": "gallery.examples",
     "verify": "verification.api",
+    "emulate": "emulation.api",
     "train": "training.api",
     "fit": "training.module.fit",
     "evaluate": "evaluation.api",

@@ -1,5 +1,6 @@
 from meshwright.collectives.report import CollectiveReport as CollectiveReport
 from meshwright.comm.api import collective as collective
+from meshwright.emulation.api import emulate as emulate
 from meshwright.errors import CheckFailed as CheckFailed
 from meshwright.errors import MeshwrightError as MeshwrightError
 from meshwright.errors import RankLost as RankLost

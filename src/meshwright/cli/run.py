@@ -8,6 +8,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import json_option, result_printer
+from meshwright.emulation.api import MOST_RANKS
 from meshwright.terminal import print_message
 
 
@@ -15,15 +16,32 @@ from meshwright.terminal import print_message
     "run",
     "meshwright run --ranks 2 examples/bert_classifier.py",
     'meshwright run --ranks 4 --restarts 2 train.py "layout=dp4 zero3"',
+    "meshwright run --emulate 4 --show --break 2:5 train.py",
+    "meshwright run --emulate 4 --check examples/exercises/data_parallel.py",
 )
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(min=1), help="Processes on this machine.")
+@click.option(
+    "--emulate", type=click.IntRange(1, MOST_RANKS), help="Ranks as threads of this process, one running at a time."
+)
+@click.option("--break", "stop", metavar="RANK[:CALL]", help="Emulated: debug a rank before its n-th communication.")
+@click.option("--show", is_flag=True, help="Emulated: print each communication, and at the end who holds what.")
+@click.option("--check", is_flag=True, help="Emulated: compare an exercise's distributed() with its one_device().")
 @click.option("--directory", help="Run directory; runs/ and the script's name, unless said.")
 @click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
 @json_option
 @click.argument("script")
 @click.argument("arguments", nargs=-1, metavar="[ARGUMENT]...", type=click.UNPROCESSED)
 def command(
-    ranks: int, directory: str | None, restarts: int, as_json: bool, script: str, arguments: tuple[str, ...]
+    ranks: int,
+    emulate: int | None,
+    stop: str | None,
+    show: bool,
+    check: bool,
+    directory: str | None,
+    restarts: int,
+    as_json: bool,
+    script: str,
+    arguments: tuple[str, ...],
 ) -> None:
     """Run SCRIPT with its arguments on several ranks, each a process that calls meshwright.training.module.fit.
 
@@ -31,9 +49,14 @@ def command(
     exit code 143 or 130; the same command then resumes. Standard output is the script's own; with --json it carries the
     result of the last fit, and what the script prints goes to standard error. torchrun and SLURM start the same script.
 
+    With --emulate N the script runs on N threads of this process, as torchrun would start it on N processes, with plain
+    torch.distributed on the CPU: one rank runs until it waits for another, so that the order of events depends on the
+    script alone. A deadlock is reported at once, breakpoint() opens the debugger of one rank.
+
     \f
-    ranks: processes to start on this machine. directory: run directory, None for runs/ and the script's name. restarts:
-    maximum number of restarts after a lost rank. arguments: passed to the script. as_json: print JSON.
+    ranks: processes to start on this machine. emulate: emulated ranks, None: processes. stop: breakpoint, show: print
+    calls, check: compare an exercise, of emulated ranks. directory: run directory, None for runs/ and the script's
+    name. restarts: maximum number of restarts after a lost rank. arguments: passed to the script. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launcher import RankFault
@@ -43,6 +66,13 @@ def command(
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise UserError(f"script {path} {what}")
+    if emulate is None and (stop is not None or show or check):
+        raise UserError("--break, --show and --check need --emulate N")
+    if emulate is not None:
+        if ranks != 1 or restarts or directory:
+            raise UserError("--emulate runs in this process: no --ranks, --restarts or --directory")
+        _run_emulated(path, list(arguments), emulate, (stop, show, check), as_json)
+        return
     where = Path(directory) if directory else Path("runs") / path.stem
     with result_printer(as_json) as answer:
         try:
@@ -51,6 +81,24 @@ def command(
             print_message(str(fault))
             raise click.exceptions.Exit(1) from None
         answer(result)
+
+
+def _run_emulated(
+    path: Path, arguments: list[str], ranks: int, options: tuple[str | None, bool, bool], as_json: bool
+) -> None:
+    """Run a script on emulated ranks and print the report; exit with the script's code if it fails.
+
+    options: breakpoint, show, check, as `ScriptOptions`.
+    """
+    from meshwright.emulation.script import ScriptOptions, run_emulated_script
+
+    with result_printer(as_json) as answer:
+        report = run_emulated_script(path, arguments, ranks, ScriptOptions(*options))
+        answer(report.to_json_dict(options[1]), report.summary())
+    if report.failure:
+        print_message(report.failure)
+    if report.exit_code:
+        raise click.exceptions.Exit(report.exit_code)
 
 
 command.allow_interspersed_args = False

@@ -1,0 +1,49 @@
+"""`meshwright.emulate`: ranks as threads of this process. Free of torch until ranks are made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.emulation.ranks import EmulatedRanks
+
+MOST_RANKS = 512
+
+
+def emulate(ranks: int, *, initialized: bool = True) -> EmulatedRanks:
+    """Return `ranks` emulated ranks: threads of this process, of which one runs at a time, in an order that depends on
+    the program alone. Use it as a context manager.
+
+    Each rank has its own torch.distributed world, environment variables and random state. A rank runs until it waits
+    for another one; if all wait, `run` raises `EmulationFailed` with who waits for whom. `torch.compile` returns what
+    it is given, uncompiled, and no device but the CPU is seen.
+
+    Args:
+        ranks: Number of ranks.
+        initialized: Initialize torch.distributed on each rank; False leaves that to the functions.
+
+    Returns:
+        The ranks: `run(function, *arguments)` calls a function on each and returns the results by rank; `events` lists
+        the communication calls in order.
+
+    Raises:
+        UserError: The number of ranks is out of range.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> import meshwright as mw
+        >>> def total():
+        ...     x = torch.tensor([dist.get_rank() + 1.0])
+        ...     dist.all_reduce(x)
+        ...     return x.item()
+        >>> with mw.emulate(4) as ranks:
+        ...     ranks.run(total)
+        [10.0, 10.0, 10.0, 10.0]
+    """
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UserError(f"cannot emulate {ranks} ranks: give 1 to {MOST_RANKS}")
+    from meshwright.emulation.ranks import EmulatedRanks
+
+    return EmulatedRanks(ranks, initialized=initialized)

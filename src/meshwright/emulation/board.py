@@ -1,0 +1,269 @@
+"""Board on which emulated ranks meet: matches their collective calls and messages, and records every call in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.emulation.exchange import Part, Tensors, compute_results, copy_results
+from meshwright.emulation.scheduler import EmulationFailed, Scheduler
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "emulation"))
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+GroupKey = tuple[int, str]  # number of the world on this rank, name of the group in it
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One communication call of one rank. order: among all ranks' calls, from 1. number: among the rank's, from 1.
+    operation: such as "all_reduce", "send to 1". group: global ranks. shape: such as "float32[4, 8]". bytes: of the
+    whole vector. place: code location."""
+
+    order: int
+    rank: int
+    number: int
+    operation: str
+    group: tuple[int, ...]
+    shape: str
+    bytes: int
+    place: str
+
+
+class Meeting:
+    """Collective call of one group, complete when all its ranks have made it. ranks: global ranks of the group."""
+
+    def __init__(self, operation: str, ranks: tuple[int, ...]) -> None:
+        self.operation, self.ranks = operation, ranks
+        self.parts: dict[int, Part] = {}  # by rank in the group
+        self.results: list[list[torch.Tensor]] | None = None
+
+    def describe_missing(self) -> str:
+        """Return which ranks have not made the call, such as "rank 2 has not called it"."""
+        missing = [rank for at, rank in enumerate(self.ranks) if at not in self.parts]
+        return f"rank{'s' * (len(missing) > 1)} {_list_ranks(missing)} {'have' if missing[1:] else 'has'} not called it"
+
+
+@dataclass(slots=True)
+class Letter:
+    """One end of a message between two ranks. part: with its tensor. result: what the receiver gets, once both ends
+    are posted. sender: rank in the group of the sender, at the receiving end."""
+
+    part: Part
+    result: torch.Tensor | None = None
+    sender: int = -1
+
+
+class EmulatedWork(dist.Work):
+    """Handle of a call in flight. Its results are written to the output tensors when it is waited for, not before, so
+    that a forgotten `wait` shows in every run."""
+
+    def __init__(self, board: Board, ready: Callable[[], bool], describe: Callable[[], str], finish: Any) -> None:
+        """Store what to wait for. ready: True once the call is complete. finish: writes the results."""
+        super().__init__()
+        self._board, self._ready, self._describe, self._finish = board, ready, describe, finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let other ranks run until the call is complete, then write its results. timeout: ignored."""
+        self._board.scheduler.wait(self._ready, self._describe)
+        self._deliver()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True if the call is complete; if it is not, another rank runs first, so that polling ends."""
+        if not self._ready():
+            self._board.scheduler.yield_baton()
+        if self._ready():
+            self._deliver()
+            return True
+        return False
+
+    def is_success(self) -> bool:
+        """Return True if the call is complete."""
+        return self._ready()
+
+    def synchronize(self) -> None:
+        """Wait for the call."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """Wait for the call; return a completed future of its output tensors. (C++ code that waits for the future,
+        such as DistributedDataParallel's, would let no other rank run.)"""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(list(self._outputs))
+        return future
+
+    def _source_rank(self) -> int:
+        """Return the index in the group of the rank whose message was received."""
+        assert self.letter is not None
+        return self.letter.sender
+
+    def _deliver(self) -> None:
+        """Write the results to the outputs, once."""
+        if self._finish is not None:
+            self._outputs, self._finish = self._finish(), None
+
+    letter: Letter | None = None
+    _outputs: Tensors = ()
+
+
+class Board:
+    """Meeting place of the ranks' calls. scheduler: of the ranks. on_call: called before each call with its rank,
+    number and the caller's frame. Attribute `events`: all calls in order."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.events: list[Event] = []
+        self.on_call: Callable[[int, int, FrameType | None], None] | None = None
+        self.on_event: Callable[[Event], None] | None = None
+        self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
+        self._sent: dict[tuple[GroupKey, int, int], deque[tuple[int, Letter]]] = defaultdict(deque)
+        self._awaited: dict[tuple[GroupKey, int, int], deque[tuple[int, Letter]]] = defaultdict(deque)
+        self.store: dict[str, bytes] = {}
+
+    def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
+        """Post this rank's part in a collective call of `group` (an `EmulatedGroup`); return the handle.
+
+        Raises EmulationFailed if another rank of the group makes another call, or one of another shape.
+        """
+        group.calls += 1
+        self._record(group, operation, part)
+        key = (group.key, group.calls)
+        meeting = self._meetings.setdefault(key, Meeting(operation, group.ranks))
+        self._check_match(meeting, operation, group, part)
+        at = group.rank()
+        meeting.parts[at] = part
+        if len(meeting.parts) == len(group.ranks):
+            del self._meetings[key]
+            parts = [meeting.parts[each] for each in range(len(group.ranks))]
+            meeting.results = compute_results(operation, parts, op, root)
+            for each in parts:
+                each.inputs = ()  # free
+
+        def describe() -> str:
+            where = f"{operation} over ranks {_list_ranks(group.ranks)} (its call {part.number}, {part.place})"
+            return f"{where}: {meeting.describe_missing()}"
+
+        def finish() -> Tensors:
+            assert meeting.results is not None
+            copy_results(part.outputs, meeting.results[at])
+            return part.outputs
+
+        return EmulatedWork(self, lambda: meeting.results is not None, describe, finish)
+
+    def send(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
+        """Post a message to the rank at index `peer` of the group; the handle is complete once it is received."""
+        there = group.ranks[peer]
+        self._record(group, f"send to {there}", part)
+        letter = Letter(part, sender=group.rank())
+        key = (group.key, peer, tag)
+        waiting = self._awaited[key]
+        fitting = next((entry for entry in waiting if entry[0] in (-1, group.rank())), None)
+        if fitting is None:
+            self._sent[key].append((group.rank(), letter))
+        else:
+            waiting.remove(fitting)
+            self._match(letter, fitting[1], group)
+        where = f"send to rank {there} (its call {part.number}, {part.place})"
+        return EmulatedWork(self, lambda: letter.result is not None, lambda: where, lambda: part.inputs)
+
+    def receive(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
+        """Post the receipt of a message from the rank at index `peer` of the group, or from any rank (-1)."""
+        whom = "any rank" if peer < 0 else f"rank {group.ranks[peer]}"
+        self._record(group, f"recv from {whom.removeprefix('rank ')}", part)
+        letter = Letter(part)
+        key = (group.key, group.rank(), tag)
+        fitting = next((entry for entry in self._sent[key] if peer in (-1, entry[0])), None)
+        if fitting is None:
+            self._awaited[key].append((peer, letter))
+        else:
+            self._sent[key].remove(fitting)
+            self._match(fitting[1], letter, group)
+        where = f"recv from {whom} (its call {part.number}, {part.place})"
+
+        def finish() -> Tensors:
+            assert letter.result is not None
+            copy_results(part.outputs, [letter.result])
+            return part.outputs
+
+        work = EmulatedWork(self, lambda: letter.result is not None, lambda: where, finish)
+        work.letter = letter
+        return work
+
+    def _match(self, sent: Letter, received: Letter, group: Any) -> None:
+        """Hand a sent message to the rank that waits for it."""
+        source, target = sent.part.inputs[0], received.part.outputs[0]
+        if source.numel() != target.numel() or source.dtype != target.dtype:
+            raise EmulationFailed(
+                f"a message does not fit: sent {describe_tensor(source)} ({sent.part.place}), received into "
+                f"{describe_tensor(target)} ({received.part.place})"
+            )
+        received.sender = sent.sender
+        sent.result = received.result = source.detach().clone()
+
+    def _record(self, group: Any, operation: str, part: Part) -> None:
+        """Count and record a call of the running rank, after its breakpoint, if any."""
+        scheduler = self.scheduler
+        scheduler.check_stopped()
+        rank = scheduler.current()
+        frame = find_caller()
+        if self.on_call is not None:
+            self.on_call(rank.index, rank.calls + 1, frame)
+            scheduler.check_stopped()
+        rank.calls += 1
+        part.number = rank.calls
+        part.place = describe_place(frame)
+        shown = part.shown
+        size = max(sum(each.nbytes for each in part.inputs), sum(each.nbytes for each in part.outputs))
+        shape = "" if shown is None else describe_tensor(shown)
+        event = Event(len(self.events) + 1, rank.index, rank.calls, operation, group.ranks, shape, size, part.place)
+        self.events.append(event)
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def _check_match(self, meeting: Meeting, operation: str, group: Any, part: Part) -> None:
+        """Raise EmulationFailed if this rank's call differs from those that other ranks made at the same point."""
+        for at, other in meeting.parts.items():
+            if (meeting.operation, other.form) != (operation, part.form):
+                raise EmulationFailed(
+                    f"ranks of the group {_list_ranks(group.ranks)} make different calls: "
+                    f"rank {group.ranks[at]} {meeting.operation} {other.form} ({other.place}), "
+                    f"rank {group.ranks[group.rank()]} {operation} {part.form} ({part.place})"
+                )
+
+
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """Return dtype and shape of a tensor as text, such as "float32[4, 8]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def find_caller() -> FrameType | None:
+    """Return the innermost frame outside torch, comm/ and emulation/: the program's communication call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_INTERNAL, "<")):
+        frame = frame.f_back
+    return frame
+
+
+def describe_place(frame: FrameType | None) -> str:
+    """Return the code location of a frame as text, such as "train.py:12"."""
+    if frame is None:
+        return "?"
+    file = frame.f_code.co_filename
+    return f"{file.removeprefix(_PACKAGE) if file.startswith(_PACKAGE) else os.path.basename(file)}:{frame.f_lineno}"
+
+
+def _list_ranks(ranks: Any) -> str:
+    """Return ranks as text, such as "0, 1"."""
+    return ", ".join(map(str, ranks))

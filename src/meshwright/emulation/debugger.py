@@ -1,0 +1,70 @@
+"""Python's debugger in an emulated rank: the other ranks are parked while its prompt waits. Free of torch."""
+
+from __future__ import annotations
+
+import pdb  # noqa: T100 - it is offered to users
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import IO, Any
+
+from meshwright.errors import UserError
+
+
+class RankDebugger(pdb.Pdb):
+    """Debugger of one rank, which its prompt names. output: where it prints, past the ranks' prefixed output."""
+
+    def __init__(self, rank: int, output: IO[str]) -> None:
+        # Readline serves a terminal alone; signal handlers belong to the main thread, in which no rank runs.
+        terminal = sys.stdin.isatty()
+        super().__init__(stdin=None if terminal else sys.stdin, stdout=output, nosigint=True)
+        self.use_rawinput = terminal
+        self.prompt = f"(rank {rank}) "
+
+    def open_at(self, frame: FrameType) -> None:
+        """Open the prompt at the line that `frame` is about to finish, such as a communication call."""
+        self.reset()
+        frames = [frame]
+        while frames[-1].f_back is not None:
+            frames.append(frames[-1].f_back)
+        self.botframe = frames[-1]
+        self.set_continue()  # what a command such as "next" replaces
+        self.interaction(frame, None)
+        if self.quitting or self.breaks or self.stoplineno != -1:
+            for each in frames:
+                each.f_trace = self.trace_dispatch
+            sys.settrace(self.trace_dispatch)
+
+
+def parse_breakpoint(text: str, ranks: int) -> tuple[int, int]:
+    """Return (rank, number of its communication call) from "RANK" or "RANK:CALL"; the first call unless said.
+
+    ranks: number of ranks. Raises UserError for another form, or a rank that there is not.
+    """
+    rank, _, call = text.partition(":")
+    if not rank.isdecimal() or (_ and not call.isdecimal()) or call == "0":
+        raise UserError(f'--break {text}: give RANK or RANK:CALL, such as "2" or "2:5" (calls count from 1)')
+    if int(rank) >= ranks:
+        raise UserError(f"--break {text}: there are ranks 0 to {ranks - 1}")
+    return int(rank), int(call or 1)
+
+
+def break_before(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int, int, FrameType | None], None]:
+    """Return a function for `Board.on_call` that opens the debugger before one call. breakpoint: (rank, call)."""
+
+    def on_call(rank: int, call: int, frame: FrameType | None) -> None:
+        """Open the debugger if this is the call."""
+        if (rank, call) == breakpoint and frame is not None:
+            RankDebugger(rank, output).open_at(frame)
+
+    return on_call
+
+
+def make_breakpoint_hook(current: Callable[[], int], output: IO[str]) -> Callable[..., Any]:
+    """Return a function for `sys.breakpointhook` that opens the debugger of the running rank. current: returns it."""
+
+    def hook(*_: Any, **__: Any) -> None:
+        """Stop at the line after the caller's."""
+        RankDebugger(current(), output).set_trace(sys._getframe(1))
+
+    return hook

@@ -1,0 +1,87 @@
+"""Data of collective calls between emulated ranks: what each rank brings, and the results that each receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch.distributed import ReduceOp
+
+Tensors = Sequence[torch.Tensor]
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+@dataclass(slots=True)
+class Part:
+    """One rank's part in a call. inputs: tensors that it brings. outputs: tensors that receive its results. shown:
+    tensor whose shape reports show. form: what must be equal on all ranks (root, reduction, shape), as text. place:
+    code location of the call. number: of the call among this rank's."""
+
+    inputs: Tensors
+    outputs: Tensors
+    shown: torch.Tensor | None
+    form: str = ""
+    place: str = ""
+    number: int = 0
+
+
+def copy_results(outputs: Tensors, results: Tensors) -> None:
+    """Copy a call's results to its output tensors. Autograd does not see it, as it does not see a backend's writes."""
+    for output, result in zip(outputs, results, strict=True):
+        if output.numel() != result.numel():
+            raise ValueError(f"a result of shape {list(result.shape)} does not fit into {list(output.shape)}")
+        output.data.copy_(result.view(output.shape))
+
+
+def name_reduction(op: ReduceOp | ReduceOp.RedOpType) -> str:
+    """Return the name of a reduction, such as "SUM". Raises NotImplementedError for one that is not emulated."""
+    name = str(getattr(op, "op", op)).rpartition(".")[2]
+    if name not in REDUCTIONS:
+        raise NotImplementedError(f"reduction {name} is not emulated (known: {', '.join(REDUCTIONS)})")
+    return name
+
+
+def _reduce(tensors: Tensors, op: str) -> torch.Tensor:
+    """Return the reduction `op` of one tensor per rank, in rank order."""
+    total = reduce(REDUCTIONS[op], tensors) if len(tensors) > 1 else tensors[0].clone()
+    return total / len(tensors) if op == "AVG" else total
+
+
+@torch.no_grad()
+def compute_results(operation: str, parts: Sequence[Part], op: str, root: int) -> list[list[torch.Tensor]]:
+    """Return the results of a call, [rank in group][output]; no result shares memory with an input.
+
+    operation: such as "all_reduce". parts: by rank in the group. op: name of the reduction. root: rank in the group.
+    """
+    inputs = [[tensor.detach() for tensor in part.inputs] for part in parts]
+    ranks = range(len(parts))
+    if operation == "barrier":
+        return [[] for _ in ranks]
+    if operation in ("all_reduce", "reduce"):
+        totals = [_reduce(tensors, op) for tensors in zip(*inputs, strict=True)]
+        return [totals if operation == "all_reduce" or rank == root else [] for rank in ranks]
+    if operation == "reduce_scatter":
+        return [[_reduce([of_rank[rank] for of_rank in inputs], op)] for rank in ranks]
+    copies = [[tensor.clone() for tensor in tensors] for tensors in inputs]
+    if operation == "broadcast":
+        return [copies[root] for _ in ranks]
+    if operation == "all_gather":
+        return [[copy[0] for copy in copies] for _ in ranks]
+    if operation == "gather":
+        return [[copy[0] for copy in copies] if rank == root else [] for rank in ranks]
+    if operation == "scatter":
+        return [[copies[root][rank]] for rank in ranks]
+    assert operation == "all_to_all", operation
+    return [[copies[source][rank] for source in ranks] for rank in ranks]

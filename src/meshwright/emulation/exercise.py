@@ -1,0 +1,100 @@
+"""Check of an exercise: what its ranks compute against what one device computes, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.errors import UserError
+
+TOLERANCE = 1e-10
+"""Largest relative error that passes: rounding in float64 stays far below."""
+
+Result = torch.Tensor | tuple[torch.Tensor, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WrongTensor:
+    """Tensor that differs from one device's. name: as the exercise calls it. rank: first rank that holds wrong values;
+    None: no rank holds some of them. relative_error: infinite if the shape is wrong or values are missing."""
+
+    name: str
+    rank: int | None
+    relative_error: float
+    reason: str
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f" on rank {self.rank}"
+        return f"{self.name}{where}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExerciseResult:
+    """Result of a check. wrong: tensors that differ, in the order of computation. compared: number of tensors."""
+
+    wrong: tuple[WrongTensor, ...]
+    compared: int
+    worst: float
+
+    @property
+    def passed(self) -> bool:
+        """True if every rank computes what one device computes."""
+        return not self.wrong
+
+
+def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callable[[], Mapping[str, Any]]:
+    """Return the function `name` of an exercise. Raises UserError if the script has none."""
+    function = namespace.get(name)
+    if not callable(function):
+        raise UserError(
+            f"{script} has no function {name}(): a script for --check has one_device() and distributed(), which return "
+            "the tensors to compare by name"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, Result]]) -> ExerciseResult:
+    """Compare the ranks' results with one device's.
+
+    truth: name -> tensor, in the order of computation. ranks: by rank, name -> what the rank holds of it: the whole
+    tensor, or (part, index) where the part is `tensor[index]` of the whole. The relative error is ‖a - b‖ / ‖b‖. Raises
+    UserError if a rank returns a name that one device does not.
+    """
+    for rank, results in enumerate(ranks):
+        if unknown := sorted(set(results) - set(truth)):
+            raise UserError(f'distributed() returns "{unknown[0]}" on rank {rank}, one_device() does not')
+    wrong, worst = [], 0.0
+    for name, whole in truth.items():
+        covered = torch.zeros_like(whole, dtype=torch.bool)
+        found = None
+        for rank, results in enumerate(ranks):
+            if name not in results:
+                continue
+            held = results[name]
+            part, index = held if isinstance(held, tuple) else (held, ...)
+            covered[index] = True
+            error, reason = _compare(part, whole[index])
+            worst = max(worst, error)
+            if error > TOLERANCE and found is None:
+                found = WrongTensor(name, rank, error, reason)
+        if found is None and not bool(covered.all()):
+            missing = int((~covered).sum())
+            found = WrongTensor(name, None, math.inf, f"no rank returns {missing} of its {whole.numel()} elements")
+        if found is not None:
+            wrong.append(found)
+    return ExerciseResult(tuple(wrong), len(truth), worst)
+
+
+def _compare(part: torch.Tensor, right: torch.Tensor) -> tuple[float, str]:
+    """Return (relative error, text of it) of what a rank holds."""
+    if part.shape != right.shape:
+        return math.inf, f"shape {list(part.shape)}, one device has {list(right.shape)}"
+    scale = float(right.double().norm())
+    error = float((part.detach().double() - right.detach().double()).norm())
+    relative = error / scale if scale else (math.inf if error else 0.0)
+    relative = relative if math.isfinite(relative) else math.inf
+    return relative, f"relative error {relative:.2e}"

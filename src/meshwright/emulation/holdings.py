@@ -1,0 +1,120 @@
+"""List of the tensors that emulated ranks hold: parameters of their modules and tensors of their scripts."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from meshwright.emulation.board import describe_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Copies of one tensor that are equal. name: such as "0.weight". shape: such as "float32[4, 8]". ranks: that hold
+    this copy. checksum: CRC-32 of its bytes, in hexadecimal."""
+
+    name: str
+    shape: str
+    ranks: tuple[int, ...]
+    checksum: str
+
+
+class ModuleLog:
+    """Record of the modules that each rank makes. Modules stay alive as long as it does."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, dict[int, torch.nn.Module]] = {}
+        self._children: set[int] = set()
+
+    @contextmanager
+    def watching(self, current: Callable[[], int]) -> Iterator[None]:
+        """Context manager that records modules as parameters and children are added to them. current: returns the rank
+        that runs."""
+
+        def add(module: Any, *_: Any) -> None:
+            """Record a module that gets a parameter."""
+            self._modules.setdefault(current(), {})[id(module)] = module
+
+        def adopt(module: Any, name: str, child: Any) -> None:
+            """Record a module that gets a child."""
+            add(module)
+            if child is not None:
+                add(child)
+                self._children.add(id(child))
+
+        handles = [register_module_parameter_registration_hook(add), register_module_module_registration_hook(adopt)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def roots(self, rank: int) -> list[torch.nn.Module]:
+        """Return the modules of a rank that are no part of another one, in the order in which they were made."""
+        return [module for key, module in self._modules.get(rank, {}).items() if key not in self._children]
+
+
+def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Holding]:
+    """Return what the ranks hold: parameters and buffers of their modules, and the tensors of their scripts' global
+    variables. namespaces: global variables of each rank's script."""
+    found: dict[str, dict[tuple[str, str], list[int]]] = {}
+    for rank, variables in enumerate(namespaces):
+        roots = log.roots(rank)
+        for number, module in enumerate(roots):
+            prefix = f"{type(module).__name__}{f'#{number + 1}' if len(roots) > 1 else ''}."
+            held = [*module.named_parameters(), *module.named_buffers()]
+            _add(found, rank, ((prefix + name, tensor) for name, tensor in held))
+        _add(found, rank, ((name, each) for name, each in variables.items() if isinstance(each, torch.Tensor)))
+    return [
+        Holding(name, shape, tuple(ranks), checksum)
+        for name, copies in found.items()
+        for (shape, checksum), ranks in copies.items()
+    ]
+
+
+def _add(found: dict[str, dict[tuple[str, str], list[int]]], rank: int, tensors: Any) -> None:
+    """Add a rank's named tensors to `found`: name -> (shape, checksum) -> ranks."""
+    for name, tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
+        key = (describe_tensor(local), compute_checksum(local))
+        found.setdefault(name, {}).setdefault(key, []).append(rank)
+
+
+def compute_checksum(tensor: torch.Tensor) -> str:
+    """Return the CRC-32 of a tensor's bytes, in hexadecimal."""
+    flat = tensor.detach().contiguous().cpu().view(-1)
+    return f"{zlib.crc32(flat.view(torch.uint8).numpy().tobytes()):08x}"
+
+
+def format_holdings(holdings: list[Holding]) -> str:
+    """Return the holdings as text, one line for each tensor: which ranks hold equal copies."""
+    names = list(dict.fromkeys(holding.name for holding in holdings))
+    width = max((len(name) for name in names), default=0)
+    lines = ["who holds what (ranks with equal checksums hold equal values)"]
+    for name in names:
+        copies = [holding for holding in holdings if holding.name == name]
+        shapes = list(dict.fromkeys(holding.shape for holding in copies))
+        texts = [
+            f"rank{'s' * (len(each.ranks) > 1)} {format_ranks(each.ranks)}: "
+            f"{f'{each.shape} ' if len(shapes) > 1 else ''}{each.checksum}"
+            for each in copies
+        ]
+        shared = f"{shapes[0]}  " if len(shapes) == 1 else ""
+        lines.append(f"  {name:<{width}}  {shared}{'; '.join(texts)}")
+    return "\n".join(lines)
+
+
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """Return ranks as text: "0-3" if they are consecutive, else "0,2"."""
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))

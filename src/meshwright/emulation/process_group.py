@@ -1,0 +1,275 @@
+"""Process group of one emulated rank, with torch.distributed's interface, and its key-value store."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.emulation.board import Board, EmulatedWork, GroupKey, describe_tensor
+from meshwright.emulation.exchange import Part, name_reduction
+from meshwright.errors import UserError
+
+# Their stubs declare overloads for arguments that torch.distributed's functions never pass.
+_ProcessGroup: Any = dist.ProcessGroup
+_Store: Any = dist.Store  # type: ignore[attr-defined]
+
+
+class EmulatedGroup(_ProcessGroup):
+    """Process group as one rank sees it. Methods take what torch.distributed passes to a backend, and return handles.
+
+    Sums are taken in rank order. All ranks meet in every collective call, and a send is complete when it is received.
+    """
+
+    def __init__(self, board: Board, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
+        """Make the group of the global ranks `ranks`. key: names it on all of them. rank: index of this rank."""
+        super().__init__(rank, len(ranks))
+        self.board, self.key, self.ranks = board, key, ranks
+        self._rank = rank
+        self.calls = 0
+
+    def rank(self) -> int:
+        """Return the index of this rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group, by which functional collectives find it."""
+        return self.key[1]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Devices whose tensors the group takes."""
+        return [torch.device("cpu")]
+
+    def getBackendName(self) -> str:
+        """Return a name that is no backend of torch, which looks for the C++ object of those."""
+        return "emulated"
+
+    def name(self) -> str:
+        """Return a name that is no backend of torch, which looks for the C++ object of those."""
+        return "emulated"
+
+    def shutdown(self) -> None:
+        """Do nothing: there are no connections."""
+
+    def abort(self) -> None:
+        """Do nothing: there are no connections."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: a deadlock is found without a time-out."""
+
+    # --- collectives
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
+        """Reduce each tensor over the ranks, in place."""
+        op = "SUM" if opts is None else name_reduction(opts.reduceOp)
+        part = Part(tensors, tensors, tensors[0], f"{op} {' '.join(map(describe_tensor, tensors))}")
+        return self.board.join(self, "all_reduce", part, op)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> EmulatedWork:
+        """Reduce a tensor to the root."""
+        op = name_reduction(opts.reduceOp)
+        outputs = tensors if opts.rootRank == self._rank else []
+        form = f"{op} {describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
+        return self.board.join(self, "reduce", Part(tensors, outputs, tensors[0], form), op, opts.rootRank)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
+        """Overwrite the tensor of every rank with the root's."""
+        root = 0 if opts is None else opts.rootRank
+        form = f"{tensors[0].dtype} {tensors[0].numel()} from {self.ranks[root]}"
+        return self.board.join(self, "broadcast", Part(tensors, tensors, tensors[0], form), root=root)
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
+    ) -> EmulatedWork:
+        """Gather one tensor of each rank on all of them."""
+        self._check_count(outputs[0], "all_gather")
+        return self.board.join(self, "all_gather", Part(tensors, outputs[0], tensors[0], str(tensors[0].dtype)))
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
+        """Gather one tensor of each rank on all of them, joined in one tensor."""
+        chunks = self._cut(output, tensor.numel(), "all_gather")
+        return self.board.join(self, "all_gather", Part([tensor], chunks, tensor, describe_tensor(tensor)))
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
+    ) -> EmulatedWork:
+        """Gather several tensors, each as `all_gather_single` does; return when all are gathered."""
+        return self._join_works([self.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _allgather_base = all_gather_single
+
+    def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any) -> EmulatedWork:
+        """Gather one tensor of each rank on the root."""
+        mine = outputs[0] if opts.rootRank == self._rank else []
+        form = f"{describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
+        return self.board.join(self, "gather", Part(tensors, mine, tensors[0], form), root=opts.rootRank)
+
+    def scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
+        """Give each rank one of the root's tensors."""
+        mine = tensors[0] if opts.rootRank == self._rank else []
+        form = f"{describe_tensor(outputs[0])} from {self.ranks[opts.rootRank]}"
+        return self.board.join(self, "scatter", Part(mine, outputs, outputs[0], form), root=opts.rootRank)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
+        """Reduce one tensor for each rank, and give it to that rank."""
+        self._check_count(tensors[0], "reduce_scatter")
+        op = name_reduction(opts.reduceOp)
+        form = f"{op} {' '.join(map(describe_tensor, tensors[0]))}"
+        return self.board.join(self, "reduce_scatter", Part(tensors[0], outputs, outputs[0], form), op)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
+        """Reduce the slice of `tensor` for each rank, and give it to that rank."""
+        op = "SUM" if opts is None else name_reduction(opts.reduceOp)
+        chunks = self._cut(tensor, output.numel(), "reduce_scatter")
+        form = f"{op} {describe_tensor(tensor)}"
+        return self.board.join(self, "reduce_scatter", Part(chunks, [output], tensor, form), op)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
+    ) -> EmulatedWork:
+        """Reduce and scatter several tensors, each as `reduce_scatter_single` does; return when all are done."""
+        pairs = zip(outputs, tensors, strict=True)
+        return self._join_works([self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs])
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+
+    def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
+        """Send tensors[i] to rank i, receive outputs[i] from it."""
+        self._check_count(outputs, "all_to_all")
+        self._check_count(tensors, "all_to_all")
+        return self.board.join(self, "all_to_all", Part(tensors, outputs, tensors[0], str(tensors[0].dtype)))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: list[int],
+        sizes: list[int],
+        opts: Any = None,
+    ) -> EmulatedWork:
+        """Send slice i of `tensor` (dim 0) to rank i, receive slice i of `output` from it. sizes: rows of the slices;
+        empty: equal ones."""
+        part = Part(self._split(tensor, sizes), self._split(output, output_sizes), tensor, str(tensor.dtype))
+        return self.board.join(self, "all_to_all", part)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> EmulatedWork:
+        """Meet the other ranks."""
+        return self.board.join(self, "barrier", Part((), (), None))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Meet the other ranks, and return when all have come."""
+        self.barrier().wait()
+
+    # --- messages
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> EmulatedWork:
+        """Send a tensor to the rank at index `peer`."""
+        return self.board.send(self, Part(tensors, (), tensors[0]), peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> EmulatedWork:
+        """Receive a tensor from the rank at index `peer`."""
+        return self.board.receive(self, Part((), tensors, tensors[0]), peer, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> EmulatedWork:
+        """Receive a tensor from any rank: of those that have sent, the first."""
+        return self.board.receive(self, Part((), tensors, tensors[0]), -1, tag)
+
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        """Refuse: groups are made by `torch.distributed.new_group`."""
+        raise UserError("split_group is not emulated; use torch.distributed.new_group")
+
+    merge_remote_group = split_group
+
+    def _cut(self, whole: torch.Tensor, part: int, operation: str) -> list[torch.Tensor]:
+        """Return views of one slice per rank of a contiguous tensor. part: elements of the tensor at its other end."""
+        if whole.numel() != part * len(self.ranks):
+            raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")
+        return list(whole.data.view(-1).view(len(self.ranks), -1).unbind()) if part else [whole.data] * len(self.ranks)
+
+    def _split(self, tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+        """Return views of the slices along dim 0. sizes: rows; empty: equal slices."""
+        if not sizes and tensor.shape[0] % len(self.ranks):
+            raise ValueError(f"all_to_all: {tensor.shape[0]} rows are not divisible by {len(self.ranks)} ranks")
+        sizes = list(sizes) or [tensor.shape[0] // len(self.ranks)] * len(self.ranks)
+        ends = list(accumulate(sizes))
+        if len(sizes) != len(self.ranks) or ends[-1] != tensor.shape[0]:
+            raise ValueError(f"all_to_all: sizes {sizes} are not {len(self.ranks)} parts of {tensor.shape[0]} rows")
+        return [tensor.data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+    def _check_count(self, tensors: list[torch.Tensor], operation: str) -> None:
+        """Raise ValueError unless there is one tensor for each rank."""
+        if len(tensors) != len(self.ranks):
+            raise ValueError(f"{operation}: {len(tensors)} tensors for {len(self.ranks)} ranks")
+
+    def _join_works(self, works: list[EmulatedWork]) -> EmulatedWork:
+        """Return one handle for several calls."""
+        return EmulatedWork(
+            self.board,
+            lambda: all(work.is_success() for work in works),
+            lambda: next(work._describe() for work in works if not work.is_success()),
+            lambda: [work.wait() for work in works] and (),
+        )
+
+
+class EmulatedStore(_Store):
+    """Key-value store of emulated ranks, which share one dictionary; a rank that waits for a key lets others run."""
+
+    def __init__(self, board: Board) -> None:
+        super().__init__()
+        self._board, self._values = board, board.store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value."""
+        self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, as soon as a rank has stored it."""
+        self.wait([key])
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under a key; return the sum."""
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Replace the value of a key if it is `expected`, or missing and `expected` empty; return the value then."""
+        current = self._values.get(key, b"")
+        if current == (expected.encode() if isinstance(expected, str) else expected):
+            self.set(key, desired)
+        return self._values.get(key, b"")
+
+    def check(self, keys: list[str]) -> bool:
+        """Return True if all keys are stored."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Let other ranks run until all keys are stored. timeout: ignored."""
+        self._board.scheduler.wait(lambda: self.check(keys), lambda: f"store.wait for {', '.join(keys)}")
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; return True if it was stored."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return len(self._values)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: a deadlock is found without a time-out."""

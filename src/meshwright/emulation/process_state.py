@@ -1,0 +1,151 @@
+"""State that belongs to a process and that emulated ranks share: swapped when another rank runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from meshwright.comm import mesh
+from meshwright.flight_recorder import call_ring
+
+TORCH_SEED = 67280421310721  # of a new process (c10::detail default_rng_seed_val)
+
+
+class World:
+    """Process groups of one rank: the fields of torch.distributed's `_World`, which keeps them for a process."""
+
+    def __init__(self) -> None:
+        self.default_pg: Any = None
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, str] = {}
+        self.pg_group_ranks: dict[Any, dict[int, int]] = {}
+        self.pg_backend_config: dict[Any, str] = {}
+        self.group_count = 0
+        self.tags_to_pg: dict[str, list[Any]] = {}
+        self.pg_to_tag: dict[Any, str] = {}
+        self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.comms: list[Any] = []
+        self.generation = 0  # number of default groups made so far
+
+
+class ProcessState:
+    """State of one rank that a process has once: torch.distributed's world, environment variables, `__main__`,
+    `sys.argv`, the modules of the script's directory, random states, default dtype, and the mesh axes and call records
+    of `comm`."""
+
+    def __init__(self, world: Any, environment: dict[Any, Any], main: ModuleType, arguments: list[str]) -> None:
+        self.world, self.environment, self.main, self.arguments = world, environment, main, arguments
+        self.directory = ""  # of the script: modules below it are imported once for each rank
+        self.modules: dict[str, ModuleType] = {}
+        self._known_modules = len(sys.modules)
+        self.axes: dict[str, list[mesh.Axis]] = {}
+        self.writers: list[call_ring.CallWriter] = []
+        self.dtype = torch.get_default_dtype()
+        self.torch_random, self.numpy_random, self.python_random = (
+            torch.get_rng_state(), NumpyRandom.read(), random.getstate(),
+        )  # fmt: skip
+
+    @classmethod
+    def of_process(cls) -> ProcessState:
+        """Return the state of the calling program."""
+        return cls(c10d._world, _environment().__dict__["_data"], sys.modules["__main__"], sys.argv)
+
+    @classmethod
+    def of_rank(cls, rank: int, ranks: int) -> ProcessState:
+        """Return the state of a new process that torchrun starts as `rank` of `ranks` on one host.
+
+        Python's and NumPy's generators, which a new process seeds at random, are seeded by the rank.
+        """
+        variables = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
+        }  # fmt: skip
+        environment = dict(_environment().__dict__["_data"])
+        environment |= {os.fsencode(name): os.fsencode(str(value)) for name, value in variables.items()}
+        state = cls(World(), environment, sys.modules["__main__"], list(sys.argv))
+        state.dtype = torch.float32
+        state.torch_random = torch.Generator().manual_seed(TORCH_SEED).get_state()
+        state.numpy_random = NumpyRandom(b"", np.random.RandomState(rank).get_state(legacy=False))
+        state.python_random = random.Random(rank).getstate()
+        return state
+
+    def save(self) -> None:
+        """Store what the program may have changed while this state was loaded."""
+        self.world = c10d._world
+        self.main, self.arguments = sys.modules["__main__"], sys.argv
+        if self.directory:
+            later = list(islice(sys.modules.items(), self._known_modules, None))
+            own = [name for name, module in later if _is_below(module, self.directory)]
+            self.modules = {name: sys.modules.pop(name) for name in own}
+        self.axes, self.writers = dict(mesh._axes), list(call_ring._of_process)
+        self.dtype = torch.get_default_dtype()
+        self.torch_random, self.python_random = torch.get_rng_state(), random.getstate()
+        self.numpy_random = self.numpy_random.read_again()
+
+    def load(self) -> None:
+        """Make this the state of the process."""
+        c10d._world = self.world
+        _environment().__dict__["_data"] = self.environment
+        sys.modules["__main__"], sys.argv = self.main, self.arguments
+        self._known_modules = len(sys.modules)
+        sys.modules.update(self.modules)
+        mesh._axes.clear()
+        mesh._axes.update(self.axes)
+        call_ring._of_process[:] = self.writers
+        torch.set_default_dtype(self.dtype)
+        torch.set_rng_state(self.torch_random)
+        self.numpy_random.write()
+        random.setstate(self.python_random)
+
+
+def _environment() -> Any:
+    """Return `os.environ`; its `_data` is the dictionary behind it, which is swapped as a whole."""
+    return os.environ
+
+
+def _is_below(module: ModuleType, directory: str) -> bool:
+    """Return True if a module is a file of the script's directory, and of no package that is installed there."""
+    file = getattr(module, "__file__", None) or ""
+    installed = "site-packages" in file or (module.__name__ or "").partition(".")[0] == "meshwright"
+    return file.startswith(directory) and not installed
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyRandom:
+    """State of NumPy's global generator. words: its memory, which is copied and compared 50 times as fast as the state
+    is read. state: as `numpy.random.get_state` returns it."""
+
+    words: bytes
+    state: dict[str, Any]
+
+    @classmethod
+    def read(cls) -> NumpyRandom:
+        """Return the present state."""
+        return cls(_copy_generator_memory(), np.random.get_state(legacy=False))
+
+    def read_again(self) -> NumpyRandom:
+        """Return the present state; this one, if nothing was drawn since it was written."""
+        # A drawn normal leaves a second one for the next call, which takes it without a change of the memory.
+        same = not self.state["has_gauss"] and self.words == _copy_generator_memory()
+        return self if same else self.read()
+
+    def write(self) -> None:
+        """Make this the state of the global generator."""
+        if not self.words or self.state["has_gauss"] or self.words != _copy_generator_memory():
+            np.random.set_state(self.state)
+
+
+def _copy_generator_memory() -> bytes:
+    """Return the memory of NumPy's global generator: of MT19937, 624 words and the position in them."""
+    address = np.random.mtrand._rand._bit_generator.ctypes.state_address
+    return ctypes.string_at(address, 4 * 625)

@@ -1,0 +1,183 @@
+"""Emulated ranks: what torch and Python offer a process, given to each of several threads."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from meshwright.emulation.board import Board, Event
+from meshwright.emulation.process_group import EmulatedGroup, EmulatedStore
+from meshwright.emulation.process_state import ProcessState, World
+from meshwright.emulation.scheduler import Failure, Scheduler
+from meshwright.errors import UserError
+from meshwright.terminal import print_message
+
+_emulations: list[EmulatedRanks] = []
+
+
+class EmulatedRanks:
+    """Ranks that are threads of this process, one running at a time. Use it as a context manager.
+
+    world_size: number of ranks. initialized: initialize torch.distributed on each. Attribute `states`: process state of
+    each rank.
+    """
+
+    def __init__(self, world_size: int, *, initialized: bool = True) -> None:
+        self.world_size, self.initialized = world_size, initialized
+        self.states: list[ProcessState] = []
+        self._exits = contextlib.ExitStack()
+        self._uncompiled = False
+
+    def __enter__(self) -> EmulatedRanks:
+        if _emulations:
+            raise UserError("ranks are emulated already: one emulation at a time")
+        outside = ProcessState.of_process()
+        self.states = [ProcessState.of_rank(rank, self.world_size) for rank in range(self.world_size)]
+        self.scheduler = Scheduler(self.states, outside)
+        self.board = Board(self.scheduler)
+        self._store = EmulatedStore(self.board)  # held: torch's own objects hold its C++ half alone
+        with contextlib.ExitStack() as stack:
+            _emulations.append(self)
+            stack.callback(_emulations.clear)
+            self._install(stack)
+            stack.callback(self.scheduler.close)
+            self._exits = stack.pop_all()
+        if self.initialized:
+            self.run(dist.init_process_group, "gloo")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    @property
+    def events(self) -> list[Event]:
+        """All communication calls so far, in order."""
+        return self.board.events
+
+    @property
+    def failure(self) -> Failure | None:
+        """First error of the last run, with its rank and traceback; None if it succeeded."""
+        return self.scheduler.failure
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(*arguments)` on every rank, each with its own copy of the arguments; return the results by
+        rank. Raises the first error of a rank, after the others have ended, and EmulationFailed for a deadlock."""
+        copies: Sequence[tuple[Any, ...]] = [copy.deepcopy(arguments) for _ in range(self.world_size)]
+        return self.run_each([partial(function, *of_rank) for of_rank in copies])
+
+    def run_each(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call tasks[r] on rank r; return the results by rank. Raises as `run`."""
+        return self.scheduler.run([partial(_run_task, task) for task in tasks])
+
+    def _install(self, stack: contextlib.ExitStack) -> None:
+        """Give torch.distributed the emulated groups and store, and switch off what threads cannot do."""
+        threads = torch.get_num_threads()
+        stack.callback(torch.set_num_threads, threads)
+        torch.set_num_threads(1)  # as the ranks that Meshwright starts
+        for where, name, value in (
+            (c10d, "_new_process_group_helper", self._make_group),
+            (c10d, "rendezvous", self._meet),
+            (sys.modules["torch.distributed.rendezvous"], "rendezvous", self._meet),
+            (dist, "TCPStore", lambda *_, **__: self._store),
+            (dist, "FileStore", lambda *_, **__: self._store),
+            (torch, "compile", self._leave_uncompiled),
+            (torch.multiprocessing, "spawn", _refuse_spawn),
+            (torch.cuda, "is_available", lambda: False),
+            (time, "sleep", self.scheduler.sleep),
+            (threading.Event, "wait", self._make_event_wait()),
+            (sys, "excepthook", sys.excepthook),
+            (functools.cached_property, "__get__", _get_cached),
+        ):
+            stack.enter_context(mock.patch.object(where, name, value))
+        isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+        isolate(True)
+        stack.callback(isolate, False)
+
+    def _meet(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
+        """Yield the store, rank and world size of the running rank, in place of torch.distributed's rendezvous; a
+        thread that the rank waits for may call it, too."""
+        running = self.scheduler.running
+        assert running is not None, "ranks meet while one of them runs"
+        yield self._store, running.index, self.world_size
+
+    def _make_group(
+        self, size: int, rank: int, ranks: list[int], backend: Any, store: Any, group_name: Any, **options: Any
+    ) -> tuple[Any, Any]:
+        """Make a process group as torch.distributed's `_new_process_group_helper` does. size, rank: of the group.
+        ranks: global ranks in it, empty for the default group."""
+        world: Any = c10d._world
+        tag = options.get("pg_tag")
+        if tag and (existing := c10d._find_pg_by_ranks_and_tag(tag, ranks)):
+            return existing, world.pg_map[existing][1]
+        if ranks and self.scheduler.current().index not in ranks:
+            return c10d.GroupMember.NON_GROUP_MEMBER, None
+        if not ranks and size != self.world_size:
+            raise UserError(f"the script starts {size} ranks, {self.world_size} are emulated")
+        if not ranks and isinstance(world, World):
+            world.generation += 1
+        group = EmulatedGroup(self.board, (world.generation, group_name), rank, tuple(ranks or range(size)))
+        group._set_group_name(group_name)
+        config = str(c10d.BackendConfig(c10d.Backend("gloo" if backend == "undefined" else backend)))
+        names = {"pg_tag": f"user:{tag}"} if tag else {"add_to_default_tag": True}
+        c10d._register_pg_in_world(
+            group, backend_name=backend, store=store, group_name=group_name, backend_config=config, **names
+        )
+        return group, store
+
+    def _make_event_wait(self) -> Callable[..., bool]:
+        """Return a method in place of `threading.Event.wait`, by which programs poll, that lets other ranks run."""
+        wait, scheduler = threading.Event.wait, self.scheduler
+
+        def wait_or_yield(event: threading.Event, timeout: float | None = None) -> bool:
+            """Wait for an event, or for a time-out in seconds; return True if it is set."""
+            rank = scheduler.running
+            if timeout is None or rank is None or rank.thread is not threading.current_thread():
+                return wait(event, timeout)  # without a time-out: for a thread of its own, which needs no rank
+            if not event.is_set():
+                scheduler.sleep(timeout)
+            return event.is_set()
+
+        return wait_or_yield
+
+    def _leave_uncompiled(self, model: Any = None, **_: Any) -> Any:
+        """Return a model or function as it is, in place of `torch.compile`."""
+        if not self._uncompiled:
+            self._uncompiled = True
+            print_message("meshwright: torch.compile is not emulated: what it is given runs uncompiled")
+        return (lambda function: function) if model is None else model
+
+
+def _run_task(task: Callable[[], Any]) -> Any:
+    """Run a rank's task; backward passes run in its own thread."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return task()
+
+
+def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
+    """Return a cached property as `functools.cached_property` does from Python 3.12: before, all instances of a class
+    share a lock, and a rank that communicates in a property would hold it while it waits for the others."""
+    if instance is None:
+        return self
+    if self.attrname not in instance.__dict__:
+        instance.__dict__[self.attrname] = self.func(instance)
+    return instance.__dict__[self.attrname]
+
+
+def _refuse_spawn(*_: Any, **__: Any) -> None:
+    """Refuse to start processes."""
+    raise UserError(
+        "the script starts processes (torch.multiprocessing.spawn); emulated ranks are threads: write it for torchrun, "
+        "which starts the script once for each rank"
+    )

@@ -1,0 +1,212 @@
+"""Scheduler of emulated ranks: threads of one process, of which one runs at a time. A rank runs until it waits for
+another; then the next rank, in cyclic order, that can go on runs. Free of torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import CheckFailed
+
+_sleep = time.sleep
+
+
+class EmulationFailed(CheckFailed):
+    """Failure of a communication call of emulated ranks: all ranks wait (deadlock), or their calls do not match."""
+
+
+class RankStopped(BaseException):
+    """Raised in the waiting ranks after another rank has failed, so that they end; not an Exception, so that programs
+    do not handle it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Condition for which a rank waits. ready: returns True once the rank can go on. describe: returns a text such as
+    "recv from rank 1 (its call 3, ring.py:14)"."""
+
+    ready: Callable[[], bool]
+    describe: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """First error of a run. rank: where it was raised; None: on no single rank (a deadlock). error: the exception.
+    text: its traceback, without the frames of the emulation."""
+
+    rank: int | None
+    error: BaseException
+    text: str
+
+
+class RankThread:
+    """Thread of one emulated rank. index: the rank. state: process state of the rank, swapped in while it runs."""
+
+    def __init__(self, index: int, state: Any) -> None:
+        self.index, self.state = index, state
+        self.resume = threading.Semaphore(0)
+        self.wait: Wait | None = None
+        self.task: Callable[[], Any] | None = None
+        self.result: Any = None
+        self.calls = 0  # communication calls so far
+        self.thread: threading.Thread | None = None
+
+
+class Scheduler:
+    """Runner of functions on all rank threads in a deterministic order.
+
+    states: process state of each rank, with methods `save` and `load`. outside: that of the calling program. Only the
+    running rank's thread touches the attributes, so that no locks are needed.
+    """
+
+    def __init__(self, states: list[Any], outside: Any) -> None:
+        self.ranks = [RankThread(index, state) for index, state in enumerate(states)]
+        self.outside = outside
+        self.running: RankThread | None = None
+        self.failure: Failure | None = None
+        self.turns = 0  # of all ranks so far
+        self._idle = threading.Event()
+        self._closed = False
+
+    def run(self, tasks: list[Callable[[], Any]]) -> list[Any]:
+        """Run tasks[r] on rank r for all ranks; return the results by rank. Raises the first error of a rank, or
+        EmulationFailed for a deadlock."""
+        for rank, task in zip(self.ranks, tasks, strict=True):
+            rank.task, rank.wait, rank.result = task, None, None
+            if rank.thread is None:
+                rank.thread = threading.Thread(target=self._serve, args=(rank,), name=f"rank {rank.index}", daemon=True)
+                rank.thread.start()
+        self.failure = None
+        self._idle.clear()
+        self.outside.save()
+        try:
+            self._resume(self.ranks[0])
+            self._idle.wait()
+        except KeyboardInterrupt:  # the running rank stops at its next communication call
+            self.failure = Failure(None, KeyboardInterrupt(), "interrupted")
+            self._idle.wait(5.0)
+            raise
+        finally:
+            self.outside.load()
+        if self.failure is not None:
+            raise self.failure.error
+        return [rank.result for rank in self.ranks]
+
+    def current(self) -> RankThread:
+        """Return the rank whose thread calls this. Raises RuntimeError in any other thread."""
+        rank = self.running
+        if rank is None or rank.thread is not threading.current_thread():
+            raise RuntimeError(
+                "a communication call from a thread that is no emulated rank's: threads that a rank starts cannot "
+                "communicate under emulation"
+            )
+        return rank
+
+    def wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Let the other ranks run until `ready()` is True; called by the running rank. describe: returns what it waits
+        for. Raises RankStopped if another rank failed meanwhile."""
+        rank = self.current()
+        self.check_stopped()
+        if not ready():
+            rank.wait = Wait(ready, describe)
+            rank.state.save()
+            self._pass_baton(rank)
+            rank.resume.acquire()
+            rank.wait = None
+            self.check_stopped()
+
+    def yield_baton(self) -> None:
+        """Let the next rank that can go on run, and return when it is this rank's turn again; for a program that polls.
+        If all ranks poll or wait, that is no deadlock that can be found."""
+        turns = iter((False,))
+        self.wait(lambda: next(turns, True), lambda: "polling")
+
+    def sleep(self, seconds: float) -> None:
+        """Let another rank run in place of `time.sleep`; sleep if none can go on, or in a thread that is no rank's."""
+        rank = self.running
+        if rank is None or rank.thread is not threading.current_thread() or self._closed:
+            _sleep(seconds)
+            return
+        turn = self.turns
+        self.yield_baton()
+        if self.turns == turn + 1:  # it was this rank's own
+            _sleep(seconds)
+
+    def check_stopped(self) -> None:
+        """Raise RankStopped if a rank has failed."""
+        if self.failure is not None:
+            raise RankStopped
+
+    def fail(self, error: BaseException, rank: int | None) -> None:
+        """Record the first error of the run. rank: where it was raised; None: a deadlock."""
+        if self.failure is None:
+            self.failure = Failure(rank, error, format_error(error))
+
+    def close(self) -> None:
+        """End the threads of all ranks."""
+        self._closed = True
+        for rank in self.ranks:
+            rank.resume.release()
+        for rank in self.ranks:
+            if rank.thread is not None and self.running is None:
+                rank.thread.join()
+
+    def _serve(self, rank: RankThread) -> None:
+        """Run the tasks of one rank, each when the baton arrives (main function of its thread)."""
+        while True:
+            rank.resume.acquire()
+            if self._closed:
+                return
+            try:
+                if self.failure is None and rank.task is not None:
+                    rank.result = rank.task()
+            except RankStopped:
+                pass
+            except BaseException as error:
+                self.fail(error, rank.index)
+            rank.task = None
+            rank.state.save()
+            self._pass_baton(rank)
+
+    def _pass_baton(self, rank: RankThread) -> None:
+        """Resume the next rank after `rank` that can go on; if there is none, end the run: done, or a deadlock."""
+        count = len(self.ranks)
+        others = [self.ranks[(rank.index + distance) % count] for distance in range(1, count + 1)]
+        waiting = [other for other in others if other.task is not None]
+        if not waiting:
+            self.running = None
+            self._idle.set()
+            return
+        ready = (other for other in waiting if self.failure or other.wait is None or other.wait.ready())
+        following = next(ready, None)
+        if following is None:
+            self.fail(EmulationFailed(self._describe_deadlock()), None)
+            following = waiting[0]
+        self._resume(following)
+
+    def _resume(self, rank: RankThread) -> None:
+        """Make `rank` the running one: load its process state and wake its thread."""
+        self.running = rank
+        self.turns += 1
+        rank.state.load()
+        rank.resume.release()
+
+    def _describe_deadlock(self) -> str:
+        """Return the report of a deadlock, one line for each rank: for what it waits, and in which call."""
+        lines = ["deadlock: no rank can go on"]
+        for rank in self.ranks:
+            does = "has ended" if rank.wait is None else f"waits in {rank.wait.describe()}"
+            lines.append(f"  rank {rank.index} {does}")
+        return "\n".join(lines)
+
+
+def format_error(error: BaseException) -> str:
+    """Return the traceback of an error as text, without leading frames of the emulation."""
+    frame = error.__traceback__
+    while frame is not None and "/meshwright/emulation/" in frame.tb_frame.f_code.co_filename:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame))

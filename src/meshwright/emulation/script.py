@@ -1,0 +1,224 @@
+"""A user's script on emulated ranks, as `meshwright run --emulate` runs it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pdb  # noqa: T100 - it is offered to users
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import IO, Any
+from unittest import mock
+
+import torch
+
+from meshwright.emulation.board import Event
+from meshwright.emulation.debugger import break_before, make_breakpoint_hook, parse_breakpoint
+from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function
+from meshwright.emulation.holdings import Holding, ModuleLog, format_holdings, format_ranks, list_holdings
+from meshwright.emulation.ranks import EmulatedRanks
+from meshwright.emulation.scheduler import EmulationFailed, Failure
+from meshwright.errors import MeshwrightError, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptOptions:
+    """Options of an emulated script. breakpoint: "RANK" or "RANK:CALL", before which the debugger opens. show: print
+    each communication call, and at the end who holds what. check: compare the exercise with one device."""
+
+    breakpoint: str | None = None
+    show: bool = False
+    check: bool = False
+
+
+@dataclass(slots=True)
+class ScriptReport:
+    """Report of an emulated script. failure: lines of the first error, empty without one. exit_code: of the command.
+    events: calls in order; holdings: tensors of each rank at the end, with `show`. exercise: result of a check."""
+
+    ranks: int
+    failure: str = ""
+    failed_rank: int | None = None
+    exit_code: int = 0
+    events: list[Event] = field(default_factory=list)
+    holdings: list[Holding] = field(default_factory=list)
+    exercise: ExerciseResult | None = None
+
+    def summary(self) -> str:
+        """Return the result of a check as text; empty without one."""
+        if self.exercise is None:
+            return ""
+        wrong, compared = self.exercise.wrong, self.exercise.compared
+        if not wrong:
+            return f"passed: {compared} tensors as on one device (worst relative error {self.exercise.worst:.1e})"
+        after = f"; {len(wrong) - 1} of the {compared - 1} others are wrong, too" if wrong[1:] else ""
+        return f"FAILED: the first wrong tensor is {wrong[0]}{after}"
+
+    def to_json_dict(self, show: bool) -> dict[str, Any]:
+        """Return the JSON document of the command. show: with all calls and holdings."""
+        document: dict[str, Any] = {
+            "ranks": self.ranks, "passed": self.exit_code == 0, "calls": len(self.events),
+            "failure": self.failure or None, "failed_rank": self.failed_rank,
+        }  # fmt: skip
+        if self.exercise is not None:
+            wrong = [asdict(each) for each in self.exercise.wrong]
+            document |= {"compared": self.exercise.compared, "worst_error": self.exercise.worst, "wrong": wrong}
+        if show:
+            document |= {"events": list(map(asdict, self.events)), "holdings": list(map(asdict, self.holdings))}
+        return document
+
+
+class RankOutput(io.TextIOBase):
+    """Standard output of all ranks: writes each line to `output` with the rank that printed it, "[rank 2] "."""
+
+    def __init__(self, output: IO[str], current: Callable[[], int | None]) -> None:
+        """Store where to write. current: returns the rank that runs, None between runs."""
+        self.output, self._current = output, current
+        self._lines: dict[int | None, str] = {}
+
+    def write(self, text: str) -> int:
+        """Write the complete lines of `text`; keep the rest until its line ends."""
+        rank = self._current()
+        *lines, self._lines[rank] = (self._lines.get(rank, "") + text).split("\n")
+        for line in lines:
+            self.output.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the output; lines that have not ended stay."""
+        self.output.flush()
+
+    def finish(self) -> None:
+        """Write the last lines of all ranks, even if they have not ended."""
+        for rank, line in list(self._lines.items()):
+            if line:
+                self.output.write(f"[rank {rank}] {line}\n")
+        self._lines.clear()
+        self.output.flush()
+
+
+def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: ScriptOptions) -> ScriptReport:
+    """Run a script once for each of `ranks` emulated ranks, as torchrun would start it; return the report.
+
+    arguments: of the script. Raises UserError for a breakpoint or an exercise of the wrong form.
+    """
+    before = None if options.breakpoint is None else parse_breakpoint(options.breakpoint, ranks)
+    try:
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise UserError(f"{path}:{error.lineno}: {error.msg}") from None
+    report, log = ScriptReport(ranks), ModuleLog()
+    with ExitStack() as stack:
+        emulated = stack.enter_context(EmulatedRanks(ranks, initialized=options.check))
+
+        def current() -> int | None:
+            """Return the rank that runs."""
+            running = emulated.scheduler.running
+            return None if running is None else running.index
+
+        printed = sys.stdout
+        output = RankOutput(printed, current)
+        stack.enter_context(mock.patch.object(sys, "stdout", output))
+        stack.callback(output.finish)
+        hook = make_breakpoint_hook(lambda: current() or 0, printed)
+        for where, name in ((sys, "breakpointhook"), (pdb, "set_trace")):
+            stack.enter_context(mock.patch.object(where, name, hook))
+        stack.enter_context(mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]))
+        emulated.board.events.clear()
+        emulated.board.on_call = None if before is None else break_before(before, printed)
+        if options.show:
+            emulated.board.on_event = lambda event: print(format_event(event), file=printed)
+            stack.enter_context(log.watching(lambda: current() or 0))
+        modules = [make_main_module(path) for _ in range(ranks)]
+        for state, module in zip(emulated.states, modules, strict=True):
+            state.main, state.arguments = module, [str(path), *arguments]
+            state.directory = str(path.resolve().parent) + os.sep
+        report.events = emulated.events
+        try:
+            if options.check:
+                report.exercise = _check_exercise(emulated, code, modules, path)
+                report.exit_code = 0 if report.exercise.passed else 1
+            else:
+                emulated.run_each([partial(_execute, code, module, "__main__") for module in modules])
+        except UserError:
+            raise
+        except Exception as error:
+            report.failure, report.failed_rank, report.exit_code = describe_failure(emulated.failure, error)
+        output.finish()
+        if options.show:
+            report.holdings = list_holdings(log, [vars(module) for module in modules])
+            print(format_holdings(report.holdings), file=printed)
+    return report
+
+
+def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[ModuleType], path: Path) -> ExerciseResult:
+    """Run an exercise's `distributed()` on all ranks and `one_device()` on rank 0's copy of the script, alone, both in
+    float64; return the comparison."""
+
+    def run(module: ModuleType) -> Any:
+        """Run the exercise on one rank."""
+        torch.set_default_dtype(torch.float64)
+        _execute(code, module, "exercise")
+        get_function(vars(module), "one_device", str(path))
+        return get_function(vars(module), "distributed", str(path))()
+
+    results = emulated.run_each([partial(run, module) for module in modules])
+
+    def compute_truth(module: ModuleType) -> Any:
+        """Run the exercise on one device."""
+        return get_function(vars(module), "one_device", str(path))()
+
+    tasks: list[Callable[[], Any]] = [lambda: None for _ in modules]
+    tasks[0] = partial(compute_truth, modules[0])
+    return compare_ranks(emulated.run_each(tasks)[0], results)
+
+
+def make_main_module(path: Path) -> ModuleType:
+    """Return an empty `__main__` module for a script."""
+    module = ModuleType("__main__")
+    module.__file__ = str(path)
+    module.__dict__["__builtins__"] = __builtins__
+    return module
+
+
+def _execute(code: CodeType, module: ModuleType, name: str) -> None:
+    """Run a script's code in a module called `name`. An exit with code 0 is its end."""
+    module.__dict__["__name__"] = name
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ScriptEnded(end.code) from None
+
+
+class ScriptEnded(MeshwrightError):
+    """Raised when the script exits with a non-zero exit code."""
+
+    def __init__(self, code: object) -> None:
+        """Keep the exit code that the script passed to `sys.exit`; 1 if it is not an integer."""
+        super().__init__(f"the script ended with {f'exit code {code}' if isinstance(code, int) else code}")
+        self.exit_code = code if isinstance(code, int) else 1
+
+
+def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
+    """Return (text, rank, exit code) of a run's first error: one line or a report for an error that Meshwright raises,
+    else the traceback of its rank."""
+    if failure is None:
+        return str(error), None, 1
+    where = "" if failure.rank is None else f"[rank {failure.rank}] "
+    if type(error).__name__ == "BdbQuit":
+        return f"{where}stopped in the debugger", failure.rank, 1
+    if isinstance(error, EmulationFailed | ScriptEnded):
+        return f"{where}{error}", failure.rank, error.exit_code
+    return f"{where}{failure.text.rstrip()}", failure.rank, 1
+
+
+def format_event(event: Event) -> str:
+    """Return one communication call as a line: order, rank, operation, group, shape, bytes, code location."""
+    call = f"{event.operation:<14} ranks {format_ranks(event.group):<8} {event.shape:<18} {event.bytes:>9,} B"
+    return f"#{event.order:<4} rank {event.rank}  {call}  {event.place}"
