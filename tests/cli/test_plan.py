@@ -229,9 +229,21 @@ def test_memory_of_server_is_printed_and_given_as_json(command_line: Callable[..
     )
 
 
+def test_memory_of_server_on_gpus_elsewhere_is_planned_from_its_size(command_line: Callable[..., Any]):
+    options = ["--device", "cuda", "--memory", "80GiB", "--dtype", "bf16", "--layout", "tp2", "--max-length", 8192]
+    outcome = command_line("plan", "llama-3-8b", "--serve", *options, "--json")
+    memory = json.loads(outcome.output)["memory_gib"]
+    assert memory["packed"] == memory["front"] == 0 and memory["weights"] == pytest.approx(15.0, rel=0.01)
+    assert memory["total"] <= 160
+    refusal = command_line("plan", "llama-3-8b", "--serve", "--device", "cuda", "--memory", "0.9")
+    assert refusal.code == 2 and 'device "cuda": this machine has no CUDA device' in refusal.errors
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        (["llama-3-8b", "--device", "cuda"], "--device: is what a server takes; add --serve"),
+        (["llama-3-8b", "--serve", "--device", "tpu"], "tpu"),
         (["llama-3-8b", "--serve", "--memory", "lots"], "such as 0.9"),
         (["llama-3-8b", "--serve", "--layout", "cp2"], "serving runs on"),
         (["llama-3-8b", "--serve", "--cluster", "8xh100-sxm"], "--serve: does not go with --cluster"),

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 VERSION = "reference"
-SCRATCH_BYTES = 1024
 SECTION, STEP, BLOCK_TOKENS = 32, 8, 16
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,13 +13,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import kernels, serving
+from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
+from meshwright.layout import Layout
+from meshwright.planner.device_ledger import CONTEXT_BYTES, SPLIT_COLUMNS, device_ledger
+from meshwright.planner.serving_ledger import RankLedger, ServingSizes
 from meshwright.serving.device_runner import DeviceRunner
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
+from meshwright.serving.pipeline_engine import PipelineEngine
 from meshwright.serving.request import Request
 from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
@@ -58,9 +65,11 @@ def make_runner(directory: Path, batch_invariant: bool = False, graphs: bool = F
 
 
 def answer(runner, budget: int) -> list[list[int]]:
+    return run_prompts(Engine(runner, build_scheduler(runner.config, StepLimits(48, budget, 6, 64))))
+
+
+def run_prompts(engine: Engine) -> list[list[int]]:
     """Greedy tokens of all prompts at once; 3 of the 4 decode together for a while, padded to 4."""
-    limits = StepLimits(48, budget, 6, 64)
-    engine = Engine(runner, build_scheduler(runner.config, limits))
     requests = [Request(str(n), tuple(each), Sampling(max_tokens=9 - 2 * n)) for n, each in enumerate(PROMPTS)]
     answers: list[list[int]] = [[] for _ in requests]
     for output in run_requests(engine, requests):
@@ -111,12 +120,49 @@ def test_graphs_are_captured_for_padded_sizes_and_replayed(
     assert set(replays) == {1, 2, 4}
 
 
-def test_memory_is_what_is_allocated(directories: Callable[[str], Path]):
-    runner, config = make_runner(directories("llama-tiny")), small_config("llama-tiny")
-    memory = runner.memory()
-    assert memory["kv"] == 49 * 16 * 3 * 2 * config.kv_heads * config.head_dim * 4
-    assert memory["logits"] == 64 * 257 * 4
-    assert memory["weights"] == sum(each.nbytes for each in runner._model.parameters())
+def answer_on_rank(directory: str, layout: str) -> tuple[list[list[int]], dict[str, int], int]:
+    """Answers, bytes by kind and stage of one of several ranks."""
+    mesh = Mesh.create(Layout.parse(layout))
+    weights = RankWeights(Path(directory), mesh)
+    runner = DeviceRunner(weights, mesh, torch.float32, LIMITS, device_reference, graphs=False)
+    runner._capture()  # the warm-up steps, which also on a GPU capture nothing here
+    scheduler = build_scheduler(runner.config, StepLimits(48, 11, 6, 64), groups=mesh.pp.size)
+    engine = Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)
+    found = run_prompts(engine), runner.memory(), mesh.pp.rank
+    mesh.close()
+    return found
+
+
+LAYOUTS = [
+    *(("tp2:nosp", name) for name in ("mistral-tiny", "gpt2-tiny", "qwen3-moe-tiny", "qwen2-moe-tiny")),
+    *(("pp2", name) for name in ("llama-tiny", "gpt2-tiny", "mixtral-tiny")),
+]
+
+
+@pytest.mark.parametrize(("layout", "name"), LAYOUTS)
+def test_two_ranks_answer_like_one(layout: str, name: str, two: LocalRanks, directories: Callable[[str], Path]):
+    expected = answer(make_runner(directories(name)), 11)
+    stages = device_ledger(small_config(name), Layout.parse(layout), SIZES).stages
+    for answers, memory, stage in two.run(answer_on_rank, str(directories(name)), layout):
+        assert answers == expected
+        check_memory(memory, stages[stage])
+    assert len({token for each in expected for token in each}) > 3
+
+
+SIZES = ServingSizes(LIMITS.token_budget, LIMITS.max_sequences, LIMITS.max_length, "float32")
+
+
+def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
+    assert memory["kv"] == LIMITS.blocks * rank.kv_block
+    assert (memory["weights"], memory["workspace"]) == (rank.weights, rank.workspace)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_predicted_memory_is_what_is_allocated(name: str, directories: Callable[[str], Path]):
+    memory, config = make_runner(directories(name)).memory(), small_config(name)
+    check_memory(memory, device_ledger(config, Layout(), SIZES).stages[0])
+    assert memory["kv"] == 48 * 16 * 3 * 2 * config.kv_heads * config.head_dim * 4
+    assert memory["pinned"] == 64 * 257 * 4
 
 
 def test_what_a_gpu_cannot_serve_is_refused(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
@@ -147,6 +193,62 @@ def test_step_runs_on_cuda_tensors_without_a_host_synchronisation(name: str, bat
             assert (logits.shape, logits.dtype, logits.device) == ((counts[2], 257), torch.float32, device)
         assert all(each.device == device and each.dtype == torch.bfloat16 for each in runner._model.parameters())
         assert all(each.device == device for pair in runner._cache.values() for each in pair)
+
+
+class _Peak(TorchDispatchMode):
+    """Bytes of the tensors that operators have made and that are alive: now, and at most so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen = set[int]()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        found = function(*arguments, **(options or {}))
+        for each in found if isinstance(found, tuple | list) else (found,):
+            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._seen:
+                self._seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        return found
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+class _Launches:
+    """The operations of `device_operations` by what they allocate: their results."""
+
+    VERSION, Tiles = "nothing", device_reference.Tiles
+    add_norm = staticmethod(lambda x, delta, weight, epsilon: torch.empty_like(x))
+    rotate_and_store = staticmethod(lambda *arguments: None)
+    gate = staticmethod(lambda up: up.new_empty(len(up), up.shape[1] // 2))
+    grouped_product = staticmethod(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
+
+    @staticmethod
+    def attend(qkv, cache, tiles, window, scratch):
+        kv_heads, size = cache[0].shape[1:]
+        return qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * size)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen2-moe-tiny"])
+def test_tensors_of_a_step_fit_what_is_predicted_for_them(name: str):
+    config = small_config(name, hidden=256, vocabulary=997) if name == "llama-tiny" else small_config(name)
+    device, budget = torch.device("cuda", 0), 512
+    limits = StepLimits(blocks=48, token_budget=budget, max_sequences=6, max_length=64, logit_rows=256)
+    with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
+        runner = DeviceRunner(
+            _NoTensors(config), Mesh.single(device=device), torch.bfloat16, limits, _Launches(), graphs=False
+        )
+        with torch.inference_mode(), _Peak() as peak:
+            runner.compute((budget, budget // 16, 256), False)
+    (rank,) = device_ledger(config, Layout(), ServingSizes(budget, 6, 64, "bfloat16")).stages
+    partial_sums = 4 * SPLIT_COLUMNS * budget  # of batch-invariant products, which are not computed here
+    predicted = rank.slack - CONTEXT_BYTES - partial_sums + rank.logits
+    assert 0.5 * predicted <= peak.most <= predicted
 
 
 class _NoTensors:

@@ -7,7 +7,8 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
-from meshwright.serving.memory import DEFAULT_POOL, DEVICE_BYTES, parse_memory, plan_memory
+from meshwright.planner.device_ledger import CONTEXT_BYTES
+from meshwright.serving.memory import DEFAULT_POOL, parse_memory, plan_memory
 from meshwright.spec.presets import preset
 
 GIB = 2**30
@@ -54,10 +55,9 @@ def test_memory_of_gpus_is_bounded_by_theirs_alone():
     config, host = preset("llama-3.2-1b"), HostMemory(80 * GIB, 78 * GIB, GPU)
     ledger = plan_memory(config, Layout(), "bfloat16", "0.9", 4096, hosts=[host])
     assert ledger.total <= 72 * GIB < ledger.total + ledger.kv_block or ledger.blocks == 2 * 64 * 256
-    assert (ledger.front, ledger.stages[0].slack) == (0, DEVICE_BYTES)
+    assert ledger.front == 0 and ledger.stages[0].slack > CONTEXT_BYTES
     pair = plan_memory(config, Layout(tp=2), "bfloat16", "0.9", 4096, hosts=[host, host])
-    assert [stage.slack for stage in pair.stages] == [DEVICE_BYTES]
-    assert pair.items()["slack"] == 2 * DEVICE_BYTES
+    assert pair.items()["slack"] == 2 * pair.stages[0].slack
     smaller = HostMemory(40 * GIB, 38 * GIB, GPU)
     for layout, hosts in ((Layout(pp=2), [host, host]), (Layout(tp=2), [host, smaller])):
         ledger = plan_memory(config, layout, "bfloat16", "0.9", 131072, steps=(512, 512), hosts=hosts)

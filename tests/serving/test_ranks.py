@@ -19,3 +19,24 @@ def test_rank_without_the_chosen_instruction_set_is_refused_by_name(monkeypatch:
     plan = RankPlan("nowhere", "dp1", "float32", limits, 1, None, instruction_set="amx")
     with pytest.raises(UserError, match=f"rank 0 on {socket.gethostname()} runs avx512, avx2, but .* chosen amx"):
         ranks.build_rank_engine(plan, Mesh.single(device="cpu"))
+
+
+def test_ranks_that_others_start_compute_on_the_devices_they_agree_on(monkeypatch: pytest.MonkeyPatch):
+    """torchrun may not say the local rank, or show each rank a GPU of its own."""
+    taken = list[str]()
+
+    class Stop(Exception): ...
+
+    def initialise(place, store, device: str, seconds: float) -> None:
+        taken.append(device)
+        raise Stop
+
+    monkeypatch.setattr(ranks.rendezvous, "read_place", lambda: "place")
+    monkeypatch.setattr(ranks.rendezvous, "connect_to_store", lambda place, seconds: f"store of {place}")
+    monkeypatch.setattr(ranks.rendezvous, "initialise", initialise)
+    monkeypatch.setattr(ranks, "agree_on_device", lambda *given: f"cuda:{len(given)}" if given[0] == "auto" else "cpu")
+    monkeypatch.setattr(ranks.torch.cuda, "set_device", lambda device: taken.append(f"current {device}"))
+    for device in ("auto", "cpu"):
+        with pytest.raises(Stop):
+            ranks.serve_joined(None, device)
+    assert taken == ["current cuda:3", "cuda:3", "cpu"]

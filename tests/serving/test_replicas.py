@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.comm.local import start_server
+from meshwright.comm.local import PRELOADED_TO_SERVE, start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
 from meshwright.serving import replicas as replicas_module
-from meshwright.serving.rank_starter import PRELOADED, LocalStarter, RankPlan
+from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
@@ -25,7 +25,7 @@ from meshwright.serving.step_limits import StepLimits
 from tests.serving import fake_ranks
 from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
 
-start_server(PRELOADED)
+start_server(PRELOADED_TO_SERVE)
 
 
 def make_replicas(

@@ -18,6 +18,7 @@ from meshwright.model.huggingface import load_huggingface
 from meshwright.serving import runner as runners
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
+from meshwright.serving.rank_starter import PLAIN_TORCH
 from meshwright.serving.request import Request
 from meshwright.serving.runner import KERNEL_DTYPES, Runner, build_runner
 from meshwright.serving.sampling import Sampling
@@ -92,6 +93,12 @@ def test_greedy_tokens_match_transformers(name: str, build: Build, directories: 
     expected = [model.generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
     assert run_greedily(runner, prompts, count=count) == expected
     assert len({token for answer in expected for token in answer}) > 3
+
+
+def test_plain_torch_computes_where_it_is_named(directories: Callable[[str], Path]):
+    """The front of a server without a compiler names it, so that no rank takes kernels of its own."""
+    runner = build_runner(directories("llama-tiny"), Mesh.single(), "float32", LIMITS, instruction_set=PLAIN_TORCH)
+    assert runner.version.startswith("torch")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

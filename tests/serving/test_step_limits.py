@@ -23,6 +23,6 @@ def test_reserved_pool_is_resident_and_zero(monkeypatch: pytest.MonkeyPatch, pop
     size = 64 << 20
     caches = [np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(64, -1) for _ in range(2)]
     before = count_resident_bytes()
-    step_limits.reserve_pool(caches)
+    step_limits.reserve_pool(caches)()
     assert count_resident_bytes() - before > 0.95 * 2 * size
     assert not any(cache.any() for cache in caches)

@@ -25,6 +25,7 @@ from meshwright.errors import UserError
 from meshwright.limits import limit_of
 
 if TYPE_CHECKING:
+    from meshwright.launcher.host_memory import HostMemory
     from meshwright.planner.api import Plan
 
 
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 @click.option("--serve", "serves", is_flag=True, help="Say what serving takes: memory by item, KV blocks, concurrency.")
 @click.option("--memory", metavar="M", help='With --serve: a fraction, "0.9", or a size, "12GiB", of all ranks.')
 @click.option("--dtype", help="With --serve: of parameters and KV cache, fp32 or bf16.  [default: fp32]")
+@click.option("--device", metavar="auto|cpu|cuda", help="With --serve: what computes.  [default: auto]")
 @click.option("--max-length", type=click.IntRange(min=1), help="With --serve: most tokens of a prompt and its answer.")
 @click.option(
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=lambda *given: _print_names(given[2]),
@@ -89,6 +91,7 @@ def command(
     serves: bool,
     memory: str | None,
     dtype: str | None,
+    device: str | None,
     max_length: int | None,
     calibrate: bool,
     as_json: bool,
@@ -106,8 +109,8 @@ def command(
     torch.compile. precision: where the layout names none. documents: average number of documents packed into a
     sequence. reserve: memory of a device to keep free, as a fraction or a size. explained: add the time of each
     operation. every_tensor: add the memory ledger of all tensors. html: page to write. jobs: JSON Lines file of
-    requests, "-" for standard input. serves: predict a server with `memory`, `dtype` and `max_length` (tokens).
-    as_json: print JSON.
+    requests, "-" for standard input. serves: predict a server with `memory`, `dtype`, `device` and
+    `max_length` (tokens). as_json: print JSON.
     """
     if calibrate:
         context = click.get_current_context()
@@ -117,10 +120,11 @@ def command(
         _run_calibrate(names, cluster, as_json)
         return
     if serves:
-        _refuse_others({"names", "serves", "layout", "memory", "dtype", "max_length", "as_json"}, "--serve")
-        _run_serve(names, layout, memory, dtype, max_length, as_json)
+        _refuse_others({"names", "serves", "layout", "memory", "dtype", "device", "max_length", "as_json"}, "--serve")
+        _run_serve(names, layout, (device, memory), dtype, max_length, as_json)
         return
-    for option, value in (("--memory", memory), ("--dtype", dtype), ("--max-length", max_length)):
+    of_server = {"--memory": memory, "--dtype": dtype, "--device": device, "--max-length": max_length}
+    for option, value in of_server.items():
         if value is not None:
             raise UserError(f"{option}: is what a server takes; add --serve")
     if jobs is not None:
@@ -266,17 +270,17 @@ def _refuse_others(allowed: set[str], option: str) -> None:
 
 
 def _run_serve(
-    names: tuple[str, ...], layout: str | None, memory: str | None, dtype: str | None, max_length: int | None,
-    as_json: bool,
+    names: tuple[str, ...], layout: str | None, machine: tuple[str | None, str | None], dtype: str | None,
+    max_length: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Run `plan --serve`: print the memory that a server of MODEL takes, by item, and the number of sequences that fit.
 
-    names: [MODEL]. layout, memory, dtype, max_length: texts and number (tokens) of these options, None if not given.
-    as_json: print JSON.
+    names: [MODEL]. machine: (device, memory) as given. layout, memory, dtype, max_length: texts and number (tokens) of
+    these options, None if not given. as_json: print JSON.
     """
     from meshwright.planner.models import model_of
     from meshwright.planner.serving_ledger import BLOCK_TOKENS, bill_text, parse_dtype
-    from meshwright.serving.memory import plan_memory
+    from meshwright.serving.memory import DEFAULT_FRACTION, plan_memory
     from meshwright.spec.refuse import serving_layout
 
     if len(names) != 1:
@@ -284,17 +288,33 @@ def _run_serve(
     with result_printer(as_json) as answer:
         config = model_of(names[0])
         parsed = serving_layout(layout or "", config)
-        ledger = plan_memory(config, parsed, parse_dtype(dtype), memory, max_length)
+        device, memory = machine
+        gpus = _find_gpus(device or "auto", parsed.world_size, memory)
+        memory = str(DEFAULT_FRACTION) if gpus and memory is None else memory
+        ledger = plan_memory(config, parsed, parse_dtype(dtype), memory, max_length, hosts=gpus or None)
         document = ledger.to_json_dict()
         ranks = parsed.world_size
         lines = [
             f"{names[0]}, layout {document['layout']}, {ledger.sizes.dtype}: "
-            f"{ranks} rank{'s' if ranks > 1 else ''}, bytes of all of them",
+            f"{ranks} rank{'s' if ranks > 1 else ''}{' on a GPU each' if gpus else ''}, bytes of all of them",
             *bill_text(ledger),
             f"{ledger.blocks:,} KV blocks of {BLOCK_TOKENS} tokens, {document['kv_bytes_per_token'] / 1024:,.1f} KiB a "
             f"token: {document['concurrency']['sequences']:,.1f} sequences of {ledger.sizes.max_length:,} tokens",
         ]
         answer(document, "\n".join(lines))
+
+
+def _find_gpus(device: str, ranks: int, memory: str | None) -> list[HostMemory]:
+    """Return the memory of each rank's GPU, an empty list if the ranks run on CPUs. memory: text of --memory; where it
+    is a size, --device cuda plans for GPUs of this size, which need not be here. Raises `UserError`."""
+    from meshwright.launcher.device import devices_of_ranks
+    from meshwright.launcher.host_memory import GPU, HostMemory
+    from meshwright.serving.memory import parse_memory
+
+    unknown = HostMemory(2**80, 2**80, GPU)  # of which any fraction is more than a size
+    if device == "cuda" and memory is not None and (size := parse_memory(memory, unknown)) < 2**60:
+        return [HostMemory(size, size, GPU)] * ranks
+    return devices_of_ranks(device, ranks)
 
 
 def _run_jobs(path: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,9 @@ from meshwright.errors import CheckFailed, UserError
 from meshwright.layout import Layout
 from meshwright.program.check_collective import CheckedCollective, check_collective
 from meshwright.program.load import load_program
-from meshwright.recipe import CollectivesRecipe
+
+if TYPE_CHECKING:  # ranks that serve name no programs, and need no recipe
+    from meshwright.recipe import CollectivesRecipe
 
 OPERATIONS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 """Key of the recipe's table -> operation."""

@@ -49,6 +49,9 @@ LONGEST_WAIT = 86400.0
 PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
 """Imported once by the server, so that the ranks need not (the last: for activations that are computed again)."""
 
+PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
+"""Those of a server's ranks."""
+
 
 def find_socket_parent() -> str:
     """Return the directory in which to create private directories for Unix sockets: the temporary directory, or /tmp

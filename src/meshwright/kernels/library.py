@@ -40,6 +40,7 @@ class Kernels:
         if self._pool is not None:
             self._pool()
         self._threads, self._handle = count, self._library.kernels_new_pool(count)
+        self._packers, self._padded = ThreadPoolExecutor(count), [np.empty(0, np.uint32)] * count
         self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -66,18 +67,36 @@ class Kernels:
         words = buffer.view(np.uint32).reshape(count, -(-n // 16), -1, 16)
         tasks = [(index, row) for index in range(count) for row in range(0, n, _PACKED_ROWS)]
 
-        def pack_rows(task: tuple[int, int]) -> None:
-            """Pack some rows of one matrix."""
-            index, row = task
-            rows = weight.reshape(count, n, k)[index, row : row + _PACKED_ROWS]
-            out = words[index, row // 16 : -(-(row + len(rows)) // 16)]
-            padded = np.zeros((len(out) * 16, out.shape[1]), np.uint32)
-            padded.view(BFLOAT16 if packed.bfloat16 else np.float32)[: len(rows), :k] = _convert(rows, packed.bfloat16)
-            out[...] = padded.reshape(len(out), 16, -1).transpose(0, 2, 1)
+        def pack_rows(number: int) -> None:
+            """Pack this thread's share of the rows."""
+            for index, row in tasks[number :: self._threads]:
+                rows = weight.reshape(count, n, k)[index, row : row + _PACKED_ROWS]
+                out = words[index, row // 16 : -(-(row + len(rows)) // 16)]
+                same = packed.bfloat16 == (rows.dtype == BFLOAT16) and rows.flags.c_contiguous
+                if same and rows.nbytes == out.nbytes:
+                    padded = rows.view(np.uint32)
+                else:
+                    padded = self._make_padded(number, (16 * len(out), out.shape[1]))
+                    if packed.bfloat16:
+                        padded.view(BFLOAT16)[: len(rows), :k] = _round_to_bfloat16(rows)
+                    elif rows.dtype == BFLOAT16:  # the upper half of a float32
+                        padded.view(BFLOAT16)[: len(rows), 1 : 2 * k : 2] = rows
+                    else:
+                        padded.view(np.float32)[: len(rows), :k] = rows
+                out[...] = padded.reshape(len(out), 16, -1).transpose(0, 2, 1)
 
-        with ThreadPoolExecutor(self._threads) as threads:
-            list(threads.map(pack_rows, tasks))
+        list(self._packers.map(pack_rows, range(self._threads)))
         return packed
+
+    def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
+        """Return zeros of `shape` in the memory that thread `number` uses again and again: while the KV pool is made
+        resident, mapping memory anew takes long."""
+        size = shape[0] * shape[1]
+        if len(self._padded[number]) < size:
+            self._padded[number] = np.empty(size, np.uint32)
+        padded = self._padded[number][:size].reshape(shape)
+        padded[...] = 0
+        return padded
 
     @staticmethod
     def packed_bytes(n: int, k: int, dtype: str, count: int = 1) -> int:
@@ -105,13 +124,10 @@ class Kernels:
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 
 
-def _convert(values: Array, bfloat16: bool) -> Array:
-    """Return an array of float32 values or bfloat16 bits (uint16) converted to bfloat16 bits if `bfloat16`, else to
-    float32."""
-    if bfloat16 == (values.dtype == BFLOAT16):
+def _round_to_bfloat16(values: Array) -> Array:
+    """Return an array of float32 values, rounded to nearest even, or of bfloat16 bits (uint16) as bfloat16 bits."""
+    if values.dtype == BFLOAT16:
         return values
-    if not bfloat16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
     bits = values.view(np.uint32)
     return np.where(np.isnan(values), 0x7FC0, (bits + (0x7FFF + (bits >> 16 & 1))) >> 16)
 

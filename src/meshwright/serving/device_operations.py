@@ -13,12 +13,9 @@ import triton
 
 from meshwright.kernels import triton_kernels as kernels
 from meshwright.kernels.operations import BLOCK_TOKENS
+from meshwright.planner.device_ledger import SECTION
 
 VERSION = f"triton {triton.__version__}"
-SECTION = 256
-"""Keys of a section of the context, whose attention is one partial result."""
-SCRATCH_BYTES = 64 * 2**20
-"""Of the partial results of one launch, if one tile needs no more; more tiles take several launches."""
 _PROGRAMS = 512  # enough to fill a GPU: more share the sections of a tile
 _PRODUCT_ROWS = 64  # of a tile, the fewest of Hopper's wgmma
 

@@ -21,13 +21,11 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.experts import Mixture
 from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Transformer
+from meshwright.planner.device_ledger import DECODE_ROWS, PREFILL_ROWS, SCRATCH_BYTES, tile_scratch
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
 from meshwright.serving.weights import RankWeights
-
-_DECODE_ROWS, _PREFILL_ROWS = 16, 64
-"""Rows of a tile of attention; with `batch_invariant` all have those of decoding."""
 
 
 class DeviceRunner:
@@ -72,22 +70,22 @@ class DeviceRunner:
         self._staged = [torch.zeros(each.shape, dtype=torch.int32, pin_memory=pinned) for each in
                         (self._numbers, self._tables)]  # fmt: skip
         self._logits = torch.empty(limits.logits, self.config.vocabulary, pin_memory=pinned)
-        tile = self._tile_rows(False) // self._padded_group * self.config.heads * (self.config.head_dim + 2)
-        tile *= -(-limits.max_length // operations.SECTION)
-        self._scratch = self._zeros(max(operations.SCRATCH_BYTES // 4, tile), dtype=torch.float32)
+        tile = tile_scratch(self.config, mesh.tp.size, limits.max_length)
+        self._scratch = self._zeros(max(SCRATCH_BYTES // 4, tile), dtype=torch.float32)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if graphs:
             self._capture()
 
     def memory(self) -> dict[str, int]:
-        """Return {kind: bytes on the device}: `weights`, `kv`, `logits`, `workspace` (buffers of the runner; the
-        caching allocator's own memory is not counted)."""
+        """Return {kind: bytes}: `weights`, `kv` and `workspace` (buffers, with the padding's KV block) on the device,
+        `pinned` (logits) on the host. What steps and graphs take from the caching allocator is not counted."""
         tables = [self._numbers, self._tables, self._scratch, *(self._rotation or ())]
+        padding = sum(each.nbytes for pair in self._cache.values() for each in pair) // (self.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
-            "kv": sum(each.nbytes for pair in self._cache.values() for each in pair),
-            "logits": self._logits.nbytes,
-            "workspace": sum(each.nbytes for each in tables),
+            "kv": self.blocks * padding,
+            "workspace": sum(each.nbytes for each in tables) + padding,
+            "pinned": self._logits.nbytes,
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
@@ -163,7 +161,7 @@ class DeviceRunner:
     def _tile_rows(self, decoding: bool) -> int:
         """Return the number of query rows (tokens x query heads per key-value head) of an attention tile. decoding:
         every sequence of the step has one token."""
-        rows = _DECODE_ROWS if decoding or self._invariant else _PREFILL_ROWS
+        rows = DECODE_ROWS if decoding or self._invariant else PREFILL_ROWS
         return max(rows, self._padded_group)
 
     def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
@@ -278,10 +276,8 @@ class DeviceRunner:
         self._tables.fill_(self.blocks)
         pool, whole = None, self._stage.first and self._stage.last and self._tensor.trivial
         with torch.inference_mode():
-            x_TH = None
-            if not self._stage.first:
-                many = numbers.shape[1]
-                x_TH = self._zeros(many, self.config.hidden, dtype=next(self._model.parameters()).dtype)
+            many, dtype = numbers.shape[1], next(self._model.parameters()).dtype
+            x_TH = None if self._stage.first else self._zeros(many, self.config.hidden, dtype=dtype)
             tokens = self._limits.token_budget
             most = self._tile_rows(False) // self._padded_group
             first_I = torch.arange(0, tokens, most, dtype=torch.int32, device=self._device)

@@ -63,6 +63,10 @@ class Lowering:
         self.ops: OpList = kernels.op_list()
         self.segments: list[Segment] = []
         self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
+        kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
+        self._caches = {layer: self._make_cache(kv_heads) for layer in self._stage.layers}
+        pool = [each for cache in self._caches.values() for each in (cache.keys, cache.values)]
+        finish_pool = reserve_pool(pool if limits.touched else [])  # while weights are read and packed
         self._buffers: dict[str, Float32] = {}
         self._experts_workspace: op.ExpertsWorkspace | None = None
         axes = AxisOperations(
@@ -85,10 +89,17 @@ class Lowering:
             self._rotation = cosine, sine
         self.states = self._buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
-        self._caches: list[npt.NDArray[Any]] = []
         self._lower()
-        if limits.touched and self._caches:
-            reserve_pool(self._caches)
+        finish_pool()
+
+    def _make_cache(self, kv_heads: int) -> op.LayerCache:
+        """Allocate the KV cache of one layer. kv_heads: key-value heads of this rank."""
+        dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
+        keys, values = (
+            self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
+        )
+        self.nbytes["kv"] += keys.nbytes + values.nbytes
+        return op.LayerCache(keys, values, size)
 
     def _lower(self) -> None:
         """Append the operations of the whole stage: embedding, blocks, head."""
@@ -103,11 +114,11 @@ class Lowering:
         """Append token and position embeddings. Return the packed embedding matrix if this stage also has a tied head,
         else None."""
         packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
-        table = packed or self._keep(self._read("embedding.weight", keep_dtype=True))
+        table = packed or self._keep(self._read("embedding.weight", self._dtype == "bfloat16"))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
         if self._model.positions is not None:
-            positions = self._keep(self._read("positions.weight", keep_dtype=True))
+            positions = self._keep(self._read("positions.weight", self._dtype == "bfloat16"))
             self.ops.append(op.Embed(self.states, positions, ids="positions", accumulate=True))
         return packed
 
@@ -129,13 +140,7 @@ class Lowering:
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
         qkv = self._buffer("qkv", (heads + 2 * kv_heads) * size)
         self._lower_linear(attention.qkv, qkv, x)
-        dtype = np.float32 if self._dtype == "float32" else np.uint16
-        keys, values = (
-            self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
-        )
-        self._caches += keys, values
-        self.nbytes["kv"] += keys.nbytes + values.nbytes
-        cache = op.LayerCache(keys, values, size)
+        cache = self._caches[layer]
         cosine, sine = self._rotation or (None, None)
         query_norm, key_norm = (self._optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
         epsilon = self.config.norm_epsilon
@@ -231,7 +236,9 @@ class Lowering:
     def _pack(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
         """Return the packed weight of a module. dtype: "float32" or "bfloat16" (None: that of the model). count: number
         of experts' matrices that are stacked along dim 0."""
-        values = self._read(f"{self._names[id(module)]}.weight", keep_dtype=True)
+        name = f"{self._names[id(module)]}.weight"
+        # Packing widens bfloat16 in the processor's cache.
+        values = self._read(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))
         if count > 1:
             values = values.reshape(count, -1, values.shape[-1])
         packed = self._kernels.pack(values, dtype or self._dtype)
@@ -240,16 +247,15 @@ class Lowering:
 
     def _parameter(self, module: nn.Module | None, leaf: str) -> Float32:
         """Return the parameter named `leaf` ("weight", "bias") of a norm or linear layer as a float32 array."""
-        return self._keep(self._read(f"{self._names[id(module)]}.{leaf}", keep_dtype=False))
+        return self._keep(self._read(f"{self._names[id(module)]}.{leaf}", bfloat16=False))
 
     def _optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
         """Return the parameter named `leaf` of a module as float32; None if the module is None or lacks it."""
         return None if getattr(module, leaf, None) is None else self._parameter(module, leaf)
 
-    def _read(self, name: str, keep_dtype: bool) -> npt.NDArray[Any]:
-        """Read the engine tensor `name` as a float32 array; keep_dtype: in the model's dtype instead, bfloat16 as
-        uint16 bits."""
-        if keep_dtype and self._dtype == "bfloat16":
+    def _read(self, name: str, bfloat16: bool) -> npt.NDArray[Any]:
+        """Read the engine tensor `name` as an array of float32, with `bfloat16` of uint16 bits of that dtype."""
+        if bfloat16:
             return self._weights.read(name, torch.bfloat16).view(torch.uint16).numpy()
         return self._weights.read(name, torch.float32).numpy()
 

@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.limits import limit_of, shorten_repr
+from meshwright.planner.device_ledger import device_ledger
 from meshwright.planner.serving_ledger import BLOCK_TOKENS, ServingLedger, ServingSizes, fill_memory, serving_ledger
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
@@ -20,8 +21,6 @@ TOKEN_BUDGET = 512
 MAX_SEQUENCES = 64
 """Sequences of a step, unless given."""
 DEFAULT_FRACTION = 0.9
-DEVICE_BYTES = 2 * 2**30
-"""Of each GPU, estimated: CUDA context, libraries, partial results of attention, what graphs and the allocator keep."""
 DEFAULT_POOL = 4 * 2**30
 """Most bytes of KV blocks, unless `--memory` is given: the rest of a machine is not a server's for the asking."""
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -84,28 +83,21 @@ def plan_memory(
     if max_length is not None and not 1 <= max_length <= config.max_positions:
         raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
     sizes = ServingSizes(steps[0], steps[1], max_length or config.max_positions, dtype)
-    ledger = _ledger(config, layout, sizes, hosts)
+    on_gpus = all(host.source == GPU for host in hosts)
+    predict = device_ledger if on_gpus else serving_ledger
+    ledger = predict(config, layout, sizes)
     # More than twice what all sequences of a step can hold would not even serve as a prefix cache.
     most = 2 * sizes.max_sequences * sizes.blocks_of_longest
     if memory is None:
         most = min(most, max(sizes.blocks_of_longest, DEFAULT_POOL // ledger.kv_block))
-    if all(host.source == GPU for host in hosts):  # each rank has one to itself, and what one lacks none can lend
+    if on_gpus:  # each rank has one to itself, and what one lacks none can lend
         least = min(parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts)
         most = min(most, *(max(0, least - stage.fixed) // stage.kv_block for stage in ledger.stages))
     if max_length is None:
         fits = min(most, max(0, budget - ledger.fixed) // ledger.kv_block) * BLOCK_TOKENS
         if 0 < fits < sizes.max_length:
-            ledger = _ledger(config, layout, replace(sizes, max_length=min(fits, sizes.max_length)), hosts)
+            ledger = predict(config, layout, replace(sizes, max_length=min(fits, sizes.max_length)))
     return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))
-
-
-def _ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes, hosts: Sequence[HostMemory]) -> ServingLedger:
-    """Return the ledger (predicted bytes by item) of a server without KV blocks; on GPUs host memory is left out."""
-    ledger = serving_ledger(config, layout, sizes)
-    if any(host.source != GPU for host in hosts):
-        return ledger
-    stages = tuple(replace(stage, slack=DEVICE_BYTES) for stage in ledger.stages)
-    return replace(ledger, stages=stages, front=0)
 
 
 def step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:

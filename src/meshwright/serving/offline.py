@@ -19,7 +19,7 @@ from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
 from meshwright.serving.memory import plan_memory, step_limits
 from meshwright.serving.pipeline_engine import build_engine
-from meshwright.serving.rank_starter import LocalStarter, RankPlan
+from meshwright.serving.rank_starter import PLAIN_TORCH, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import InvalidLogits
@@ -125,7 +125,7 @@ class RanksEngine:
         with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as directory:
             plan = RankPlan(
                 str(self._directory.resolve()), str(layout), self._dtype, limits, choose_threads(layout.world_size),
-                directory, _STEP_SECONDS, instruction_set=choose_instruction_set(),
+                directory, _STEP_SECONDS, instruction_set=choose_instruction_set() or PLAIN_TORCH,
             )  # fmt: skip
             replicas = Replicas(plan, LocalStarter(ranks), replicas=layout.dp, ranks=ranks)
             try:

@@ -19,10 +19,10 @@ from meshwright.serving.messages import make_secret
 from meshwright.serving.step_limits import StepLimits
 from meshwright.threads import build_child_environment
 
-PRELOADED = ("torch", "torch.distributed", "meshwright.serving.ranks")
-"""Modules of a rank, imported once by the process from which ranks are forked."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Backends of torch.distributed by device: what stages of a pipeline send lies on the host."""
+PLAIN_TORCH = "torch"
+"""In the place of an instruction set: no compiled kernels, plain torch."""
 SERVE_RANK = "meshwright.serving.ranks:serve_rank"
 
 
@@ -38,9 +38,9 @@ class RankPlan:
         threads: Kernel threads of each rank.
         directory: Private directory for Unix sockets; None: TCP instead.
         step_seconds: Most seconds of a step, above which the replica counts as lost.
-        device: "cpu" or "cuda" (one GPU for each rank of a machine).
+        device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks started by others agree.
         batch_invariant: As in `runner.build_runner`.
-        instruction_set: Instruction set of the kernels on all ranks; None: no compiled kernels.
+        instruction_set: Instruction set of the kernels on all ranks, or `PLAIN_TORCH`; None on GPUs.
         secret: Shared secret by which front and ranks recognise each other.
         front: Address at which the front listens; "" until it listens.
         start: Number of earlier starts of the replica's ranks.

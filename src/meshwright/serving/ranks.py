@@ -25,13 +25,13 @@ from meshwright.errors import UserError, ignore_model_warnings
 from meshwright.kernels.build import supported_instruction_sets
 from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE
 from meshwright.launcher import rendezvous
-from meshwright.launcher.device import choose_device
+from meshwright.launcher.device import agree_on_device, choose_device
 from meshwright.launcher.rank_process import die_with_parent
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
 from meshwright.serving.messages import Channel, Listener, Message, encode
 from meshwright.serving.pipeline_engine import build_engine
-from meshwright.serving.rank_starter import RankPlan
+from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
 from meshwright.serving.request import Output, Request
 
 JOIN_SECONDS = 300.0
@@ -46,16 +46,18 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
     be loaded, RankLost when another process of the server is gone.
     """
     layout = Layout.parse(plan.layout).with_(dp=1)
-    device = _take_device(plan.device, replica * layout.world_size + dist.get_rank())
+    device = _take_device(choose_device(plan.device, replica * layout.world_size + dist.get_rank()))
     serve_mesh(plan, Mesh.create(layout, device, timeout_seconds=plan.step_seconds), replica)
 
 
 def serve_joined(plan: RankPlan | None, device: str) -> None:
     """Run this process, started by torchrun or SLURM, as one rank until the front stops it. plan: given on rank 0,
-    which broadcasts it; None on all others. `device`: "cpu" or "cuda". Raises as `serve_rank`."""
+    which broadcasts it; None on all others. `device`: as given, "auto", "cpu" or "cuda", equal on all ranks. Raises as
+    `serve_rank`, UserError if the ranks cannot have a GPU each."""
     where = rendezvous.read_place()
-    device = _take_device(device, where.local_rank or 0)
-    rendezvous.initialise(where, rendezvous.connect_to_store(where, JOIN_SECONDS), device, JOIN_SECONDS)
+    store = rendezvous.connect_to_store(where, JOIN_SECONDS)
+    device = _take_device(agree_on_device(device, where, store))
+    rendezvous.initialise(where, store, device, JOIN_SECONDS)
     shared = [plan]
     dist.broadcast_object_list(shared)
     assert shared[0] is not None
@@ -94,7 +96,7 @@ def build_rank_engine(plan: RankPlan, mesh: Mesh) -> Engine:
     """Build the engine of this rank. Raises UserError if the model cannot be loaded, or if this processor lacks the
     plan's instruction set."""
     chosen, supported = plan.instruction_set, supported_instruction_sets()
-    if chosen is not None and chosen not in supported:
+    if chosen not in (None, PLAIN_TORCH, *supported):
         raise UserError(
             f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "
             f"server has chosen {chosen} for all ranks: run them on the same kind of processor, or set "
@@ -105,13 +107,10 @@ def build_rank_engine(plan: RankPlan, mesh: Mesh) -> Engine:
     )
 
 
-def _take_device(kind: str, number: int) -> str:
-    """Make GPU number `number` of this machine the current CUDA device if `kind` is "cuda"; return the device's name
-    ("cpu", "cuda:1"). Raises UserError if there are fewer GPUs."""
-    if kind == "cpu":
-        return "cpu"
-    device = choose_device(kind, number)
-    torch.cuda.set_device(device)
+def _take_device(device: str) -> str:
+    """Make `device` ("cpu", "cuda:1") the current CUDA device if it is one; return it."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
     return device
 
 

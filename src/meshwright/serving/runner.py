@@ -13,6 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.choice import load_kernels
 from meshwright.serving.native_runner import NativeRunner
+from meshwright.serving.rank_starter import PLAIN_TORCH
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import TorchRunner
@@ -71,7 +72,8 @@ def build_runner(
         threads: Number of threads of the kernels.
         batch_invariant: On a GPU, make the bits of a sequence's results independent of the batch; on a CPU they always
             are.
-        instruction_set: Instruction set of the kernels; None: the fastest measured on this machine.
+        instruction_set: Instruction set of the kernels, or `PLAIN_TORCH`; None: the fastest measured on this machine.
+            Without effect on a GPU.
 
     Raises:
         UserError: The checkpoint is damaged or no decoder, or needs kernels that cannot be built or run here.
@@ -79,7 +81,8 @@ def build_runner(
     weights = RankWeights(directory, mesh)
     if mesh.device.type == "cuda":
         return _build_device_runner(weights, mesh, dtype, limits, batch_invariant)
-    if dtype in KERNEL_DTYPES and (kernels := load_kernels(instruction_set)) is not None:
+    compiled = dtype in KERNEL_DTYPES and instruction_set != PLAIN_TORCH
+    if compiled and (kernels := load_kernels(instruction_set)) is not None:
         kernels.set_threads(threads)
         return NativeRunner(kernels, weights, mesh, dtype, limits)
     if mesh.layout.expert_parallel:

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.collectives.quantities import GIB
-from meshwright.comm.local import find_socket_parent, start_server
+from meshwright.comm.local import PRELOADED_TO_SERVE, find_socket_parent, start_server
 from meshwright.errors import Terminated, UserError
 from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher import rendezvous
-from meshwright.launcher.device import devices_of_ranks, one_device
+from meshwright.launcher.device import devices_of_ranks
 from meshwright.launcher.host_memory import HostMemory
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
 from meshwright.serving.memory import DEFAULT_FRACTION, MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
-from meshwright.serving.rank_starter import PRELOADED, JoinedStarter, LocalStarter, RankPlan
+from meshwright.serving.rank_starter import PLAIN_TORCH, JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import QueueLimits, Replicas
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -128,10 +128,10 @@ def serve(
     if (place := _find_place()) is not None and place.rank > 0:
         from meshwright.serving.ranks import serve_joined
 
-        serve_joined(None, one_device(options.get("device", "auto")))
+        serve_joined(None, options.get("device", "auto"))
         return
     if place is None:
-        start_server(PRELOADED)  # it loads torch meanwhile
+        start_server(PRELOADED_TO_SERVE)  # it loads torch meanwhile
     model = _check_model(Path(path), str(layout), options, log)
     from meshwright.serving.gate import HttpSettings, read_api_keys
     from meshwright.serving.http import create_app
@@ -237,8 +237,9 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
     plan = RankPlan(
         str(model.checkpoint.resolve()), str(layout), model.dtype, step_limits(model.ledger),
         options.get("threads") or choose_threads(here), directory if place is None else None,
-        options.get("step_seconds", 60.0), model.device, options.get("batch_invariant", False),
-        choose_instruction_set() if model.device == "cpu" else None,
+        options.get("step_seconds", 60.0), model.device if place is None else options.get("device", "auto"),
+        options.get("batch_invariant", False),
+        choose_instruction_set() or PLAIN_TORCH if model.device == "cpu" else None,
     )  # fmt: skip
     given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
     limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MADV_POPULATE_WRITE = 23
+_PIECE = 16 << 20  # bytes that a thread populates at once
 _MADVISE = ctypes.CDLL(None).madvise
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -43,14 +44,23 @@ class StepLimits:
         return max(self.logit_rows, self.max_sequences)
 
 
-def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> None:
-    """Make the memory of new, zeroed KV caches [blocks, ...] resident at once, in two threads, so that no later step
-    can run out of memory. On Linux before 5.14 each page is written to instead."""
-    with ThreadPoolExecutor(2) as threads:
-        populated = list(threads.map(_populate_pages, caches))
-    if not all(populated):
-        for each in caches:
-            each.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
+def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Callable[[], None]:
+    """Start to make the memory of new, zeroed KV caches [blocks, ...] resident in two threads, so that no later step
+    can run out of memory; return a function that waits until all is. On Linux before 5.14 it writes to each page."""
+    memory = [each.reshape(-1).view(np.uint8) for each in caches]
+    # A list's iterator gives each piece to one thread. While a piece is populated no other thread can map memory.
+    left = iter([each[at : at + _PIECE] for each in memory for at in range(0, len(each), _PIECE)])
+    threads = ThreadPoolExecutor(2, "kv-pool")
+    populated = [threads.submit(lambda: all(map(_populate_pages, left))) for _ in range(2)]
+    threads.shutdown(wait=False)
+
+    def finish() -> None:
+        """Wait for the threads."""
+        if False in [each.result() for each in populated]:
+            for each in memory:
+                each[:: mmap.PAGESIZE] = 0
+
+    return finish
 
 
 def _populate_pages(memory: npt.NDArray[Any]) -> bool:

@@ -78,6 +78,13 @@ class RankWeights:
         flat, at = self._buffers[name]
         return flat.tensors[at].shape
 
+    def is_bfloat16(self, name: str) -> bool:
+        """Return True if the engine tensor `name` is bfloat16 in the checkpoint's files."""
+        flat, at = self._buffers[name]
+        placed = flat.tensors[at]
+        parts = flat.within(placed.offset, placed.offset + placed.numel)
+        return all(self._files.dtype(self._names[part.entry.name]) == "BF16" for part, _, _ in parts)
+
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's shard of the engine tensor `name` in `dtype`, valid until the next call; vocabulary
         padding is 0. It is a view of the memory-mapped file if the file has it in this form."""

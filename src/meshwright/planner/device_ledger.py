@@ -1,0 +1,113 @@
+"""Memory of a server on GPUs, item by item: what `serving/device_runner.py` allocates there.
+
+Matrices lie as in the checkpoint, all parameters in one dtype; the logits to be sampled from lie on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from meshwright.layout import Layout
+from meshwright.planner.serving_ledger import (
+    BLOCK_TOKENS,
+    ITEM_BYTES,
+    RankLedger,
+    ServingLedger,
+    ServingSizes,
+    serving_ledger,
+)
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.stages import Stage, stages_of, units_of
+
+CONTEXT_BYTES = 2**30
+"""Of each GPU, estimated and not measured yet: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL, what the
+allocator rounds up."""
+SECTION = 256
+"""Keys of a section of the context, whose attention is one partial result."""
+SCRATCH_BYTES = 64 * 2**20
+"""Of the partial results of one launch, if one tile needs no more; more tiles take several launches."""
+DECODE_ROWS, PREFILL_ROWS = 16, 64
+"""Query rows of a tile of attention; batch-invariant answers have those of decoding throughout."""
+SPLIT_COLUMNS = 2 * 256 * 64
+"""Most columns of float32 that the partial sums of one batch-invariant product have for each token."""
+_BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
+
+
+def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
+    """Return the ledger of a server whose ranks have a GPU each, without KV blocks; host memory is left out. layout: as
+    `spec.refuse.serving_layout` returns it."""
+    ledger = serving_ledger(config, layout, sizes)
+    stages = stages_of(config, layout.pp, min(_BALANCED_FOR, config.max_positions))
+    ranks = (_rank_ledger(config, layout.with_(dp=1), *pair, sizes) for pair in zip(stages, ledger.stages, strict=True))
+    return replace(ledger, stages=tuple(ranks), front=0)
+
+
+def _rank_ledger(
+    config: ModelConfig, layout: Layout, stage: Stage, on_host: RankLedger, sizes: ServingSizes
+) -> RankLedger:
+    """Return the ledger of a rank of one pipeline stage. layout: of one replica. on_host: that of a CPU."""
+    item, table = ITEM_BYTES[sizes.dtype], parameter_table(config)
+    needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
+    tensors = [tensor for unit in needed for tensor in table.unit_tensors(unit)]
+    padded = -(-config.head_dim // 16) * 16  # of the values in a CPU's block
+    kv_block = on_host.kv_block * 2 * config.head_dim // (config.head_dim + padded)
+    gathered = layout.tp * sizes.token_budget * config.hidden * item if layout.tp > 1 else 0
+    return RankLedger(
+        weights=item * sum(math.prod(tensor.local_shape(layout)) for tensor in tensors),
+        packed=0,
+        workspace=_workspace_bytes(config, layout, sizes) + kv_block,  # the last block is the padding's
+        logits=_logits_bytes(config, layout, sizes) if stage.last else 0,
+        communication=gathered,
+        slack=CONTEXT_BYTES + _activation_bytes(config, layout, sizes, item),
+        kv_block=kv_block,
+    )
+
+
+def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> int:
+    """Return the bytes of the buffers that stay: the step's numbers and block tables, tables of rotary positions,
+    partial results of attention."""
+    decoding = 1 << (sizes.max_sequences - 1).bit_length()  # the largest padded number of sequences
+    numbers = 7 * max(sizes.token_budget, sizes.logit_rows, decoding)
+    tables = decoding * -(-sizes.max_length // BLOCK_TOKENS)
+    positions = 1 << (sizes.max_length - 1).bit_length()
+    rotation = positions * config.head_dim if config.positions == "rope" else 0
+    scratch = max(SCRATCH_BYTES // 4, tile_scratch(config, layout.tp, sizes.max_length))
+    return 4 * (numbers + tables + rotation + scratch)
+
+
+def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:
+    """Return the numbers of float32 that the partial results of one tile of attention need: for each token, query head
+    of a rank and section of the context a vector and two sums."""
+    heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
+    group = 1 << (heads // kv_heads - 1).bit_length()
+    tokens = max(PREFILL_ROWS, group) // group
+    return tokens * heads * (config.head_dim + 2) * -(-max_length // SECTION)
+
+
+def _logits_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> int:
+    """Return the bytes of the logits of a step on the device, float32: with tp this rank's slice and all gathered, else
+    those of the step and of each CUDA graph of decoding, which keeps its own."""
+    local = -(-config.vocabulary // layout.tp)
+    if layout.tp > 1:  # the slice, the ranks' slices, and these joined
+        return 4 * sizes.logit_rows * 3 * layout.tp * local
+    graphs = 2 << (sizes.max_sequences - 1).bit_length() if layout.pp == 1 else 0
+    return 4 * (sizes.logit_rows + graphs) * local
+
+
+def _activation_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes, item: int) -> int:
+    """Return the bytes of the tensors of a step of `token_budget` tokens that live at the same time, at most: hidden
+    states, and the inputs and outputs of attention or of an MLP."""
+    tokens, tp, hidden = sizes.token_budget, layout.tp, config.hidden
+    heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
+    widths = [(2 * heads + 2 * kv_heads) * config.head_dim]
+    for layer in range(config.layers):
+        if config.has_experts(layer):
+            inner = -(-config.expert_intermediate // tp)
+            # Of each chosen expert: input, up and gate, their product, output in both orders and float32.
+            chosen = config.experts_per_token * (hidden + 3 * inner + (2 + 4 // item) * hidden)
+            widths.append(chosen + 3 * config.shared_intermediate // tp)
+        else:
+            widths.append((3 if config.gated else 2) * config.intermediate // tp)
+    return tokens * (item * (4 * hidden + max(widths)) + 4 * SPLIT_COLUMNS)
