@@ -1,14 +1,16 @@
-"""Strategies of hostile and unlucky input: valid files of a format, spoiled by edits of bytes, lines and values."""
+"""Hostile and unlucky inputs: valid files of a format, spoiled by random edits of bytes, lines, numbers and values."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
-from hypothesis import strategies as st
+Inputs = Callable[[Random], bytes]  # makes one input; an equal generator makes an equal input
 
 # Values where others belong. Sizes that only a limit can refuse are among them.
 HOSTILE: tuple[Any, ...] = (
@@ -19,29 +21,48 @@ HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 _BYTES = (
     b"", b"\0", b"\n", b"\r\n", b"\t", b" ", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b'"', b"'", b"\\", b"{",
-    b"}", b"[",
-    b"]", b"(", b")", b":", b",", b".", b"=", b"-", b"#", b"@", b"*", b"->", b"..", b"0", b"1", b"-1", b"9" * 30,
-    b"1e400",
-    b"nan", b"inf", b"null", b"true", b"[" * 200, b"{{", b"{%", b"%}", b"\\u0000", b"\\ud800", b"x" * 5000,
-    "１é".encode(),
+    b"}", b"[", b"]", b"(", b")", b":", b",", b".", b"=", b"-", b"#", b"@", b"*", b"->", b"..", b"0", b"1", b"-1",
+    b"9" * 30, b"1e400", b"nan", b"inf", b"null", b"true", b"[" * 200, b"[" * 2000 + b"]" * 2000, b"{{", b"{%", b"%}",
+    b"\\u0000", b"\\ud800", b"x" * 5000, "１é".encode(),
 )  # fmt: skip
+_NUMBERS = (
+    b"0",
+    b"-1",
+    b"1",
+    b"2",
+    b"7",
+    b"4096",
+    b"9" * 12,
+    b"9" * 30,
+    b"9" * 5000,
+    b"1e400",
+    b"-0.0",
+    b"nan",
+    b"1_0",
+)
+_NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+_EDITS = ("replace", "insert", "delete", "copy", "line", "flip", "number", "splice", "cut", "repeat")
+_CHANGES = ("set", "set", "remove", "add", "swap", "nest", "repeat")
 
-_place = st.integers(0, 2**16)
-_edit = st.tuples(st.sampled_from(("replace", "insert", "delete", "copy", "line", "flip")), _place, _place, _place)
 
-
-@st.composite
-def spoiled(draw: st.DrawFn, seeds: Sequence[bytes], words: Sequence[bytes] = ()) -> bytes:
+def spoiled(seeds: Sequence[bytes], words: Sequence[bytes] = ()) -> Inputs:
     """Bytes of a valid file with up to four edits, with `words` of the format among what is put in."""
-    data, pieces = draw(st.sampled_from(list(seeds))), (*_BYTES, *words)
-    for kind, first, second, third in draw(st.lists(_edit, max_size=4)):
-        data = _edited(data, kind, first % (len(data) + 1), second, pieces[third % len(pieces)])
-    return data
+    pieces = (*_BYTES, *words)
+
+    def make(random: Random) -> bytes:
+        data = random.choice(seeds)
+        for _ in range(random.randrange(5)):
+            data = _edited(data, random, random.choice(pieces), random.choice(seeds))
+        return data
+
+    return make
 
 
-def _edited(data: bytes, kind: str, at: int, length: int, piece: bytes) -> bytes:
-    end = min(len(data), at + length % 24)
-    match kind:
+def _edited(data: bytes, random: Random, piece: bytes, other: bytes) -> bytes:
+    """`data` with one edit: `piece` or the end of the file `other` put in, or a part of it gone, moved or changed."""
+    at = random.randrange(len(data) + 1)
+    end = min(len(data), at + random.randrange(24))
+    match random.choice(_EDITS):
         case "replace":
             return data[:at] + piece + data[end:]
         case "insert":
@@ -52,38 +73,49 @@ def _edited(data: bytes, kind: str, at: int, length: int, piece: bytes) -> bytes
             return data[:at] + data[at:end] * 2 + data[end:]
         case "line":  # two lines change places
             lines = data.split(b"\n")
-            one, other = at % len(lines), length % len(lines)
-            lines[one], lines[other] = lines[other], lines[one]
+            one, two = random.randrange(len(lines)), random.randrange(len(lines))
+            lines[one], lines[two] = lines[two], lines[one]
             return b"\n".join(lines)
+        case "number" if found := _NUMBER.search(data, at):
+            return data[: found.start()] + random.choice(_NUMBERS) + data[found.end() :]
+        case "splice":
+            return data[:at] + other[random.randrange(len(other) + 1) :]
+        case "cut":
+            return data[:at]
+        case "repeat":
+            return data[:at] + (data[at:end] or piece[:24]) * random.choice((3, 70, 1000)) + data[end:]
         case _:
-            return data[:at] + bytes([data[at] ^ (1 << length % 8)]) + data[at + 1 :] if at < len(data) else data
+            return (
+                data[:at] + bytes([data[at] ^ (1 << random.randrange(8))]) + data[at + 1 :] if at < len(data) else data
+            )
 
 
-_change = st.tuples(st.sampled_from(("set", "remove", "add", "swap")), _place, _place)
-
-
-@st.composite
-def wrong_values(draw: st.DrawFn, seeds: Sequence[Any], words: Sequence[Any] = ()) -> Any:
-    """A valid JSON value of which up to four parts are other values, gone, or new. `words`: keys and names of it."""
-    value = copy.deepcopy(draw(st.sampled_from(list(seeds))))
-    others = (*HOSTILE, *words)
-    for kind, place, what in draw(st.lists(_change, max_size=4)):
+def _wrong_value(random: Random, text: bytes, others: Sequence[Any], words: Sequence[Any]) -> Any:
+    """The JSON value of `text` of which up to four parts are other values, gone, or new."""
+    value = json.loads(text)
+    for _ in range(random.randrange(5)):
+        other = copy.deepcopy(random.choice(others))
         places = _places(value)
         if not places:
-            return others[what % len(others)]
-        holder, key = places[place % len(places)]
-        match kind:
-            case "set":
-                holder[key] = copy.deepcopy(others[what % len(others)])
+            return other
+        holder, key = random.choice(places)
+        match random.choice(_CHANGES):
             case "remove":
                 del holder[key]
             case "add" if isinstance(holder, dict):
-                name = str(words[what % len(words)]) if words else f"new{what % 7}"
-                holder[name] = copy.deepcopy(others[place % len(others)])
-            case _:
-                other_holder, other_key = places[what % len(places)]
+                holder[str(random.choice(words)) if words else f"new{random.randrange(7)}"] = other
+            case "nest":
+                for _ in range(random.choice((1, 2, 60))):
+                    holder[key] = random.choice(([holder[key]], {"a": holder[key]}))
+            case "repeat" if not isinstance(holder[key], dict | list):
+                some = random.choice((2, 70, 1000))
+                holder[key] = holder[key] * some if isinstance(holder[key], str) else [holder[key]] * some
+            case "swap":
+                other_holder, other_key = random.choice(places)
                 if not _inside(holder[key], other_holder) and not _inside(other_holder[other_key], holder):
                     holder[key], other_holder[other_key] = other_holder[other_key], holder[key]
+            case _:
+                holder[key] = other
     return value
 
 
@@ -105,11 +137,20 @@ def _inside(value: Any, holder: Any) -> bool:
     return value is holder or any(inner is holder for at, key in _places(value) for inner in (at, at[key]))
 
 
-def spoiled_json(seeds: Sequence[Any], words: Sequence[Any] = ()) -> st.SearchStrategy[bytes]:
-    """JSON text with wrong values, or with wrong bytes."""
-    texts = [json.dumps(seed).encode() for seed in seeds]
-    values = wrong_values(seeds, words).map(lambda value: json.dumps(value).encode())
-    return st.one_of(values, values, spoiled(texts, [json.dumps(word).encode() for word in words]))
+def spoiled_json(seeds: Sequence[Any], words: Sequence[Any] = ()) -> Inputs:
+    """JSON text with wrong values, or with wrong bytes. `words`: keys and names of it."""
+    texts, others = [json.dumps(seed).encode() for seed in seeds], (*HOSTILE, *words)
+    wrong_bytes = spoiled(texts, [json.dumps(word).encode() for word in words])
+
+    def wrong_values(random: Random) -> bytes:
+        return json.dumps(_wrong_value(random, random.choice(texts), others, words)).encode()
+
+    return one_of(wrong_values, wrong_values, wrong_bytes)
+
+
+def one_of(*inputs: Inputs) -> Inputs:
+    """Inputs of which each is made by one of `inputs`."""
+    return lambda random: random.choice(inputs)(random)
 
 
 def write_input(directory: Path, name: str, data: bytes) -> Path:

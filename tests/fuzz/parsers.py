@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hypothesis import strategies as st
-
 from meshwright.errors import CheckFailed, UserError
 from tests.conftest import TINY_RECIPE
-from tests.fuzz.inputs import spoiled, spoiled_json
+from tests.fuzz.inputs import Inputs, one_of, spoiled, spoiled_json
 from tests.fuzz.model_parsers import (
     INDEX,
     LAYOUT_WORDS,
@@ -79,9 +77,9 @@ from tests.fuzz.run_parsers import (
 
 
 class Parser(NamedTuple):
-    """`inputs` makes inputs, `read(data, directory)` reads one; the directory is empty before the first of them."""
+    """`inputs()` makes inputs, `read(data, directory)` reads one; the directory is empty before the first of them."""
 
-    inputs: Callable[[], st.SearchStrategy[bytes]]
+    inputs: Callable[[], Inputs]
     read: Callable[[bytes, Path], None]
     refusals: tuple[type[Exception], ...] = (UserError,)
 
@@ -146,7 +144,7 @@ PARSERS: dict[str, Parser] = {
     "checkpoint slices": Parser(lambda: spoiled_json([SLICES], ["files"]), read_slices, damaged()),
     "checkpoint state": Parser(lambda: spoiled_json([{"step": 3, "recipe": "a", "layout": "dp1"}]), read_state),
     "metrics": Parser(
-        lambda: st.one_of(spoiled([METRICS]), spoiled_json([json.loads(METRICS.split(b"\n")[0])])),
+        lambda: one_of(spoiled([METRICS]), spoiled_json([json.loads(METRICS.split(b"\n")[0])])),
         lambda data, directory: read_report(data, None, directory),
     ),
     "recipe of a run, report": Parser(

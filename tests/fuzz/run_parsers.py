@@ -10,10 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hypothesis import strategies as st
-
 from meshwright.errors import UserError
-from tests.fuzz.inputs import decode, spoiled_json, write_input
+from tests.fuzz.inputs import Inputs, decode, spoiled_json, write_input
 
 # --- programs
 
@@ -42,7 +40,7 @@ def program_seeds(dialect: str, name: str) -> list[bytes]:
     return [format_program(each, name).encode() for each in made]
 
 
-def program_json(dialect: str) -> st.SearchStrategy[bytes]:
+def program_json(dialect: str) -> Inputs:
     seeds = [json.loads(each) for each in program_seeds(dialect, "p.json")]
     return spoiled_json(seeds, sorted({key for seed in seeds for key in seed}))
 

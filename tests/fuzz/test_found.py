@@ -17,6 +17,10 @@ FOUND: dict[str, tuple[str, object]] = {
     "an index with a name that no file can have": ("safetensors index", {**INDEX, "weight_map": {"a": "x" * 300}}),
     "a config.json with a number that no float can hold": ("config.json", {**LLAMA, "rms_norm_eps": 10**400}),
     "an end of text that is a list": ("tokenizer_config.json", {**TOKENIZER_CONFIG, "eos_token": {"name": "a"}}),
+    "half a character in a token's name": (
+        "special_tokens_map.json",
+        {"eos_token": "</s>", "bos_token": {"content": "\ud800"}},
+    ),
     "half a character": ("tokenizer_config.json", {**TOKENIZER_CONFIG, "model_max_length": "\ud800"}),
     "a shorthand that no file can be called": ("cluster shorthand", "64x" + "[" * 300),
     "a state that is a list": ("checkpoint state", [1]),

@@ -131,7 +131,7 @@ def serve_requests() -> None:
     """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
     per line, until the input ends.
 
-    The first request is {"source", "named"}, the template; all others are {"messages", "prompt"}, a conversation. An
+    A request is {"source", "named"}, the template, which comes first, or {"messages", "prompt"}, a conversation. An
     answer has one of "text", "error", "limit" and "not_a_template". The kernel ends the process when a request exceeds
     `RENDER_SECONDS` of processor time.
     """
@@ -149,9 +149,10 @@ def serve_requests() -> None:
         stop = False
         try:
             request = json.loads(line)
-            if renderer is None:
+            if "source" in request:
                 renderer, answer = Renderer(request["source"], request["named"]), {"text": ""}
             else:
+                assert renderer is not None
                 answer = {"text": renderer.render_marked(request["messages"], request["prompt"])}
             data = json.dumps(answer).encode()
         except NotATemplate as error:

@@ -269,13 +269,16 @@ def _parse_tokenizer(data: bytes, file: Path) -> Tokenizer:
 
 
 def _load_json_object(path: Path) -> dict[str, Any]:
-    """Load a JSON object from a file; {} if the file does not exist. Raises `UserError` if it cannot be read or is no
-    object.
+    """Load a JSON object from a file; {} if the file does not exist. Raises `UserError` if it cannot be read, is no
+    object, or holds a lone surrogate, which no tokenizer takes.
     """
     if not path.is_file():
         return {}
     try:
         value = read_json(path)
+        _serialize_json(value)
+    except UnicodeEncodeError:
+        raise UserError(f"data.tokenizer: {path} holds half a character (a lone surrogate)") from None
     except OSError as error:
         raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror or error})") from None
     except ValueError as error:
@@ -324,8 +327,5 @@ def _is_named(template: Any) -> bool:
 
 
 def _serialize_json(value: dict[str, Any]) -> bytes:
-    """Serialize a JSON object with indentation, as `transformers` writes it. Raises `UserError` for lone surrogates."""
-    try:
-        return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:
-        raise UserError("data.tokenizer: its tokenizer_config.json holds half a character (a lone surrogate)") from None
+    """Serialize a JSON object with indentation, as `transformers` writes it."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
