@@ -27,7 +27,7 @@ class Example:
 MEGATRON = "Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3"
 THAKUR = "Thakur, Rabenseifner, Gropp 2005, IJHPCA 19(1)"
 NARAYANAN = "Narayanan et al. 2021, arXiv:2104.04473"
-HOFFMANN_6NT = "Kaplan et al. 2020, arXiv:2001.08361, section 2.1 (6 FLOPs a parameter and token)"
+KAPLAN = "Kaplan et al. 2020, arXiv:2001.08361, section 2.1 (6 FLOPs a parameter and token)"
 
 EXAMPLES: dict[str, Example] = {
     "column-split": Example(
@@ -53,7 +53,7 @@ EXAMPLES: dict[str, Example] = {
     "ring-all-reduce": Example(
         "Ring all-reduce on 4 ranks, number by number",
         "2(n − 1) rounds; each rank sends 2(n − 1)/n of the vector.",
-        "Patarasuk and Yuan 2009, J. Parallel Distrib. Comput. 69(2), section 4",
+        "Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, J. Parallel Distrib. Comput. 69(2)",
         reductions.reduce_on_ring,
         ("meshwright collective all-reduce ring --ranks 4 --bytes 1MiB",),
         ("collectives/ring.py", "program/collective.py"),
@@ -62,7 +62,7 @@ EXAMPLES: dict[str, Example] = {
     "tree-all-reduce": Example(
         "Tree all-reduce on 4 ranks, number by number",
         "A reduce and a broadcast over a binomial tree: 2 log₂ n rounds of the whole vector.",
-        f"{THAKUR}, sections 4.2 and 4.5",
+        f"{THAKUR}, section 4",
         reductions.reduce_on_tree,
         ("meshwright collective all-reduce binomial-tree --ranks 4 --bytes 1MiB",),
         ("collectives/binomial_tree.py",),
@@ -70,7 +70,7 @@ EXAMPLES: dict[str, Example] = {
     "ring-tree-crossover": Example(
         "Vector size from which a ring beats a tree",
         "ring 2(n−1)α + 2(n−1)/n Sβ; tree 2 log₂ n (α + Sβ): trees win for short vectors, rings for long ones.",
-        f"{THAKUR}, section 4.5",
+        f"{THAKUR}, section 4",
         reductions.find_crossover,
         ("meshwright collective all-reduce auto --ranks 8 --bytes 1MiB",),
         ("collectives/cost.py", "collectives/crossover.py"),
@@ -79,7 +79,7 @@ EXAMPLES: dict[str, Example] = {
         "All-reduce on two tiers of links",
         "Reduce-scatter in the node, all-reduce across nodes of 1/g of the vector, all-gather in the node: "
         "RS_g(S) + AR_k(S/g) + AG_g(S).",
-        "Cho et al. 2019, BlueConnect, MLSys 2019, section 3; the sum is the closed form of collectives/cost.py",
+        "Cho et al. 2019, BlueConnect, MLSys 2019; the sum is the closed form of collectives/cost.py",
         reductions.reduce_on_two_tiers,
         ("meshwright collective all-reduce hierarchical-scatter --ranks 8 --bytes 64MiB --topology nodes:2x4",),
         ("collectives/hierarchical.py", "collectives/cost.py"),
@@ -233,7 +233,7 @@ EXAMPLES: dict[str, Example] = {
     "training-days-gpt3": Example(
         "Days to train GPT-3 175B",
         "3.14·10²³ FLOPs; on 1,024 A100 at 140 TFLOP/s each, 34 days.",
-        f"Brown et al. 2020, arXiv:2005.14165, Table D.1; {NARAYANAN}, section 5.1; {HOFFMANN_6NT}",
+        f"Brown et al. 2020, arXiv:2005.14165, Table D.1; {NARAYANAN}, section 5.1; {KAPLAN}",
         speed.time_gpt3,
         ("meshwright plan gpt3-175b --cluster 1024xa100-80 --sequence 2048 --batch 1536 "
          "--layout 'dp16 tp8 pp8 mb96 ac:full' --engine megatron",),

@@ -11,6 +11,12 @@ import numpy as np
 
 from meshwright.gallery.execution import Floats, check_program, execute, format_vector
 from meshwright.gallery.explanation import Work
+from meshwright.spec.presets import preset
+
+
+def _name_training_code(work: Work, files: str, more: str = "") -> None:
+    """Append a sentence that names the files which compute the same in training. more: appended to it."""
+    work.text(f"The arithmetic is the example's own, in numpy; training computes it in {files}{more}.")
 
 
 def keep_largest(values: Floats, k: int) -> Floats:
@@ -75,6 +81,7 @@ def accumulate(work: Work) -> None:
         f"{np.mean(uneven):g} is wrong, the mean weighted by samples, {right:g}, is right. Meshwright sums the "
         "losses of tokens and divides once by the targets of the whole step, counted before the first backward."
     )
+    _name_training_code(work, "training/objective.py and parallel/gradient_accumulation.py")
     work.result("whole batch", float(whole))
     work.result("accumulated", float(accumulated))
     work.result("uneven, plain mean", float(np.mean(uneven)))
@@ -98,8 +105,9 @@ def split_softmax(work: Work) -> None:
     )  # fmt: skip
     loss = float(np.log(total)) + largest - chosen
     work.text(
-        f"loss = log {total:.6g} + {largest:g} − {chosen:g} = {loss:.6g}. Bytes a token: 3 numbers in fp32, in "
-        "place of a vocabulary of logits: 12 bytes against 512,000 for the 128,256 logits of Llama 3 in fp32."
+        f"loss = log {total:.6g} + {largest:g} − {chosen:g} = {loss:.6g}. Each token exchanges 3 "
+        f"numbers in fp32, 12 bytes, in place of all its logits: {4 * preset('llama-3-8b').vocabulary:,} bytes for "
+        "Llama 3's."
     )
     probabilities = [np.exp(half - largest) / total for half in halves]
     probabilities[1][target - 3] -= 1
@@ -107,6 +115,7 @@ def split_softmax(work: Work) -> None:
         f"Backward: softmax − one-hot, on each rank without communication: {format_vector(probabilities[0])} and "
         f"{format_vector(probabilities[1])}."
     )
+    _name_training_code(work, "model/loss.py", ", and the all-reduces above are the ring program, executed")
     work.result("loss", loss)
     work.result("gradient of the target's logit", float(probabilities[1][target - 3]))
 
@@ -145,6 +154,7 @@ def merge_blocks(work: Work) -> None:
         f"{scores.max() + np.log(weights.sum()):.6g}. The old state is multiplied by e^(3 − 5) = "
         f"{np.exp(-2):.6g} when the maximum rises from 3 to 5."
     )
+    _name_training_code(work, "parallel/context.py and model/tiled_attention.py")
     work.result("o[0]", float(output[0]))
     work.result("o[1]", float(output[1]))
     work.result("log-sum-exp", float(maximum + np.log(total)))
@@ -188,6 +198,7 @@ def route(work: Work) -> None:
         "Meshwright drops no token: its dispatcher sends each expert as many as chose it (dropless), here up to "
         f"{max(used)} in place of {capacity}."
     )
+    _name_training_code(work, "model/experts.py")
     work.result("capacity", capacity)
     work.result("dropped", dropped)
     work.result("balance loss", balance)
