@@ -79,6 +79,7 @@ def distributed() -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    right = one_device()
     for name, tensor in distributed().items():
-        print(f"{name}: norm {tensor.norm().item():.6f}, on one device {one_device()[name].norm().item():.6f}")
+        print(f"{name}: norm {tensor.norm().item():.6f}, on one device {right[name].norm().item():.6f}")
     dist.destroy_process_group()

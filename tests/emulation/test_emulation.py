@@ -64,6 +64,10 @@ def call_collectives() -> list[object]:
     found.append(y.tolist())
     dist.gather(x, parts if rank == 0 else None, dst=0)
     found.append([part.tolist() for part in parts])
+    with dist._coalescing_manager():
+        dist.all_reduce(y := x.clone())
+        dist.all_reduce(z := x + 1)
+    found.append([y.tolist(), z.tolist()])
     dist.all_gather_object(objects := [None] * size, {"rank": rank})
     dist.broadcast_object_list(named := ["here" if rank == 1 else None], src=1)
     return [*found, objects, named]

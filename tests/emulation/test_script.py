@@ -96,6 +96,7 @@ def test_modules_beside_the_script_are_imported_once_for_each_rank(
         ("if rank == 2: raise SystemExit(5)\ndist.barrier()", 5, "[rank 2] the script ended with exit code 5"),
         ("if rank: dist.barrier()", 1, "rank 0 has ended"),
         ("import torch.multiprocessing as m; m.spawn(print)", 2, "write it for torchrun"),
+        ("dist.TCPStore('localhost', 29500, 3)", 2, "start such a script with meshwright run --ranks N"),
     ],
 )  # fmt: skip
 def test_error_of_a_rank_is_printed_once(

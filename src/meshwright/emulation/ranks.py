@@ -89,9 +89,8 @@ class EmulatedRanks:
         for where, name, value in (
             (c10d, "_new_process_group_helper", self._make_group),
             (c10d, "rendezvous", self._meet),
-            (sys.modules["torch.distributed.rendezvous"], "rendezvous", self._meet),
-            (dist, "TCPStore", lambda *_, **__: self._store),
-            (dist, "FileStore", lambda *_, **__: self._store),
+            (sys.modules["torch.distributed.rendezvous"], "rendezvous", _refuse_rendezvous),
+            (dist, "TCPStore", _refuse_rendezvous),
             (torch, "compile", self._leave_uncompiled),
             (torch.multiprocessing, "spawn", _refuse_spawn),
             (torch.cuda, "is_available", lambda: False),
@@ -106,11 +105,8 @@ class EmulatedRanks:
         stack.callback(isolate, False)
 
     def _meet(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        """Yield the store, rank and world size of the running rank, in place of torch.distributed's rendezvous; a
-        thread that the rank waits for may call it, too."""
-        running = self.scheduler.running
-        assert running is not None, "ranks meet while one of them runs"
-        yield self._store, running.index, self.world_size
+        """Yield the store, rank and world size of the running rank, in place of torch.distributed's rendezvous."""
+        yield self._store, self.scheduler.current().index, self.world_size
 
     def _make_group(
         self, size: int, rank: int, ranks: list[int], backend: Any, store: Any, group_name: Any, **options: Any
@@ -163,6 +159,14 @@ def _run_task(task: Callable[[], Any]) -> Any:
     """Run a rank's task; backward passes run in its own thread."""
     with torch.autograd.set_multithreading_enabled(False):
         return task()
+
+
+def _refuse_rendezvous(*_: Any, **__: Any) -> None:
+    """Refuse a rendezvous of processes, other than by `init_process_group`."""
+    raise UserError(
+        "emulated ranks meet in torch.distributed.init_process_group alone; mw.fit and mw.train set up processes: start "
+        "such a script with meshwright run --ranks N"
+    )
 
 
 def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
