@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from meshwright.draw.axis import linear_axis
@@ -62,7 +63,7 @@ def draw_runs(runs: Mapping[str, Lines]) -> Iterator[Markup]:
         ("Validation loss", curves(lambda lines: select(lines, "validation_loss")), _loss_unit(work), False),
     ]
     for title, key, unit, scale in _single_curves(list(runs.values()), work):
-        titled.append((title, curves(lambda lines, key=key, scale=scale: select(lines, key, scale)), unit, True))
+        titled.append((title, curves(partial(select, key=key, scale=scale)), unit, True))
     for title, series, unit, from_zero in titled:
         if series:
             yield element("h2", title)

@@ -37,7 +37,8 @@ def fastest_of_kinds(decided: Decided, top: int) -> list[Estimate]:
         alike = kinds == kinds[decided.best[0][1]]
         told[alike & (told >= best[0].time.seconds)] = np.inf
         others += [entry for entry in decided.best[1:] if alike[entry[1]]]
-        budget -= decided.leave_out(alike, budget)
+        if len(found) < top:
+            budget -= decided.leave_out(alike, budget)
     told[list(decided.difference)] = np.inf  # decided by now
     decided.told, decided.stopped = told, stopped
     if len(found) < top:

@@ -295,10 +295,11 @@ class Step:
             numel = np.array(dense), np.array(spread)
             gather, scatter = zero_calls(self.zero, self.seconds, *numel, self.itemsize, self.gradient_bytes)
             once = gradient_waits(
-                self.zero, self.seconds, *numel, *self.shards(), layers, 0.0, 0.0, 0.0, alone, self.itemsize,
-                self.gradient_bytes,
+                self.zero, self.seconds, *numel, *self.shards(), layers, np.zeros(()), np.zeros(()), 0.0, alone,
+                self.itemsize, self.gradient_bytes,
             )  # fmt: skip
-            most = max(most, float(once + layout.micro_batches * (2 * gather + scatter)))
+            passes = layout.micro_batches / _replicas(places, len(stages))
+            most = max(most, float(once + passes * (2 * gather + scatter)))
         return most
 
     def shards(self) -> tuple[int, int]:
