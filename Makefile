@@ -8,7 +8,7 @@ BENCHMARKS := $(filter-out $(addprefix bench/,common.py contenders.py layouts_pa
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types format docs bench clean distclean
+.PHONY: help demo test lint types format docs pages bench clean distclean
 
 help:  ## What there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -33,6 +33,9 @@ format: $(VENV)/.ready-lint  ## Format the code and mend what can be mended on i
 docs: $(VENV)/.ready-docs  ## Build the documentation as a site: build/docs/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/docs/index.html
+
+pages: $(VENV)/.ready-run  ## Write the generated pages and pictures of docs/ anew
+	$(BIN)/python scripts/write_pages.py
 
 bench: $(VENV)/.ready-bench  ## Run every benchmark against its peers (an hour); results in bench/results
 	@for script in $(BENCHMARKS); do echo "$$script"; $(BIN)/python $$script || exit 1; done

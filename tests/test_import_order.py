@@ -24,6 +24,7 @@ PACKAGES = [
         "schedules",
         "spec",
         "planner",
+        "gallery",
         "data",
         "synthesis",
         "flight_recorder",

@@ -25,20 +25,24 @@ COLOURS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
 ROW, GAP, STRIP, MARGIN = 26, 6, 9, 14  # pixels; a strip below each row shows its level
 
 
-def draw_svg(timeline: Timeline, width: int = 1200, arrows: bool = False, alone: bool = True) -> Markup:
+def draw_svg(
+    timeline: Timeline, width: int = 1200, arrows: bool = False, alone: bool = True, until: float = 0.0
+) -> Markup:
     """Return the Gantt chart of a timeline as SVG; hovering over a step shows its name and times.
 
     width: in pixels; a chart with many steps is made wider, up to eight times that, so that labels are legible. arrows:
         True to draw the transfers between tracks too. alone: True for an SVG file, with the title above the chart;
-        False to embed it in a page.
+        False to embed it in a page. until: time at which the axis ends, if later than the last step, so that several
+        charts share one scale.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     notes = 10 + max(map(text_width, timeline.notes)) if timeline.notes else 0.0
     chart = _Chart(timeline, spans, width - notes, ROW + GAP + (STRIP if timeline.levels else 0))
+    chart.end = max(chart.end, until)
     if spans:
         shortest = min(span.end - span.start for span in spans)
         label = max(text_width(span.label, 10.5) for span in spans)
-        needed = round((timeline.end or 1.0) / shortest * (label + 1))
+        needed = round(chart.end / shortest * (label + 1))
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
     chart.begin(total - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")

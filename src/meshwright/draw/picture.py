@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -62,6 +63,26 @@ class Picture:
             )
             + "\n" * alone
         )  # fmt: skip
+
+
+def stack(pictures: Sequence[tuple[str, Markup]], label: str, gap: float = 14) -> Markup:
+    """Return an SVG file with several pictures one below the other. pictures: (heading, <svg> element with width and
+    height). label: description for screen readers. gap: pixels between them."""
+    whole = Picture()
+    widest, y = 0.0, 0.0
+    for heading, drawn in pictures:
+        width, height = read_size(drawn)
+        whole.text(14, y + 20, heading, class_="title")
+        whole.parts.append(element("g", drawn, transform=f"translate(0 {y + 26:g})"))
+        widest, y = max(widest, width), y + 26 + height + gap
+    return whole.svg(widest, y, label, alone=True)
+
+
+def read_size(drawn: Markup) -> tuple[float, float]:
+    """Return width and height, in pixels, of a picture that `Picture.svg` returned."""
+    sizes = re.search(r'width="([\d.]+)" height="([\d.]+)"', drawn)
+    assert sizes
+    return float(sizes[1]), float(sizes[2])
 
 
 def paint(colour: str) -> str:

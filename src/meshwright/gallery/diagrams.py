@@ -1,0 +1,185 @@
+"""Diagrams of boxes and arrows: tensor and sequence parallelism, axes of a layout, flow of data through the project."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import hypot
+
+from meshwright.draw.markup import Markup
+from meshwright.draw.picture import Picture, paint
+from meshwright.draw.text_width import text_width
+from meshwright.layout import AXES, Layout
+
+GROUP_COLOURS = ("blue", "orange", "green", "purple", "teal", "yellow", "pink", "grey")
+
+
+def draw_arrow(
+    picture: Picture, begin: tuple[float, float], end: tuple[float, float], colour: str = "dim", words: str = ""
+) -> None:
+    """Append an arrow between two points (x, y) to the picture. colour: of the style sheet. words: beside its
+    middle."""
+    (x1, y1), (x2, y2) = begin, end
+    length = hypot(x2 - x1, y2 - y1)
+    dx, dy = (x2 - x1) / length, (y2 - y1) / length
+    foot = x2 - 7 * dx, y2 - 7 * dy
+    style = f"stroke:{paint(colour)};stroke-width:1.6"
+    picture.add("line", x1=x1, y1=y1, x2=foot[0], y2=foot[1], style=style)
+    sides = [(foot[0] - 3.8 * dy, foot[1] + 3.8 * dx), (foot[0] + 3.8 * dy, foot[1] - 3.8 * dx)]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(x2, y2), *sides])
+    picture.add("polygon", points=points, style=f"fill:{paint(colour)}")
+    if words:
+        picture.text((x1 + x2) / 2 + 8 * abs(dy), (y1 + y2) / 2 - 6 * abs(dx) + 4 * abs(dy), words,
+                     "middle" if abs(dx) > abs(dy) else None, class_="dim small")  # fmt: skip
+
+
+def draw_box(
+    picture: Picture, corner: tuple[float, float], size: tuple[float, float], lines: Sequence[str], colour: str
+) -> None:
+    """Append a box with centred lines of text, the first in bold, to the picture. corner: (x, y) of its top left.
+    size: (width, height) in pixels. colour: of the style sheet, for its tint."""
+    (x, y), (width, height) = corner, size
+    style = f"fill:{paint(colour)};fill-opacity:.18;stroke:{paint(colour)};stroke-width:1.4"
+    picture.add("rect", x=x, y=y, width=width, height=height, rx=6, style=style)
+    first = y + height / 2 + 4 - 8 * (len(lines) - 1)
+    for number, line in enumerate(lines):
+        kind = "dim small" if number else "strong"
+        picture.text(x + width / 2, first + 16 * number, line, "middle", class_=kind)
+
+
+_TOP = 108  # y coordinate of the first box
+# Steps of a transformer layer, from top to bottom: text, second line, region it belongs to.
+_SHARDED, _SPLIT = "sequence", "tensor"
+_HALVES = (
+    ("norm", ("QKV projection", "columns split: heads/t"), ("attention", "heads/t, full sequence"),
+     ("output projection", "rows split: partial sums")),
+    ("norm", ("gate and up projections", "columns split: f/t"), ("SwiGLU", "elementwise, f/t"),
+     ("down projection", "rows split: partial sums")),
+)  # fmt: skip
+
+
+def draw_tensor_sequence() -> Markup:
+    """Return the diagram of a transformer layer under tensor and sequence parallelism (Korthikanti et al. 2022,
+    arXiv 2205.05198, Figures 5 and 6): which collective stands where, forward and backward."""
+    picture = Picture()
+    picture.text(14, 22, "A transformer layer under tensor + sequence parallelism, on each of t ranks", class_="title")
+    entries = [("sequence-parallel region: a rank has s/t tokens, all h features", "green"),
+               ("tensor-parallel region: a rank has all s tokens, 1/t of heads or features", "blue"),
+               ("collective over the t ranks", "orange")]  # fmt: skip
+    picture.legend([(words, {"style": f"fill:{paint(colour)}"}) for words, colour in entries], 14, 960, 44)
+    halves = [(14, 0, "attention"), (500, 1, "MLP")]
+    for left, number, name in halves:
+        norm, *products = _HALVES[number]
+        x, wide, y = left + 100, 230, _TOP
+        middle = x + wide / 2
+        picture.text(left + 2, y - 18, f"{name} half", class_="strong")
+        picture.text(
+            middle + 8, y - 8, "x: (b, s/t, h)" if number == 0 else "from the attention half", class_="dim small"
+        )
+        draw_arrow(picture, (middle, y - 20), (middle, y), "green")
+        boxes: list[tuple[tuple[str, ...], str]] = [
+            ((norm, "s/t tokens; parameters replicated"), "green"),
+            (("all-gather over s", "backward: reduce-scatter"), "orange"),
+            *((words, "blue") for words in products),
+            (("reduce-scatter over s", "backward: all-gather"), "orange"),
+            (("add to the residual", "s/t tokens"), "green"),
+        ]
+        for at, (words, colour) in enumerate(boxes):
+            draw_box(picture, (x, y), (wide, 42), words, colour)
+            if at + 1 < len(boxes):
+                draw_arrow(picture, (middle, y + 42), (middle, y + 64), "blue" if 1 <= at <= 4 else "green")
+            y += 64
+        out = y - 64 + 42
+        draw_arrow(picture, (middle, out), (middle, out + 24), "green")
+        picture.text(middle + 8, out + 18, "to the MLP half" if number == 0 else "(b, s/t, h)", class_="dim small")
+        # The residual bypasses the half: it stays sharded over the sequence.
+        line = f"M{middle} {_TOP - 8} H{left + 60} V{out - 21} H{x - 7}"
+        picture.add("path", d=line, style=f"fill:none;stroke:{paint('green')};stroke-width:1.6;stroke-dasharray:5 4")
+        draw_arrow(picture, (x - 12, out - 21), (x, out - 21), "green")
+        picture.text(left + 54, (_TOP + out) / 2, "residual", "end", class_="dim small")
+        picture.text(x + wide + 12, _TOP + 64 + 26, "s/t → s tokens", class_="dim small")
+        picture.text(x + wide + 12, _TOP + 5 * 64 + 26, "s → s/t tokens,", class_="dim small")
+        picture.text(x + wide + 12, _TOP + 5 * 64 + 40, "partial sums added", class_="dim small")
+    bottom = _TOP + 7 * 64 + 32
+    said = "All-gather and reduce-scatter move the bytes of the all-reduce that they replace"
+    picture.text(14, bottom, f"{said}: 2(t − 1)/t of b·s·h elements a half, each way.", class_="dim")
+    return picture.svg(980, bottom + 14, "transformer layer under tensor and sequence parallelism", alone=True)
+
+
+def draw_layout_axes(notation: str = "dp2 tp2 cp2 pp2") -> Markup:
+    """Return a grid of the ranks of a layout for each axis, the ranks of one process group in one colour."""
+    layout = Layout.parse(notation)
+    meanings = {
+        "tp": "split a layer's matrices", "cp": "split a sequence", "dp": "split the batch", "pp": "split the layers",
+    }  # fmt: skip
+    picture = Picture()
+    picture.text(14, 22, f"Layout {layout}: {layout.world_size} ranks, innermost axis first", class_="title")
+    said = "Ranks of one colour form a process group of the axis: they differ in that coordinate only."
+    picture.text(14, 42, said + f" A row is a pipeline stage of {layout.world_size // layout.pp} ranks.", class_="dim")
+    cell, a_row = 52, layout.world_size // layout.pp
+    width = a_row * cell
+    for number, axis in enumerate(AXES):
+        left, top = 14 + number % 2 * (width + 40), 64 + number // 2 * (layout.pp * cell + 44)
+        picture.text(left, top + 12, f"{axis}{getattr(layout, axis)}", class_="strong")
+        step = layout.groups(axis)[0][1] - layout.groups(axis)[0][0] if getattr(layout, axis) > 1 else 0
+        words = f"{meanings[axis]}; neighbours are {step} rank{'s' * (step > 1)} apart"
+        picture.text(left + 36, top + 12, words, class_="dim")
+        for group, ranks in enumerate(layout.groups(axis)):
+            colour = GROUP_COLOURS[group % len(GROUP_COLOURS)]
+            for rank in ranks:
+                x, y = left + rank % a_row * cell, top + 22 + rank // a_row * cell
+                style = f"fill:{paint(colour)};fill-opacity:.4;stroke:{paint(colour)}"
+                picture.add("rect", x=x + 1, y=y, width=cell - 4, height=cell - 4, rx=5, style=style)
+                picture.text(x + cell / 2 - 1, y + 20, str(rank), "middle", class_="strong")
+                place = layout.coordinates(rank)
+                words = "".join(str(place[one]) for one in AXES)
+                picture.text(x + cell / 2 - 1, y + 37, words, "middle", class_="dim small")
+    bottom = 64 + 2 * (layout.pp * cell + 44)
+    picture.text(14, bottom, f"Below a rank's number: its coordinates {', '.join(AXES)}.", class_="dim")
+    return picture.svg(28 + 2 * width + 40, bottom + 14, f"process groups of the layout {layout}", alone=True)
+
+
+def draw_data_flow() -> Markup:
+    """Return the diagram of how data flow through the project, from the recipe to the server."""
+    picture = Picture()
+    picture.text(14, 22, "How a job flows through Meshwright: data go one way", class_="title")
+    boxes = [
+        ("recipe", "recipe/: one TOML file", "model, data, training", "blue"),
+        ("plan", "planner/: time and memory", "of every layout", "blue"),
+        ("layout", "layout.py: dp2 tp2 pp4:zb-v", "checked, canonical", "blue"),
+        ("mesh", "comm/: process groups", "of every axis", "orange"),
+        ("programs", "schedules/, collectives/", "checked, simulated", "green"),
+        ("sharded model", "model/, parallel/:", "local tensors, axis by axis", "orange"),
+        ("loop", "training/: steps, optimizer,", "metrics", "orange"),
+        ("checkpoint", "checkpoint/: Hugging Face", "files, any layout reads it", "purple"),
+        ("server", "serving/: scheduler,", "KV blocks, HTTP", "purple"),
+    ]
+    wide, high, across, down = 200, 62, 250, 118
+    places = {"recipe": (0, 0), "plan": (1, 0), "layout": (2, 0), "programs": (3, 0), "mesh": (2, 1),
+              "sharded model": (1, 1), "loop": (0, 1), "checkpoint": (0, 2), "server": (1, 2)}  # fmt: skip
+    at = {name: (14 + column * across, 44 + line * down) for name, (column, line) in places.items()}
+    for name, *lines, colour in boxes:
+        assert all(text_width(line, 11) < wide for line in lines), name
+        draw_box(picture, at[name], (wide, high), [name, *lines], colour)
+    for source, target, words in (
+        ("recipe", "plan", ""), ("plan", "layout", ""), ("layout", "programs", ""), ("layout", "mesh", ""),
+        ("mesh", "sharded model", ""), ("sharded model", "loop", ""), ("loop", "checkpoint", "writes"),
+        ("checkpoint", "server", ""),
+    ):  # fmt: skip
+        (x1, y1), (x2, y2) = at[source], at[target]
+        if y1 == y2:
+            right = x2 > x1
+            begin = x1 + wide * right, y1 + high / 2
+            end = x2 + wide * (not right), y2 + high / 2
+        else:
+            begin, end = (x1 + wide / 2, float(y1 + high)), (x2 + wide / 2, float(y2))
+        draw_arrow(picture, begin, end, "dim", words)
+    x, y = at["programs"]
+    lx, ly = at["loop"]
+    path = f"M{x + wide / 2} {y + high} V{ly + high + 22} H{lx + wide * 0.75} V{ly + high + 7}"
+    picture.add("path", d=path, style=f"fill:none;stroke:{paint('dim')};stroke-width:1.6")
+    draw_arrow(picture, (lx + wide * 0.75, ly + high + 14), (lx + wide * 0.75, ly + high), "dim")
+    words = "who computes what, who sends what to whom, in which order"
+    picture.text(x + wide / 2, ly + high + 38, words, "end", class_="dim small")
+    return picture.svg(
+        14 + 3 * across + wide + 14, at["server"][1] + high + 20, "flow of data through Meshwright", alone=True
+    )
