@@ -7,6 +7,8 @@ from meshwright.errors import Terminated as Terminated
 from meshwright.errors import UserError as UserError
 from meshwright.evaluation.api import Evaluation as Evaluation
 from meshwright.evaluation.api import evaluate as evaluate
+from meshwright.gallery.examples import explain as explain
+from meshwright.gallery.explanation import Explanation as Explanation
 from meshwright.layout import Layout as Layout
 from meshwright.planner.api import Plan as Plan
 from meshwright.planner.api import plan as plan

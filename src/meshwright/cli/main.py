@@ -24,6 +24,7 @@ COMMANDS = {
     "schedule": "Check, time and draw a pipeline schedule.",
     "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
     "plan": "Say what training costs before it runs: time, memory, the best layout.",
+    "explain": "Recompute a figure that texts on distributed training print, step by step.",
     "probe": "Measure this machine, compare its ranks, and write its cluster file.",
     "verify": "Prove that a layout computes what one device computes.",
     "train": "Train a recipe, or go on where it stopped.",

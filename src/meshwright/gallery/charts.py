@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.collectives.library import generate
@@ -94,16 +93,18 @@ def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: 
             picture.text(x + cell / 2, top + height / 2 + 4, label, "middle", class_="strong" if one.fresh else None)
 
 
-def draw_schedules(names: Sequence[str], label: str, ranks: int = 4, micro_batches: int = 8) -> Markup:
+def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Markup:
     """Return Gantt charts of pipeline schedules one below the other, on one time scale, with a backward twice as long
-    as a forward. label: description for screen readers."""
+    as a forward. names: such as "1f1b"."""
     durations: StepDurations = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
     reports = [schedule(name, ranks, micro_batches, **durations) for name in names]
     until = max(float(report.timing.makespan) for report in reports)
     timelines = [replace(report.timeline(), notes=()) for report in reports]
     width = max(read_size(draw_svg(one, 900, alone=False, until=until))[0] for one in timelines)
     charts = [draw_svg(one, round(width), alone=False, until=until) for one in timelines]
-    return stack(list(zip(map(format_heading, reports), charts, strict=True)), label)
+    return stack(
+        list(zip(map(format_heading, reports), charts, strict=True)), f"pipeline schedules: {', '.join(names)}"
+    )
 
 
 def format_heading(report: ScheduleReport) -> str:

@@ -168,8 +168,8 @@ def draw_data_flow() -> Markup:
         (x1, y1), (x2, y2) = at[source], at[target]
         if y1 == y2:
             right = x2 > x1
-            begin = x1 + wide * right, y1 + high / 2
-            end = x2 + wide * (not right), y2 + high / 2
+            begin = float(x1 + wide * right), y1 + high / 2
+            end = float(x2 + wide * (not right)), y2 + high / 2
         else:
             begin, end = (x1 + wide / 2, float(y1 + high)), (x2 + wide / 2, float(y2))
         draw_arrow(picture, begin, end, "dim", words)

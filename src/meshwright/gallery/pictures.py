@@ -12,9 +12,10 @@ from meshwright.gallery.diagrams import draw_data_flow, draw_layout_axes, draw_t
 PICTURES: dict[str, Callable[[], Markup]] = {
     "ring-all-reduce": draw_ring_all_reduce,
     "zero-memory": draw_zero_memory,
-    "schedules-1f1b": partial(draw_schedules, ("1f1b", "interleaved"), "1F1B and interleaved 1F1B"),
-    "schedules-zero-bubble": partial(draw_schedules, ("zb-h1", "zb-v"), "zero-bubble schedules ZB-H1 and ZB-V"),
-    "schedules-dualpipe": partial(draw_schedules, ("dualpipe",), "DualPipe"),
+    "schedules-gpipe": partial(draw_schedules, "gpipe"),
+    "schedules-1f1b": partial(draw_schedules, "1f1b", "interleaved"),
+    "schedules-zero-bubble": partial(draw_schedules, "zb-h1", "zb-v"),
+    "schedules-dualpipe": partial(draw_schedules, "dualpipe"),
     "tensor-sequence": draw_tensor_sequence,
     "layout-axes": draw_layout_axes,
     "data-flow": draw_data_flow,

@@ -1,0 +1,55 @@
+"""Execution of a collective program on numbers: the vector of every rank after each round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.collectives.library import generate
+from meshwright.program.buffer_frames import Arrow, build_frames
+from meshwright.program.check_collective import CheckedCollective, check_collective
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Round:
+    """State after one round of a collective program. title: such as `round 1 of 6`. arrows: its transfers. values:
+    [ranks, slots], one number a slot."""
+
+    title: str
+    arrows: tuple[Arrow, ...]
+    values: Floats
+
+
+def check_program(operation: str, algorithm: str, ranks: int, reduction: str = "sum") -> CheckedCollective:
+    """Generate and check the program of an algorithm. reduction: "sum" or "maximum"."""
+    return check_collective(replace(generate(operation, algorithm, ranks), reduction=reduction))
+
+
+def execute(checked: CheckedCollective, vectors: Sequence[Sequence[float]]) -> list[Round]:
+    """Return the state at the start and after each round of a program that keeps one chunk in each slot.
+
+    vectors: the vector of each rank, a number a chunk: [ranks][chunks]. All transfers of a round read before any of
+    them writes.
+    """
+    combine = np.maximum if checked.program.reduction == "maximum" else np.add
+    values = np.array(vectors, dtype=np.float64)
+    assert values.shape == (checked.program.ranks, checked.program.slots), values.shape
+    rounds = []
+    for frame in build_frames(checked):
+        before = values.copy()
+        for arrow in frame.arrows:
+            read = before[arrow.source, arrow.slot : arrow.slot + arrow.count]
+            written = values[arrow.target, arrow.into : arrow.into + arrow.count]
+            written[:] = combine(written, read) if arrow.adds else read
+        rounds.append(Round(frame.title, frame.arrows, values.copy()))
+    return rounds
+
+
+def format_vector(values: Sequence[float] | Floats) -> str:
+    """Format a vector as `1 20 300`."""
+    return " ".join(f"{value:.6g}" for value in values)

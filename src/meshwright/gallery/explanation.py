@@ -1,0 +1,136 @@
+"""A worked example after its run: steps of text, tables and pictures, and the figures that come out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from meshwright.documents import to_json_dict
+from meshwright.draw.markup import Markup
+
+
+@dataclass(frozen=True)
+class Text:
+    """Step of an example: a paragraph or a formula with its numbers."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Step of an example: a table. title: line above it. head: names of the columns. rows: cells as text."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @property
+    def numeric(self) -> list[bool]:
+        """True for each column whose cells are single numbers, with or without a unit: aligned to the right."""
+        columns = zip(*self.rows, strict=True)
+        return [all(_NUMBER.match(cell) and not _VECTOR.match(cell) for cell in column if cell) for column in columns]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Step of an example: a picture. name: file in docs/pictures without `.svg`. caption: line below it. draw: returns
+    it as an SVG file. drawing: the same as text for a terminal, empty if there is none."""
+
+    name: str
+    caption: str
+    draw: Callable[[], Markup]
+    drawing: str = ""
+
+
+_NUMBER = re.compile(r"[+\-−]?\d")
+_VECTOR = re.compile(r"\S+ (\S+ )?[-\d]")  # 1 20 300; or a formula such as 2 bytes × 175
+
+Step: TypeAlias = Text | Table | Figure
+
+
+class Work:
+    """Collects what an example's function computes, in order: steps to show, and results by name."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.results: dict[str, float] = {}
+
+    def text(self, words: str) -> None:
+        """Append a paragraph."""
+        self.steps.append(Text(words))
+
+    def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Append a table; cells are turned into text (whole numbers with separators of thousands)."""
+        cells = tuple(tuple(map(format_cell, row)) for row in rows)
+        self.steps.append(Table(title, tuple(head), cells))
+
+    def figure(self, name: str, caption: str, draw: Callable[[], Markup], drawing: str = "") -> None:
+        """Append a picture; arguments as the fields of `Figure`."""
+        self.steps.append(Figure(name, caption, draw, drawing))
+
+    def result(self, name: str, value: float) -> None:
+        """Record a figure that comes out, such as ("bytes per token", 524288)."""
+        self.results[name] = float(value)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A published figure, recomputed step by step.
+
+    Attributes:
+        name: As `meshwright explain NAME` takes it, such as "ring-all-reduce".
+        title: One line.
+        published: The figure as texts print it.
+        source: Paper and section, equation, table or figure.
+        steps: `Text`, `Table` and `Figure` records in order.
+        results: Figures that come out, by name, unrounded.
+        mistake: Frequent error in texts, and what is right; empty if none is known.
+        commands: Command lines that show more.
+        source_files: Source files to open, relative to the package.
+    """
+
+    name: str
+    title: str
+    published: str
+    source: str
+    steps: tuple[Step, ...]
+    results: Mapping[str, float]
+    mistake: str
+    commands: tuple[str, ...]
+    source_files: tuple[str, ...]
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Return the document that `meshwright explain NAME --json` prints."""
+        return to_json_dict(
+            {
+                "name": self.name, "title": self.title, "published": self.published, "source": self.source,
+                "steps": [_step_to_json(step) for step in self.steps], "results": self.results,
+                "mistake": self.mistake or None, "commands": self.commands, "source_files": self.source_files,
+            }
+        )  # fmt: skip
+
+
+def _step_to_json(step: Step) -> dict[str, Any]:
+    """Return a step as a JSON object with "kind": "text", "table" or "figure"."""
+    if isinstance(step, Text):
+        return {"kind": "text", "text": step.words}
+    if isinstance(step, Table):
+        return {"kind": "table", "title": step.title, "head": step.head, "rows": step.rows}
+    return {"kind": "figure", "picture": f"{step.name}.svg", "caption": step.caption, "drawing": step.drawing or None}
+
+
+def format_cell(value: object) -> str:
+    """Format a number or text for a table cell: 1,234,567; 0.125; 33.8; text unchanged."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def format_size(size: float) -> str:
+    """Format bytes in decimal units, as papers do: `800 B`, `33.6 MB`, `2.79 TB`."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size:g} B"

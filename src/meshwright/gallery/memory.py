@@ -1,0 +1,205 @@
+"""Worked examples of memory: activations of a layer, ZeRO, training and serving models of 7B and 175B parameters."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from meshwright.gallery.charts import compute_zero_bytes, draw_zero_memory
+from meshwright.gallery.explanation import Work, format_size
+from meshwright.layout import Layout
+from meshwright.planner.ledger import Ledger, ledger
+from meshwright.planner.published import LayerShape, published_layer, state_bytes
+from meshwright.planner.serving_ledger import BLOCK_TOKENS, ServingSizes, serving_ledger
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.parameters import parameter_table
+from meshwright.spec.presets import preset
+
+GIB = 2**30
+
+
+def count_activations(work: Work) -> None:
+    """Count what a GPT-3 layer saves: by Megatron's published form, and by the planner's ledger of this engine."""
+    config, rows, s = preset("gpt3-175b"), 1, 2048
+    h, a = config.hidden, config.heads
+    shape = LayerShape(rows, s, config, Layout(), flash=False, dropout=True)
+    parts = published_layer("megatron", shape)
+    unit = s * rows * h
+    work.text(f"b = {rows}, s = {s:,}, h = {h:,}, a = {a}: s b h = {unit:,}.")
+    lines = [(name, f"{size / unit:g} sbh", round(size)) for name, size in parts.items()]
+    total = sum(parts.values())
+    work.table("What Megatron-LM's layer keeps for its backward, in 16 bits, with dropout:", ("operation", "", "bytes"),
+               [*lines, ("total", f"{total / unit:g} sbh", round(total))])  # fmt: skip
+    core = 5 * a * s / h
+    work.text(
+        f"34 sbh = {34 * unit:,} and 5 a s² b = {5 * a * s * s * rows:,}: 5as/h = {core:g}, so that recomputing "
+        f"attention alone (selective) saves {core / (34 + core):.0%}, or never writing the scores (flash)."
+    )
+    shared = []
+    for words, notation, form in (
+        ("tensor parallel", "tp8:nosp", "sbh (10 + 24/t + 5as/(ht))"),
+        ("and sequence parallel", "tp8", "sbh/t (34 + 5as/h)"),
+        ("and selective recomputation", "tp8 ac:selective", "34 sbh/t"),
+        ("full recomputation, tp8", "tp8 ac:full", "2 sbh/t; 2 sbh in the paper"),
+    ):
+        size = sum(
+            published_layer("megatron", LayerShape(rows, s, config, Layout.parse(notation), False, True)).values()
+        )
+        shared.append((words, form, format_size(size)))
+        work.result(notation, size)
+    work.table("With t = 8 (Table 2 of the paper):", ("", "formula", "bytes a layer"), shared)
+    found = ledger(config, Layout.parse("dp1 bf16"), batch=rows, sequence=s, device="cuda")
+    own = sum(
+        item.bytes for item in found.items if item.name.startswith("layers.3.") and item.category == "activations"
+    )
+    work.text(
+        f"The planner's ledger of Meshwright's own layer (flash attention, no dropout), tensor by tensor: "
+        f"{own:,} bytes, {own / unit:.4g} sbh: 34 less 2 for the dropout masks, plus the norms' statistics and a "
+        "logarithm a row of scores."
+    )
+    work.result("megatron", total)
+    work.result("5as/h", core)
+    work.result("meshwright", own)
+
+
+def shard_states(work: Work) -> None:
+    """Compute Figure 1 of the ZeRO paper."""
+    parameters, ranks = 7.5e9, 64
+    work.text(
+        "Ψ = 7.5 billion parameters, N = 64 GPUs, mixed precision with Adam: 2 Ψ bytes of parameters, 2 Ψ of "
+        "gradients, K Ψ = 12 Ψ of optimizer states (fp32 parameters, momentum, variance)."
+    )
+    formulas = ("(2 + 2 + K) Ψ", "2Ψ + 2Ψ + KΨ/N", "2Ψ + (2 + K)Ψ/N", "(2 + 2 + K)Ψ/N")
+    rows = []
+    for level, formula in enumerate(formulas):
+        parts = compute_zero_bytes(parameters, ranks, level)
+        rows.append((f"zero{level}", formula, *(f"{size / 1e9:.2f}" for size in parts.values()),
+                     f"{sum(parts.values()) / 1e9:.1f}"))  # fmt: skip
+        work.result(f"zero{level}, GB", sum(parts.values()) / 1e9)
+    work.table("GB on each GPU:", ("", "formula", "parameters", "gradients", "optimizer", "total"), rows)
+    work.figure("zero-memory", "Model states on a GPU under ZeRO 0 to 3", draw_zero_memory)
+    wide = [state_bytes(level, ranks, wide_gradients=True).total * parameters / 1e9 for level in range(4)]
+    work.text(
+        "Meshwright sums gradients in fp32: 2 + 4 + 12 = 18 bytes a parameter, and "
+        + ", ".join(f"{size:.1f}" for size in wide)
+        + " GB here. Communication: ZeRO 1 and 2 as data parallelism "
+        "(2 Ψ a step), ZeRO 3 half as much again."
+    )
+
+
+def train_7b(work: Work) -> None:
+    """Add up what training Llama-2-7B takes, beside the ledger on one and on eight ranks."""
+    config = preset("llama-2-7b")
+    _show_states(work, config, "llama-2-7b")
+    one = ledger(config, Layout.parse("dp1 bf16"), batch=1, sequence=4096, device="cuda")
+    eight = ledger(config, Layout.parse("dp8 zero3 bf16"), batch=8, sequence=4096, device="cuda")
+    again = ledger(config, Layout.parse("dp8 zero3 ac:full bf16"), batch=8, sequence=4096, device="cuda")
+    _show_ledgers(work, "One sequence of 4,096 tokens a rank:", {
+        "dp1": one, "dp8 zero3": eight, "dp8 zero3 ac:full": again,
+    })  # fmt: skip
+    fp32 = parameter_table(preset("llama-3-8b")).numel * state_bytes(0, 1, narrow=False).total
+    work.text(f"In fp32, Llama-3-8B: 4 + 4 + 8 bytes of 8,030,261,248 parameters are {fp32 / GIB:.1f} GiB.")
+    work.result("dp1, GB", one.peak_bytes / 1e9)
+    work.result("llama-3-8b in fp32, GiB", fp32 / GIB)
+
+
+def train_175b(work: Work) -> None:
+    """Add up what training GPT-3 175B takes, beside the ledger of a rank under tp8 pp8."""
+    config = preset("gpt3-175b")
+    total = _show_states(work, config, "gpt3-175b")
+    work.text(f"{total / 1e9:,.0f} GB on GPUs of 80 GB: at least {ceil(total / 80e9)}, for the states alone.")
+    layouts = ("tp8 pp8 mb8 bf16", "tp8 pp8 mb8 ac:full bf16", "dp8 zero1 tp8 pp8 mb8 bf16")
+    found = {}
+    for notation in layouts:
+        layout = Layout.parse(notation)
+        found[notation.removesuffix(" bf16")] = ledger(
+            config, layout, batch=8 * layout.dp, sequence=2048, device="cuda"
+        )
+    _show_ledgers(work, "A rank of the first stage, one sequence of 2,048 tokens a micro-batch:", found)
+    weights = 175e9 * 4
+    work.text(
+        f"Weights alone in fp32: 175 billion × 4 bytes = {weights / 1e9:g} GB: {ceil(weights / 80e9)} GPUs of 80 GB."
+    )
+    work.result("GPUs of 80 GB for the states", ceil(total / 80e9))
+    work.result("GPUs of 80 GB for fp32 weights", ceil(weights / 80e9))
+
+
+def _show_states(work: Work, config: ModelConfig, name: str) -> float:
+    """Append a table of model states at 2 + 2 + 12 bytes a parameter; return their bytes."""
+    numel, each = parameter_table(config).numel, state_bytes(0, 1)
+    parts = {"parameters, bf16": each.weights, "gradients, bf16": each.gradients,
+             "fp32 master weights": each.optimizer / 3, "Adam's first moment, fp32": each.optimizer / 3,
+             "Adam's second moment, fp32": each.optimizer / 3}  # fmt: skip
+    rows = [(part, f"{size:g}", format_size(size * numel)) for part, size in parts.items()]
+    total = each.total * numel
+    work.table(f"{name}, {numel:,} parameters:", ("", "bytes each", "size"),
+               [*rows, ("sum", f"{each.total:g}", f"{format_size(total)} ({total / GIB:,.1f} GiB)")])  # fmt: skip
+    work.result("states, GB", total / 1e9)
+    return total
+
+
+def _show_ledgers(work: Work, title: str, found: dict[str, Ledger]) -> None:
+    """Append a table of ledgers by category, in GB. found: layout -> ledger of a rank."""
+    names = ("parameters", "gradients", "optimizer", "activations", "logits", "workspace", "communication")
+    rows = [(name, *(f"{one.by_category()[name] / 1e9:.2f}" for one in found.values())) for name in names]
+    rows.append(("peak", *(f"{one.peak_bytes / 1e9:.2f}" for one in found.values())))
+    work.table(f"{title} the planner's ledger at the peak, GB:", ("", *found), rows)
+    work.text(
+        "Meshwright sums gradients in fp32 (4 bytes): 18 bytes a parameter in place of 16. Its ledger adds what the "
+        "formula leaves out: activations, logits, kernels' workspaces, gathered parameters."
+    )
+
+
+def serve_7b(work: Work) -> None:
+    """Add up weights and KV cache of Llama-2-7B."""
+    token = _show_serving(work, "llama-2-7b", 4096, 16)
+    other = preset("llama-2-13b")
+    opt = 2 * other.layers * other.kv_heads * other.head_dim * 2
+    work.text(
+        f"The vLLM paper's 800 KB a token are OPT-13B's, with the shape of Llama-2-13B: 2 · {other.layers} · "
+        f"{other.hidden:,} · 2 = {opt:,} bytes, 800 KiB."
+    )
+    grouped = preset("llama-3-8b")
+    small = 2 * grouped.layers * grouped.kv_heads * grouped.head_dim * 2
+    work.text(
+        f"Grouped queries: Llama-3-8B has {grouped.kv_heads} key-value heads in place of {grouped.heads}: "
+        f"{small:,} bytes, a quarter of {token:,}."
+    )
+    work.result("13B, bytes per token", opt)
+    work.result("llama-3-8b, bytes per token", small)
+
+
+def serve_175b(work: Work) -> None:
+    """Add up weights and KV cache of GPT-3 175B."""
+    _show_serving(work, "gpt3-175b", 2048, 16)
+    weights = 175e9 * 2
+    work.text(
+        f"175 billion × 2 bytes = {weights / 1e9:g} GB = {weights / GIB:.0f} GiB: {ceil(weights / 80e9)} GPUs of "
+        "80 GB, 8 in practice: the ranks of tp divide 96 heads evenly, and the KV cache needs its share."
+    )
+    four = parameter_table(preset("gpt3-175b")).numel / 2
+    work.text(f"In 4 bits the weights are {format_size(four)}: two GPUs of 80 GB.")
+    work.result("weights, GiB", weights / GIB)
+    work.result("GPUs of 80 GB", ceil(weights / 80e9))
+
+
+def _show_serving(work: Work, model: str, length: int, sequences: int) -> int:
+    """Append weights, KV cache per token and for `sequences` of `length` tokens in bf16; return a token's bytes."""
+    config = preset(model)
+    found = serving_ledger(config, Layout(), ServingSizes(512, sequences, length, "bfloat16"))
+    token = found.kv_block // BLOCK_TOKENS
+    width = config.kv_heads * config.head_dim
+    numel = parameter_table(config).numel
+    work.text(
+        f"{model}: L = {config.layers}, {config.kv_heads} key-value heads of {config.head_dim}. KV cache of a token: "
+        f"keys and values, 2 · {config.layers} · {width:,} · 2 bytes = {2 * config.layers * width * 2:,}; the "
+        f"serving ledger's block of {BLOCK_TOKENS} tokens has {found.kv_block:,} bytes, {token:,} a token."
+    )
+    rows = [("weights", f"2 bytes × {numel:,}", format_size(2 * numel)),
+            (f"KV cache of {length:,} tokens", f"{token:,} × {length:,}", format_size(token * length)),
+            (f"KV cache of {sequences} such", "", format_size(token * length * sequences)),
+            ("sum", "", format_size(2 * numel + token * length * sequences))]  # fmt: skip
+    work.table("bf16:", ("", "", "size"), rows)
+    work.result("bytes per token", token)
+    work.result("weights, GB", 2 * numel / 1e9)
+    work.result("KV cache of a sequence, GB", token * length / 1e9)
+    return token

@@ -1,0 +1,194 @@
+"""Worked examples of numerics over ranks: sparsified gradients, accumulation, softmax in parts, expert routing.
+
+The training code for these computes on torch tensors (files named in `examples.py`); here the same formulas run on
+few numbers. Top-k sparsification and a capacity of experts exist in this file alone: Meshwright sends gradients whole
+and drops no token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.gallery.execution import Floats, check_program, execute, format_vector
+from meshwright.gallery.explanation import Work
+
+
+def keep_largest(values: Floats, k: int) -> Floats:
+    """Return `values` with all but the k entries of largest magnitude set to zero."""
+    kept = np.zeros_like(values)
+    largest = np.argsort(-np.abs(values), kind="stable")[:k]
+    kept[largest] = values[largest]
+    return kept
+
+
+def sparsify(work: Work) -> None:
+    """Send the two largest of eight gradients for four steps, with the rest kept as memory."""
+    gradients = np.array([
+        [0.9, -0.1, 0.2, 0.05, -1.2, 0.3, 0.0, 0.1], [0.1, -0.4, 0.2, 0.05, 0.1, 0.3, 0.6, 0.1],
+        [0.0, -0.4, 0.3, 0.05, -0.1, 0.3, 0.1, 0.1], [0.1, 0.1, 0.2, 0.05, 0.2, 0.0, 0.1, 0.5],
+    ])  # fmt: skip
+    k, memory, sent, forgetful = 2, np.zeros(8), np.zeros(8), np.zeros(8)
+    work.text(
+        "8 gradients, k = 2. Each step: u = gradient + memory; send the 2 largest entries of u; memory = the rest "
+        "of u. Meshwright sends gradients whole: these lines are the example's own."
+    )
+    for step, gradient in enumerate(gradients):
+        corrected = gradient + memory
+        message = keep_largest(corrected, k)
+        memory = corrected - message
+        sent += message
+        forgetful += keep_largest(gradient, k)
+        rows = [("gradient", format_vector(gradient)), ("+ memory", format_vector(corrected)),
+                ("sent", format_vector(message)), ("memory", format_vector(memory))]  # fmt: skip
+        work.table(f"Step {step + 1}:", ("", "values"), rows)
+    total = gradients.sum(axis=0)
+    work.text(
+        f"Sent so far + memory = {format_vector(sent + memory)}, the sum of all gradients: "
+        f"{format_vector(total)}. Without the memory {format_vector(forgetful)} would have been sent: entry 5, 0.3 in "
+        "three of the four steps, never."
+    )
+    work.text(
+        "Bytes: 2 values and 2 indices, 4 bytes each, are 16 in place of 32. k = 0.1 % of a large gradient is "
+        "0.2 % of the bytes; ranks choose different entries, so that they all-gather in place of all-reduce."
+    )
+    work.result("largest error of sent + memory", float(np.abs(sent + memory - total).max()))
+    work.result("sent, entry 5", sent[5])
+    work.result("sent without memory, entry 5", forgetful[5])
+    work.result("bytes of a step", 2 * k * 4)
+
+
+def accumulate(work: Work) -> None:
+    """Compare the gradient of a batch of eight with those of four micro-batches."""
+    x, y, w = np.arange(1.0, 9.0), np.array([3.0, 5.0, 8.0, 9.0, 12.0, 13.0, 14.0, 18.0]), 1.5
+    each = 2 * (w * x - y) * x
+    work.text("Model y = w x at w = 1.5, loss = mean of (w x − y)², so that a sample's gradient is 2 (w x − y) x.")
+    work.table("Samples:", ("x", "y", "gradient"), list(zip(x.tolist(), y.tolist(), each.tolist(), strict=True)))
+    parts = [part.mean() for part in np.split(each, 4)]
+    whole, accumulated = each.mean(), np.mean(parts)
+    work.table("Four micro-batches of two samples:", ("micro-batch", "mean gradient"),
+               [(f"{number}", float(part)) for number, part in enumerate(parts)])  # fmt: skip
+    work.text(f"Mean of the four: {accumulated:g}; gradient of all eight at once: {whole:g}.")
+    uneven = [each[:6].mean(), each[6:].mean()]
+    right = (6 * uneven[0] + 2 * uneven[1]) / 8
+    work.text(
+        f"Micro-batches of 6 and 2 samples: means {uneven[0]:g} and {uneven[1]:g}; their plain mean "
+        f"{np.mean(uneven):g} is wrong, the mean weighted by samples, {right:g}, is right. Meshwright sums the "
+        "losses of tokens and divides once by the targets of the whole step, counted before the first backward."
+    )
+    work.result("whole batch", float(whole))
+    work.result("accumulated", float(accumulated))
+    work.result("uneven, plain mean", float(np.mean(uneven)))
+    work.result("uneven, weighted", float(right))
+
+
+def split_softmax(work: Work) -> None:
+    """Compute the cross entropy of one token with the vocabulary on two ranks, with executed all-reduces."""
+    logits, target = np.array([2.0, -1.0, 0.5, 3.0, 1.0, 0.0]), 4
+    halves = np.split(logits, 2)
+    work.text(f"6 logits, rank 0 holds {format_vector(halves[0])}, rank 1 {format_vector(halves[1])}; target {target}.")
+    largest = _all_reduce([float(half.max()) for half in halves], "maximum")
+    sums = [float(np.exp(half - largest).sum()) for half in halves]
+    total = _all_reduce(sums, "sum")
+    found = [0.0, float(logits[target])]
+    chosen = _all_reduce(found, "sum")
+    work.table(
+        "Three all-reduces of one number a token:", ("", "rank 0", "rank 1", "all-reduced"),
+        [("maximum", *(float(half.max()) for half in halves), largest), ("sum of e^(logit − maximum)", *sums, total),
+         ("target's logit, 0 elsewhere", *found, chosen)],
+    )  # fmt: skip
+    loss = float(np.log(total)) + largest - chosen
+    work.text(
+        f"loss = log {total:.6g} + {largest:g} − {chosen:g} = {loss:.6g}. Bytes a token: 3 numbers in fp32, in "
+        "place of a vocabulary of logits: 12 bytes against 512,000 for the 128,256 logits of Llama 3 in fp32."
+    )
+    probabilities = [np.exp(half - largest) / total for half in halves]
+    probabilities[1][target - 3] -= 1
+    work.text(
+        f"Backward: softmax − one-hot, on each rank without communication: {format_vector(probabilities[0])} and "
+        f"{format_vector(probabilities[1])}."
+    )
+    work.result("loss", loss)
+    work.result("gradient of the target's logit", float(probabilities[1][target - 3]))
+
+
+def _all_reduce(values: list[float], reduction: str) -> float:
+    """Return the all-reduce of one number a rank, executed as the ring program. reduction: "sum" or "maximum"."""
+    neutral = 0.0 if reduction == "sum" else -np.inf
+    vectors = [[value] + [neutral] * (len(values) - 1) for value in values]
+    return float(execute(check_program("all-reduce", "ring", len(values), reduction), vectors)[-1].values[0, 0])
+
+
+def merge_blocks(work: Work) -> None:
+    """Compute one query's attention over four keys in two blocks, merged by their running maxima and sums."""
+    scores, values = np.array([1.0, 3.0, 5.0, 2.0]), np.array([[1.0, 0.0], [0.0, 2.0], [4.0, 1.0], [2.0, 2.0]])
+    work.text(
+        "One query, four keys with scores 1 3 5 2; two ranks hold two keys and values each, and the blocks travel "
+        "around the ring. A block yields m (maximum), l (sum of e^(s − m)) and o (weighted mean of values)."
+    )
+    maximum, total, output = -np.inf, 0.0, np.zeros(2)
+    rows = []
+    for step, block in enumerate((slice(0, 2), slice(2, 4))):
+        m = scores[block].max()
+        weights = np.exp(scores[block] - m)
+        o = weights @ values[block] / weights.sum()
+        rows.append((f"block {step}", float(m), float(weights.sum()), format_vector(o)))
+        higher = max(maximum, m)
+        old, new = total * np.exp(maximum - higher), float(weights.sum()) * np.exp(m - higher)
+        output = (output * old + o * new) / (old + new)
+        maximum, total = higher, old + new
+        rows.append((f"after ring step {step}", float(maximum), float(total), format_vector(output)))
+    work.table("Blocks, and the merged state:", ("", "m", "l", "o"), rows)
+    weights = np.exp(scores - scores.max())
+    direct = weights @ values / weights.sum()
+    work.text(
+        f"All four keys at once: o = {format_vector(direct)}, log-sum-exp = m + log l = "
+        f"{scores.max() + np.log(weights.sum()):.6g}. The old state is multiplied by e^(3 − 5) = "
+        f"{np.exp(-2):.6g} when the maximum rises from 3 to 5."
+    )
+    work.result("o[0]", float(output[0]))
+    work.result("o[1]", float(output[1]))
+    work.result("log-sum-exp", float(maximum + np.log(total)))
+
+
+ROUTER_LOGITS = np.array([
+    [2.0, 0.1, 0.3, 0.0], [1.5, 0.2, 0.1, 0.4], [0.3, 1.9, 0.2, 0.1], [2.2, 0.3, 0.6, 0.2],
+    [0.1, 0.2, 0.4, 1.7], [0.2, 2.1, 0.3, 0.5], [1.8, 0.4, 0.5, 0.3], [0.6, 0.1, 1.4, 0.2],
+])  # fmt: skip
+"""Router logits of 8 tokens for 4 experts."""
+
+
+def route(work: Work) -> None:
+    """Route eight tokens to their best of four experts, with a capacity of two tokens an expert."""
+    logits = ROUTER_LOGITS
+    exps = np.exp(logits - logits.max(axis=1, keepdims=True))
+    scores = exps / exps.sum(axis=1, keepdims=True)
+    chosen = scores.argmax(axis=1)
+    tokens, experts, factor = len(logits), logits.shape[1], 1.0
+    capacity = int(tokens / experts * factor)
+    work.text(
+        f"{tokens} tokens, {experts} experts, top 1, capacity factor {factor:g}: capacity = {tokens}/{experts} × "
+        f"{factor:g} = {capacity} tokens an expert. Tokens are taken in order."
+    )
+    used, rows, dropped = [0] * experts, [], 0
+    for token, expert in enumerate(chosen.tolist()):
+        used[expert] += 1
+        fits = used[expert] <= capacity
+        dropped += not fits
+        place = f"place {used[expert] - 1} of expert {expert}" if fits else f"dropped: expert {expert} is full"
+        rows.append((f"{token}", format_vector(logits[token]), f"{expert}", float(scores[token, expert]), place))
+    work.table("Router logits, choice, weight, place:", ("token", "logits", "expert", "weight", ""), rows)
+    fractions, means = np.bincount(chosen, minlength=experts) / tokens, scores.mean(axis=0)
+    balance = experts * float(fractions @ means)
+    work.text(
+        f"Chosen by {' '.join(map(str, used))} tokens: {dropped} of {tokens} dropped (their layer's output is the "
+        f"residual alone), and {experts * capacity - (tokens - dropped)} places stay empty. Load-balancing loss "
+        f"(equation 4, α = 1): {experts} Σ f·P = {balance:.6g}; 1 if balanced."
+    )
+    work.text(
+        "Meshwright drops no token: its dispatcher sends each expert as many as chose it (dropless), here up to "
+        f"{max(used)} in place of {capacity}."
+    )
+    work.result("capacity", capacity)
+    work.result("dropped", dropped)
+    work.result("balance loss", balance)
+    work.result("tokens of the fullest expert", max(used))
