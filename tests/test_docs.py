@@ -55,7 +55,7 @@ def commands(page: Path) -> list[list[str]]:
     for text in blocks(page, "console"):
         lines += [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
     lines += re.findall(r"`(meshwright [a-z][^`\n]*|make [a-z]+)`", page.read_text())
-    split = [shlex.split(line, comments=True) for line in lines]
+    split = [shlex.split(line.removesuffix(" &"), comments=True) for line in lines]
     return [words[: words.index(">")] if ">" in words else words for words in split if words]
 
 
@@ -321,11 +321,18 @@ def test_cleaning_rules_are_documented_in_their_order():
     assert [row[0].strip("`") for row in rows] == list(RULES)
 
 
-def test_readme_and_architecture_list_every_package():
-    packages = {path.name for path in (REPOSITORY / "src" / "meshwright").iterdir() if (path / "__init__.py").exists()}
-    for page in ("README.md", "docs/architecture.md"):
-        text = (REPOSITORY / page).read_text()
-        assert not [name for name in packages if f"{name}/" not in text], page
+def test_architecture_lists_every_package_and_every_file_of_the_core():
+    source, text = REPOSITORY / "src" / "meshwright", (REPOSITORY / "docs" / "architecture.md").read_text()
+    packages = {path.name for path in source.iterdir() if (path / "__init__.py").exists()}
+    assert not [name for name in packages if f"{name}/" not in text]
+    for package in ("program", "comm", "model", "parallel", "checkpoint", "training"):
+        files = sorted(path.name for path in (source / package).glob("*.py") if path.name != "__init__.py")
+        listed = re.search(rf"^    {package}/ .*\n((?:^        .*\n)+)", text, re.MULTILINE)
+        assert listed and re.findall(r"^        (\w+\.py) ", listed[1], re.MULTILINE) == files, package
+
+
+def test_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 130
 
 
 @each_page

@@ -1,0 +1,86 @@
+"""Commands of documentation pages with the output that the pages show, and the comparison with what they print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+EXACT = ("schedule", "collective")  # commands
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_UNITS = {"s": r"(?:ns|µs|ms|s|min)", "B": r"(?:bytes|B|KiB|MiB|GiB)"}
+
+
+@dataclass
+class File:
+    """A block that the text above it names as a file: "`tiny.toml`:"."""
+
+    name: str
+    text: str
+
+
+@dataclass
+class Command:
+    """A command line after "$ " and the lines shown below it; none shown: the output is not compared."""
+
+    line: str
+    shown: list[str] = field(default_factory=list)
+
+    @property
+    def words(self) -> list[str]:
+        """Words of the command up to a redirection."""
+        words = shlex.split(self.line, comments=True)
+        return words[: words.index(">")] if ">" in words else words
+
+    @property
+    def exact(self) -> bool:
+        """True if numbers are compared, too: output that depends on nothing but the command."""
+        return self.words[:2] in [["meshwright", name] for name in EXACT]
+
+
+def read_page(page: Path) -> list[File | Command]:
+    """Return files and commands of a page in the order of the text: named blocks, `console` and `sh` blocks."""
+    found: list[File | Command] = []
+    for above, language, text in re.findall(r"([^\n]*)\n+```([^\n]*)\n(.*?)^```$", page.read_text(), re.M | re.S):
+        named = re.search(r"`([\w./-]+)`:$", above)
+        if language in ("console", "sh"):
+            for line in text.splitlines():
+                if line.startswith("$ ") or language == "sh":
+                    found.append(Command(line.removeprefix("$ ")))
+                else:
+                    found[-1].shown.append(line)  # type: ignore[union-attr]
+        elif named:
+            found.append(File(named[1], text))
+    return found
+
+
+def normalize(line: str, exact: bool = False) -> str:
+    """Return a line with single spaces; unless `exact`, with # for every number, s for any unit of time, B of size."""
+    if not exact:
+        line = _NUMBER.sub("#", re.sub(r"\b[0-9a-f]{32,}\b", "#", line))
+        for unit, names in _UNITS.items():
+            line = re.sub(rf"# {names}\b", f"# {unit}", line)
+    return " ".join(line.split())
+
+
+def find_difference(shown: Sequence[str], printed: Sequence[str], exact: bool = False) -> str | None:
+    """Return the first shown line that was not printed in its place, None if all were.
+
+    A line "..." stands for any lines, " ..." at the end of a line for the rest of it. Empty lines are not compared.
+    """
+    lines = [normalize(line, exact) for line in printed if line.strip()]
+    at, anywhere = 0, False
+    for expected in filter(str.strip, shown):
+        if expected.strip() == "...":
+            anywhere = True
+            continue
+        wanted = normalize(expected, exact)
+        start = wanted.removesuffix(" ...")
+        cut = start != wanted
+        fits = [i for i, line in enumerate(lines) if i >= at and (line == wanted or (cut and line.startswith(start)))]
+        if not fits or (fits[0] != at and not anywhere):
+            return f"shown: {expected}\nprinted: {printed[:40]}"
+        at, anywhere = fits[0] + 1, False
+    return None if anywhere or at == len(lines) or not shown else f"printed, not shown: {lines[at]}"

@@ -1,0 +1,123 @@
+"""README, tutorial and learning path show what their commands print, numbers aside; those of programs to the digit."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.layout import Layout
+from tests.documented_commands import Command, File, find_difference, read_page
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "learn").glob("*.md"))]
+QUICK = {"plan", "schedule", "collective", "launch", "verify"}
+NOT_RUN = ("make test", ".venv/bin/python -m pytest", "pip install")  # they start this test again, or load packages
+SAMPLED = ("meshwright generate", "curl", "python examples/generate.py")  # texts depend on the machine's arithmetic
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def is_quick(command: Command) -> bool:
+    """True for commands of a few seconds: no training, no server, a layout of at most two ranks to verify."""
+    words = command.words
+    if words[:1] == ["python"]:
+        return words[1] in ("examples/plan.py", "examples/programs.py")
+    if words[:1] != ["meshwright"]:
+        return False
+    if words[1] == "verify":
+        return "--layout" in words and Layout.parse(words[words.index("--layout") + 1]).world_size <= 2
+    return "--help" in words or words[1] in QUICK
+
+
+def make_place(directory: Path) -> None:
+    """Put the folders of the repository that documented commands name into a directory."""
+    for name in ("examples", "recipes", "scripts"):
+        shutil.copytree(REPOSITORY / name, directory / name)
+
+
+@each_page
+def test_quick_commands_print_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from meshwright.cli.main import main
+    from meshwright.verification import cases
+
+    every = cases.CaseBuilder.default
+    monkeypatch.setattr(cases.CaseBuilder, "default", lambda builder: every(builder)[:1])  # one of the cases is enough
+    monkeypatch.chdir(tmp_path)
+    make_place(tmp_path)
+    ran = 0
+    for item in read_page(page):
+        if isinstance(item, File):
+            (tmp_path / item.name).write_text(item.text)
+        elif is_quick(item):
+            ran += 1
+            kind, *arguments = item.words
+            if kind == "python":
+                monkeypatch.setattr(sys, "argv", arguments)
+                runpy.run_path(arguments[0], run_name="__main__")
+            else:
+                assert main(arguments) == 0, item.line
+            output, errors = capsys.readouterr()
+            difference = find_difference(item.shown, (errors + output).splitlines(), item.exact)
+            assert not item.shown or not difference, f"$ {item.line}\n{difference}"
+    assert ran
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@each_page
+def test_all_commands_print_what_the_page_shows(page: Path, tmp_path: Path):
+    """Runs them in one shell, in their order, on a machine that was never measured; `make demo` as its script."""
+    make_place(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name, options in (("meshwright", " -m meshwright"), ("python", "")):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable}{options} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    script, ran = ["set -m"], []
+    for item in read_page(page):
+        if isinstance(item, File):
+            (tmp_path / item.name).write_text(item.text)
+        elif not item.line.startswith(NOT_RUN):
+            line = item.line.replace("make demo", "scripts/demo.sh")
+            script.append(f"{{ {line}\n}} >{len(ran)}.out 2>{len(ran)}.err; echo $? >{len(ran)}.code")
+            ran.append(item)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MESHWRIGHT", "XDG"))}
+    environment |= {"HOME": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment |= {"PYTHONPATH": str(REPOSITORY / "src"), "COLUMNS": "200"}
+    subprocess.run(["bash", "-c", "\n".join(script)], cwd=tmp_path, env=environment, check=False)
+    for number, command in enumerate(ran):
+        printed = [(tmp_path / f"{number}.{kind}").read_text() for kind in ("err", "out")]
+        assert (tmp_path / f"{number}.code").read_text() == "0\n", f"$ {command.line}\n{''.join(printed)}"
+        if command.line.startswith(SAMPLED):
+            continue
+        difference = find_difference(command.shown, "".join(printed).splitlines(), command.exact)
+        assert not command.shown or not difference, f"$ {command.line}\n{difference}"
+
+
+SHOWN = ["rounds 6", "...", "sent 1.5 MiB by every ...", "took 3 ms"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "fails"),
+    [
+        ("rounds 6|other|sent 2 MiB by every rank|took 12.1 µs", False),
+        ("rounds 6|sent 2 MiB by every rank|took 12.1 µs|more", True),
+        ("round 6|sent 2 MiB by every rank|took 12.1 µs", True),
+        ("rounds 6|sent 2 MiB by some|took 12.1 µs", True),
+        ("rounds 6|sent 2 MiB by every rank|other|took 12.1 µs", True),
+    ],
+)
+def test_comparison_finds_lines_that_differ_in_more_than_numbers(printed: str, fails: bool):
+    assert bool(find_difference(SHOWN, printed.split("|"))) is fails
+
+
+def test_exact_comparison_finds_numbers_that_differ():
+    assert find_difference(["makespan 33"], ["makespan   33"], exact=True) is None
+    assert find_difference(["makespan 33"], ["makespan 34"], exact=True)
