@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.serving import http_server
+from meshwright.serving import gate, http_server
 from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import create_app
@@ -198,9 +198,10 @@ def test_connections_beyond_twice_the_limit_wait_until_they_are_answered(address
     assert set(answers) <= {200, 429} and answers.count(200) >= LIMIT
 
 
-def test_full_queue_refuses_a_request_before_its_body_and_keeps_the_connection(
-    address: tuple[str, int], engine: FakeEngine
+def test_full_queue_refuses_a_request_before_a_large_body_and_keeps_the_connection(
+    address: tuple[str, int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(gate, "LINE_BYTES", 10)
     engine.refusal = Refusal("requests", 2.5)
     with socket.create_connection(address) as connection:
         connection.sendall(post(b'{"pro', 16))

@@ -31,7 +31,8 @@ from meshwright.names import check_options
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
 from meshwright.serving.memory import DEFAULT_FRACTION, MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
 from meshwright.serving.rank_starter import PRELOADED, JoinedStarter, LocalStarter, RankPlan
-from meshwright.serving.replicas import QueueLimits, Replicas
+from meshwright.serving.replicas import Replicas
+from meshwright.serving.waiting_line import QueueLimits
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.refuse import serving_layout
