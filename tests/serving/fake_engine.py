@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from meshwright.data.records.chat_template import _load_own_source
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
 from meshwright.errors import MeshwrightError
-from meshwright.serving.engine_client import Refusal, State
+from meshwright.serving.engine_client import Refusal, State, Ticket
 from meshwright.serving.http_server import make_server, open_socket
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import FinishReason, Output, Request
@@ -51,6 +51,7 @@ class FakeEngine:
         step_seconds: Time of a token; None: none ever comes.
         refusal: Answer of `admit`.
         running: Requests that were submitted and have neither ended nor been cancelled.
+        tickets: Those that were refused, with a key.
         requests: All requests ever submitted, in order.
         error: Raised after the first token.
     """
@@ -62,6 +63,7 @@ class FakeEngine:
         self.refusal: Refusal | None = None
         self.running: set[str] = set()
         self.requests: list[Request] = []
+        self.tickets: list[Ticket] = []
         self.error: Exception | None = None
         self.prompts = prompts
         self.say(text)
@@ -70,7 +72,9 @@ class FakeEngine:
         """Set the text of the answers."""
         self.tokens = [*self.prompts.encode(text, add_start=False), *sorted(self.prompts.ends)]
 
-    def admit(self, requests: Sequence[Request]) -> Refusal | None:
+    def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
+        if self.refusal is not None and ticket.key:
+            self.tickets.append(ticket)
         return Refusal(self.state, 1.0) if self.state in ("starting", "draining", "failed") else self.refusal
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
@@ -137,6 +141,15 @@ class ServedApp:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = make_server(app)
         self._thread = threading.Thread(target=lambda: uvloop.run(self._server.serve([listener])))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", int(self.url.rpartition(":")[2])
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._server.server_state.connections)
 
     def __enter__(self) -> ServedApp:
         self._thread.start()

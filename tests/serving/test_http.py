@@ -383,6 +383,24 @@ def test_full_queue_is_429_with_the_time_to_wait(client: openai.OpenAI, http: ht
     assert engine.requests == []
 
 
+def test_refused_request_is_known_again_by_key_path_and_body(http: httpx.Client, engine: FakeEngine):
+    engine.refusal = Refusal("requests", 1.0)
+    body = {"prompt": "x" * 36}
+    for path, change, headers in (
+        ("/v1/completions", {}, {}),
+        ("/v1/completions", {}, {"x-request-id": "other", "x-stainless-retry-count": "0"}),
+        ("/v1/completions", {"prompt": "other"}, {"x-stainless-retry-count": "1"}),
+        ("/completion", {}, {}),
+        ("/v1/completions", {}, {"authorization": "Bearer another"}),
+    ):
+        assert http.post(path, json=body | change, headers=headers).status_code == 429
+    tickets = engine.tickets
+    assert tickets[0].key == tickets[1].key and len({ticket.key for ticket in tickets}) == 4
+    assert [ticket.first for ticket in tickets] == [False, True, False, False, False]
+    assert tickets[0].tokens == 12
+    assert "meshwright:promises_outstanding{" in http.get("/metrics").text
+
+
 @pytest.mark.parametrize("state", ["starting", "recovering", "draining", "failed"])
 def test_health_and_readiness_follow_the_engine(http: httpx.Client, engine: FakeEngine, state: Any):
     engine.state = state
@@ -400,7 +418,9 @@ def test_body_beyond_its_limits_is_refused(http: httpx.Client, served: tuple[Fak
     with socket.create_connection(address(served[1])) as first, socket.create_connection(address(served[1])) as second:
         for one in (first, second):
             one.sendall(head(90_000) + b" " * 80_000)
-        answers = {one.recv(1000).split(b"\r\n")[0] for one in (first, second)}
+        heads = [one.recv(1000) for one in (first, second)]
+    answers = {head.split(b"\r\n")[0] for head in heads}
+    assert all((b"\r\nretry-after: 1\r\n" in head) == (b" 429 " in head) for head in heads)
     assert answers == {b"HTTP/1.1 408 Request Timeout", b"HTTP/1.1 429 Too Many Requests"}
     assert http.post("/v1/completions", json={"prompt": "x"}).is_success
 

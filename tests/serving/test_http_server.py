@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,7 +21,7 @@ import httpx
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.serving import http_server
+from meshwright.serving import gate, http_server
 from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import create_app
@@ -38,7 +41,7 @@ engine = FakeEngine(prompts)
 engine.step_seconds = 0.02
 listener = open_socket("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-print(asyncio.run(serve_http(create_app(engine, prompts, HttpSettings("m")), listener, engine)), len(engine.running))
+print(*asyncio.run(serve_http(create_app(engine, prompts, HttpSettings("m")), listener, engine)), len(engine.running))
 """
 
 
@@ -52,12 +55,17 @@ def engine(tmp_path: Path) -> FakeEngine:
 
 
 @pytest.fixture
-def address(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+def served(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedApp]:
     monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(http_server, "HEADER_BYTES", 2000)
     monkeypatch.setattr(http_server, "LINGER_SECONDS", 0.5)
-    with ServedApp(create_app(engine, engine.prompts, HttpSettings("m", connections=LIMIT))) as served:
-        yield ("127.0.0.1", int(served.url.rpartition(":")[2]))
+    with ServedApp(create_app(engine, engine.prompts, HttpSettings("m", connections=LIMIT))) as app:
+        yield app
+
+
+@pytest.fixture
+def address(served: ServedApp) -> tuple[str, int]:
+    return served.address
 
 
 def post(body: bytes, size: int | None = None, *headers: str) -> bytes:
@@ -126,13 +134,14 @@ def test_unfinished_header_beyond_the_limit_ends_the_connection(
 
 def test_client_that_reads_nothing_is_dropped(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "KEEP_ALIVE_SECONDS", 0.3)
-    request, count = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n", 500
+    body = json.dumps({"tokens": [299] * 1_000_000}).encode()  # more text than the buffers of the sockets hold
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(address)
-        connection.sendall(request * count)
-        time.sleep(1.5)
-        assert read_all(connection).count(b"HTTP/1.1 200") < count
+        connection.sendall(post(body).replace(b"v1/completions", b"detokenize"))
+        time.sleep(2.0)
+        received = read_all(connection)
+    assert received.startswith(b"HTTP/1.1 200") and not received.endswith(b'"}')
 
 
 def test_refused_connection_that_sends_nothing_is_closed_soon(
@@ -184,11 +193,17 @@ def test_connections_beyond_the_limit_get_a_429_and_those_within_it_are_served(
         assert 'reason="connections"} 3.0' in client.get("/metrics").text
 
 
-def test_connections_beyond_twice_the_limit_wait_until_they_are_answered(address: tuple[str, int]):
+def test_connections_beyond_twice_the_limit_wait_until_they_are_answered(
+    served: ServedApp, monkeypatch: pytest.MonkeyPatch
+):
     """None of them is reset, though most come while the server accepts none."""
+    monkeypatch.setattr(http_server, "CROWDED_SECONDS", 60)
     request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     with ExitStack() as stack:
-        connections = [stack.enter_context(socket.create_connection(address)) for _ in range(10 * LIMIT)]
+        connections = [stack.enter_context(socket.create_connection(served.address)) for _ in range(10 * LIMIT)]
+        for _ in range(20):
+            assert served.connections <= 2 * LIMIT + http_server.ACCEPTS
+            time.sleep(0.002)
         for connection in connections:
             connection.sendall(request)
         answers = []
@@ -198,9 +213,95 @@ def test_connections_beyond_twice_the_limit_wait_until_they_are_answered(address
     assert set(answers) <= {200, 429} and answers.count(200) >= LIMIT
 
 
-def test_full_queue_refuses_a_request_before_its_body_and_keeps_the_connection(
+def test_probe_is_answered_while_others_hold_twice_as_many_connections_as_the_limit(
+    address: tuple[str, int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("REFUSED_SECONDS", "HEADER_SECONDS"):
+        monkeypatch.setattr(http_server, name, 60)
+    engine.step_seconds = None
+    with ExitStack() as stack:
+        for number in range(5 * LIMIT):
+            connection = stack.enter_context(socket.create_connection(address))
+            connection.sendall(post(b'{"prompt": "x"}') if number < LIMIT else b"GET /health HT" if number % 2 else b"")
+            wait_until(lambda: len(engine.running) == min(number + 1, LIMIT))  # noqa: B023
+        assert httpx.get(f"http://{address[0]}:{address[1]}/health", timeout=3).status_code == 200
+        assert len(engine.running) == LIMIT
+
+
+def test_request_before_the_last_response_ends_the_connection_with_that_response(
     address: tuple[str, int], engine: FakeEngine
 ):
+    body = b'{"prompt": "x", "max_tokens": 3}'
+    with socket.create_connection(address) as connection:
+        connection.sendall(3 * post(body))
+        assert read_all(connection).count(b"HTTP/1.1 200") == 1 == len(engine.requests)
+
+
+def test_client_that_leaves_after_a_second_request_ends_the_first(address: tuple[str, int], engine: FakeEngine):
+    engine.step_seconds = None
+    with socket.create_connection(address) as connection:
+        connection.sendall(post(b'{"prompt": "x"}'))
+        wait_until(lambda: len(engine.running) == 1)
+        connection.sendall(2 * post(b'{"prompt": "x"}'))
+        time.sleep(0.05)
+    assert wait_until(lambda: not engine.running) < 1 and len(engine.requests) == 1
+
+
+def test_early_response_closes_the_connection_of_a_client_that_waits_to_send_its_body(
+    address: tuple[str, int], engine: FakeEngine
+):
+    engine.refusal, body = Refusal("requests", 2.5), b'{"prompt": "x"}'
+    with socket.create_connection(address) as connection:
+        connection.sendall(post(b"", 1 << 20, "Expect: 100-continue"))
+        head = read_all(connection).lower()
+    assert head.startswith(b"http/1.1 429") and b"connection: close" in head
+    engine.refusal = None
+    with socket.create_connection(address) as connection:
+        connection.sendall(post(b"", len(body), "Expect: 100-continue"))
+        connection.settimeout(5)
+        assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_low_limit_on_open_files_is_reported(monkeypatch: pytest.MonkeyPatch):
+    limits, lines = [(512, 1000)], list[str]()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, each: limits.append(each))
+    assert http_server.allow_connections(300, lines.append) == 300 and not lines
+    assert http_server.allow_connections(1024, lines.append) == 372 and limits[-1] == (1000, 1000)
+    assert len(lines) == 1 and "open files (ulimit -n) of 1000" in lines[0]
+
+
+def test_second_signal_ends_unfinished_requests_at_once(engine: FakeEngine):
+    engine.step_seconds = None
+    listener = open_socket("127.0.0.1", 0)
+    times: list[float] = []
+
+    def interrupt() -> None:
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.sendall(post(b'{"prompt": "x"}'))
+            wait_until(lambda: bool(engine.running))
+            for pause in (0.1, 0.0):
+                times.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(pause)
+            assert read_all(connection) == b""
+
+    with http_server.restored_signals():
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        app = create_app(engine, engine.prompts, HttpSettings("m"))
+        found = asyncio.run(http_server.serve_http(app, listener, engine))
+        thread.join()
+    assert found == (signal.SIGTERM, 1) and not engine.running
+    assert time.monotonic() - times[1] < 1.5
+
+
+def test_full_queue_refuses_a_request_before_a_large_body_and_keeps_the_connection(
+    address: tuple[str, int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gate, "LINE_BYTES", 10)
     engine.refusal = Refusal("requests", 2.5)
     with socket.create_connection(address) as connection:
         connection.sendall(post(b'{"pro', 16))
@@ -247,6 +348,6 @@ def test_sigterm_finishes_requests_in_flight_and_refuses_new_ones(tmp_path: Path
     told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert told[-1]["choices"][0]["finish_reason"] == "length" and "data: [DONE]" in lines
     assert refused[0].status_code == 503 and refused[0].json()["error"]["code"] == "draining"
-    assert process.stdout.read().split() == [str(int(signal.SIGTERM)), "0"]
+    assert process.stdout.read().split() == [str(int(signal.SIGTERM)), "0", "0"]
     process.stdout.close()
     assert process.wait(10) == 0

@@ -61,6 +61,15 @@ def test_document_has_the_fields_that_are_read(client: TestClient, path: str):
     assert not set(described) & set(model.unsupported)
 
 
+def test_document_has_the_refusal_of_a_connection_wherever_it_can_come(client: TestClient):
+    """Probes are answered whatever the load is."""
+    paths = client.get("/openapi.json").json()["paths"]
+    without = {
+        path for path, operations in paths.items() for each in operations.values() if "429" not in each["responses"]
+    }
+    assert without == {"/health", "/ready", "/metrics"}
+
+
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_field_that_cannot_be_honoured_is_refused_by_name(client: TestClient, name: str):
     path, body = "/v1/completions", {"prompt": "x", "max_tokens": 1}

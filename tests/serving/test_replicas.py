@@ -17,11 +17,13 @@ from meshwright.comm.local import PRELOADED_TO_SERVE, start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
 from meshwright.serving import replicas as replicas_module
+from meshwright.serving.engine_client import Ticket
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
-from meshwright.serving.replicas import QueueLimits, Replicas
+from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.step_limits import StepLimits
+from meshwright.serving.waiting_line import QueueLimits
 from tests.serving import fake_ranks
 from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
 
@@ -89,7 +91,7 @@ async def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> fl
 
 def refusal_of(replicas: Replicas, request: Request) -> str | None:
     """Why a request would be refused."""
-    refusal = replicas.admit([request])
+    refusal = replicas.admit([request], Ticket())
     return None if refusal is None else refusal.reason
 
 
@@ -276,13 +278,13 @@ def test_queue_refuses_requests_beyond_its_limits(loop: asyncio.Runner, shared: 
         replies = []
         for number in range(5):
             request = make_request(f"r{number}", tokens=10_000)
-            assert shared.admit([request]) is None
+            assert shared.admit([request], Ticket()) is None
             replies.append(shared.submit(request))
         assert refusal_of(shared, make_request("more")) == "requests"
-        assert (refusal := shared.admit(())) is not None and refusal.reason == "requests"  # of any request
+        assert (refusal := shared.admit((), Ticket())) is not None and refusal.reason == "requests"  # of any request
         shared.cancel("r4")
         await wait_until(lambda: refusal_of(shared, make_request("fits")) is None)
-        assert shared.admit(()) is None
+        assert shared.admit((), Ticket()) is None
         assert refusal_of(shared, make_request("long", *range(50))) == "tokens"
         for number in range(4):
             shared.cancel(f"r{number}")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
+from meshwright.serving.replica import Replica, Stream
+from meshwright.serving.request import Request
+from meshwright.serving.sampling import Sampling
 from meshwright.serving.speed import StepTimes, Work
 
 
@@ -92,8 +96,34 @@ def test_predicted_wait_is_within_20_percent_of_simulation(seed: int, groups: in
         return Work(0 if prompt_done else prompt, numbers.randint(1, 200), prompt if prompt_done else 0)
 
     running, waiting = [draw(True) for _ in range(16)], [draw(False) for _ in range(numbers.randint(5, 100))]
-    predicted = times.predict_wait(running, waiting, 16, groups)
+    predicted = times.predict_admissions(running, waiting, 16, groups)[-1]
     assert predicted == pytest.approx(simulate_wait(times, running, waiting, 16, groups), rel=0.2)
-    assert (
-        times.predict_wait(running[:3], [], 16, groups) < predicted / 10
-    )  # nothing waits: only prompts that run are computed
+
+
+def replica_with_queue(prompt: int, running: int = 4) -> Replica:
+    """A replica of known speed that runs `running` sequences and queues three prompts of so many tokens."""
+    replica, numbers = Replica(0, running), random.Random(0)
+    for tokens, keys in steps(numbers, 200):
+        replica.speed.observe(seconds_of(tokens, keys), tokens, keys)
+    for number in range(running + 3):
+        stream = Stream(Request(str(number), (1,) * (10 if number < running else prompt), Sampling(max_tokens=40)))
+        stream.tokens = [1] * (5 * number + 1) if number < running else []
+        replica.streams[str(number)] = stream
+    replica.take_report({"seconds": 0.0, "added": 0, "running": running, "waiting": 3, "paused": 0})
+    return replica
+
+
+def test_predicted_wait_falls_within_a_step_and_grows_with_the_queue(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    replica = replica_with_queue(100)
+    waits = [replica.predict_wait(count) for count in range(1, 7)]
+    assert waits == sorted(waits) and len(set(waits)) == 6  # beyond its three, too
+    for passed in (0.01, 0.2):
+        now = 100.0 + passed
+        assert replica.predict_wait(3) == pytest.approx(waits[2] - passed)
+
+
+def test_predicted_wait_counts_prompts_of_the_queue():
+    short, long = (replica_with_queue(prompt).predict_wait(3) for prompt in (10, 3000))
+    assert long - short > 2 * 2e-4 * 2990

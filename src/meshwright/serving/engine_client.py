@@ -27,6 +27,21 @@ class Refusal:
     retry_after_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Identity by which a refused request keeps its place in the line until its client comes again.
+
+    Attributes:
+        key: Keyed digest of the API key, the path and the body; empty: no place is kept.
+        tokens: Estimated tokens of the prompts.
+        first: True if the client says that it has not sent this request before: identical ones are other clients'.
+    """
+
+    key: bytes = b""
+    tokens: int = 1
+    first: bool = False
+
+
 class EngineClient(Protocol):
     """Interface of the engine (all replicas) for the HTTP server; its methods are called on the event loop's thread."""
 
@@ -38,10 +53,10 @@ class EngineClient(Protocol):
     def properties(self) -> Mapping[str, Any]:
         """JSON object of facts about the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
 
-    def admit(self, requests: Sequence[Request]) -> Refusal | None:
+    def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
         """Return None if the queue has room for all of `requests`, else the refusal; nothing is queued yet: the caller
-        submits them without an await in between. With no requests: the refusal that every request would get, however
-        short."""
+        submits them without an await in between. With no requests: the refusal that every request of this `ticket`
+        would get, however short."""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request at once and return the iterator over its outputs, which ends after the one with a finish
@@ -68,4 +83,5 @@ class EngineClient(Protocol):
         `steps`, `step_seconds` (measured, from one schedule to the next), `kernel_seconds` (of it, inside kernels),
         `predicted_seconds` (predicted for the same steps), `pauses`, `prefix_queries` and `prefix_hits` (prompt tokens
         looked up and found in the prefix cache), `restarts` (after a lost rank).
+        The first mapping also has the places of refused clients: `outstanding`, and since the start `kept`, `expired`.
         """

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import re
+import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,10 +18,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import UserError
-from meshwright.serving.protocol.errors import ApiError
+from meshwright.serving.engine_client import Ticket
+from meshwright.serving.protocol.errors import ApiError, retry_headers
 from meshwright.untrusted import read_file
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # need no API key: probes and scrapers have none
+LINE_BYTES = 256 << 10
+"""Largest body by which a refused request is known again; while the queue is full, larger ones are not read."""
+BYTES_PER_TOKEN = 4  # of a body, roughly, whether it has text or token IDs
 _GOOD_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces
 
 
@@ -68,10 +73,11 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 class Gate:
     """ASGI middleware in front of all endpoints: assigns each request its ID (`X-Request-Id`, the client's own if it
-    sent one), checks its API key, and refuses it before its body is read while the engine accepts none."""
+    sent one), checks its API key, and refuses it before a large body is read while the engine accepts none."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], refuse: Callable[[str], ApiError | None]) -> None:
-        """`api_keys`: any of them admits; none: no key is needed. `refuse`: returns the refusal of a POST to a path."""
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], refuse: Callable[[str, bool], ApiError | None]) -> None:
+        """`api_keys`: any of them admits; none: no key is needed. `refuse`: returns the refusal of a POST to a path,
+        before its body is read; its second argument: the body is larger than `LINE_BYTES`, or of unknown size."""
         self._app, self._refuse = app, refuse
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
@@ -94,7 +100,9 @@ class Gate:
             message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         else:
-            error = self._refuse(scope["path"]) if scope["method"] == "POST" else None
+            size = headers.get(b"content-length", b"")
+            large = not size.isdigit() or len(size) > 12 or int(size) > LINE_BYTES
+            error = self._refuse(scope["path"], large) if scope["method"] == "POST" else None
         return await (self._app if error is None else error.to_response())(scope, receive, send_named)
 
     def _admits(self, authorization: bytes) -> bool:
@@ -109,7 +117,7 @@ class BodyReader:
     """Reader of request bodies within the limits of `HttpSettings` on size, total memory and time."""
 
     def __init__(self, settings: HttpSettings) -> None:
-        self._settings = settings
+        self._settings, self._secret = settings, secrets.token_bytes(32)
         self._bytes = 0  # of all bodies now in memory
 
     @asynccontextmanager
@@ -118,22 +126,32 @@ class BodyReader:
         the context exits. Raises ApiError if a limit is exceeded, starlette's ClientDisconnect if the client is gone.
         """
         settings, body = self._settings, bytearray()
-        too_large = ApiError(413, f"the body is larger than {settings.body_bytes:,} bytes", code="body_too_large")
+        too_large = f"the body is larger than {settings.body_bytes:,} bytes"
         declared = request.headers.get("content-length", "0")
         if not declared.isdecimal() or len(declared) > 12 or int(declared) > settings.body_bytes:
-            raise too_large
+            raise ApiError(413, too_large, code="body_too_large")
         try:
             async with asyncio.timeout(settings.body_seconds):
                 async for part in request.stream():
                     self._bytes += len(part)
                     body += part
                     if len(body) > settings.body_bytes:
-                        raise too_large
+                        raise ApiError(413, too_large, code="body_too_large")
                     if self._bytes > settings.all_body_bytes:
-                        raise ApiError(429, "the bodies of all requests are too large together", code="body_bytes")
+                        message, wait = "the bodies of all requests are too large together", retry_headers(1.0)
+                        raise ApiError(429, message, code="body_bytes", headers=wait)
             yield bytes(body)
         except TimeoutError:
             message = f"the body did not arrive within {settings.body_seconds:g} s"
             raise ApiError(408, message, code="timeout") from None
         finally:
             self._bytes -= len(body)
+
+    def identify(self, request: Request, body: bytes) -> Ticket:
+        """Return the ticket of a request by its API key, path and body; without a key above `LINE_BYTES`."""
+        if len(body) > LINE_BYTES:
+            return Ticket()
+        digest = hashlib.blake2b(request.headers.get("authorization", "").encode(), key=self._secret, digest_size=16)
+        digest.update(b"\0" + request.scope["path"].encode() + b"\0" + body)
+        again = request.headers.get("x-stainless-retry-count")  # OpenAI's clients count
+        return Ticket(digest.digest(), max(1, len(body) // BYTES_PER_TOKEN), first=again == "0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from starlette.responses import Response
 
 from meshwright import __version__
 from meshwright.errors import UserError
-from meshwright.serving.engine_client import EngineClient, Refusal
+from meshwright.serving.engine_client import EngineClient, Refusal, Ticket
 from meshwright.serving.gate import BodyReader, Gate, HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.openapi import describe_api
@@ -64,7 +65,7 @@ def create_app(client: EngineClient, prompts: Prompts, settings: HttpSettings) -
     document = describe_api({path: body for path, (body, _) in posts.items()}, list(gets))
     app.openapi = lambda: document  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _answer_http_exception)
-    app.add_middleware(Gate, api_keys=settings.api_keys, refuse=api.refuse)
+    app.add_middleware(Gate, api_keys=settings.api_keys, refuse=api.refuse_unread)
     app.state.settings, app.state.refuse_connection = settings, api.refuse_connection
     if settings.cors_origins:
         app.add_middleware(
@@ -84,17 +85,23 @@ class _Api:
         self._bodies = BodyReader(settings)
         self._created = int(time.time())
 
-    def refuse(self, path: str) -> ApiError | None:
-        """Return the error response for a POST to `path` while the engine queues no request at all; None while it does,
-        and for paths that generate no text. Called before the body is read."""
-        if path not in GENERATION or (refusal := self._client.admit(())) is None:
+    def refuse_unread(self, path: str, large: bool) -> ApiError | None:
+        """Return the error response for a POST to `path` whose body has not been read: while no request is accepted at
+        all or, if the body is `large`, while a request without a place in the line would be refused; else None."""
+        closed = self._client.state in ("starting", "draining", "failed")
+        return self._refuse(path, Ticket()) if closed or large else None
+
+    def _refuse(self, path: str, ticket: Ticket) -> ApiError | None:
+        """Return the error response for a POST to `path` if its request would not be queued, however short it is; None
+        for paths that generate no text."""
+        if path not in GENERATION or (refusal := self._client.admit((), ticket)) is None:
             return None
         self.metrics.refuse(refusal.reason)
         return refusal_error(refusal)
 
     def refuse_connection(self) -> Response:
         """Return the HTTP response (429) for a new connection beyond the limit on connections."""
-        refusal = self._client.admit(())
+        refusal = self._client.admit((), Ticket())
         self.metrics.refuse("connections")
         wait = 1.0 if refusal is None else refusal.retry_after_seconds
         return refusal_error(Refusal("connections", wait)).to_response()
@@ -103,7 +110,9 @@ class _Api:
         """Handle a POST that generates text: parse the body as a `model`, run its choices, and return the whole
         response or an event stream."""
         name = request.state.request_id
+
         job = await self.parse(request, model, lambda body: build_job(body, self._prompts, self._settings.model, name))
+        job = replace(job, ticket=request.state.ticket)
         return EventStream(self._runner, job) if job.stream else await self._runner.collect(job, request.receive)
 
     async def parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:
@@ -120,6 +129,9 @@ class _Api:
                 raise option_error(error, model) from None
 
         async with self._bodies.read(request) as data:
+            request.state.ticket = self._bodies.identify(request, data)
+            if (error := self._refuse(request.scope["path"], request.state.ticket)) is not None:
+                raise error
             slow = len(data) > LARGE_BODY or "messages" in model.model_fields
             return await asyncio.to_thread(parse, data) if slow else parse(data)
 

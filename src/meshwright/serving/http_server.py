@@ -34,6 +34,7 @@ PAUSE_SECONDS = 0.05  # before the next look whether a connection can be accepte
 KEEP_ALIVE_SECONDS = 65  # of a connection without a request; longer than the usual 60 of proxies
 PROBES = tuple(f"GET {path}".encode() for path in OPEN_PATHS)  # answered whatever the load: it is no reason to restart
 REFUSED_SECONDS = 2  # in which a refused connection must have sent something to be answered
+CROWDED_SECONDS = 0.1  # the same if further connections wait, a probe's perhaps
 LINGER_SECONDS = 5  # for which a closed connection is still read
 
 
@@ -90,13 +91,16 @@ class _LingeringTransport:
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.abort)
 
 
+_Connections = dict["_LimitedProtocol", float]  # with the time since when they are open, the oldest first
+
+
 class _LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol for one connection, with limits on header bytes and on the time that a client may neither
     send nor read.
 
     `crowded`: close the connection after each response, as there are many. `refuse`: returns the response with which a
-    connection beyond the limit is refused, health checks excepted; None: it is accepted. `accepted`: the set of
-    open accepted connections, which it joins.
+    connection beyond the limit is refused, health checks excepted; None: it is accepted. `group`: the open accepted or
+    refused connections, which it joins.
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
@@ -106,24 +110,24 @@ class _LimitedProtocol(HttpToolsProtocol):
     deadline = write_deadline = math.inf
     _unsent_bytes = _header_bytes = 0  # of responses, at the last look; of the request
     _unparsed_bytes = 0  # received since the last complete part of a request, at most
+    _ends = False  # a further request came before the response: that closes the connection, and the rest is not read
 
     def __init__(
-        self, *arguments: Any, crowded: bool, refuse: Callable[[], Response] | None, accepted: set[asyncio.Protocol]
+        self, *arguments: Any, crowded: bool, refuse: Callable[[], Response] | None, group: _Connections
     ) -> None:
         super().__init__(*arguments)
-        self._crowded, self._refuse, self._accepted = crowded, refuse, accepted
+        self._crowded, self._refuse, self._group = crowded, refuse, group
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the connection; it must send its first headers within `HEADER_SECONDS`."""
         self._lingering = _LingeringTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._lingering))
-        if self._refuse is None:
-            self._accepted.add(self)
+        self._group[self] = time.monotonic()
         self._wait(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the connection."""
-        self._accepted.discard(self)
+        self._group.pop(self, None)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -141,7 +145,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         closing."""
         if data.startswith(PROBES):
             self._refuse = None
-        if self.transport.is_closing():
+            self._group.pop(self, None)
+            self._group[self] = time.monotonic()
+        if self._ends or self.transport.is_closing():
             pass
         elif self._refuse is None:
             self._unparsed_bytes += len(data)
@@ -156,12 +162,20 @@ class _LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 response to data that are not valid HTTP."""
+        """Send a 400 response to data that are not valid HTTP, if no other response is being sent."""
         self._lingering.unread = True
-        super().send_400_response(msg)
+        if not self._ends:
+            super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """Start to count a request's header bytes; the headers must be complete within `HEADER_SECONDS`."""
+        """Start to count a request's header bytes; the headers must be complete within `HEADER_SECONDS`.
+
+        A request before the response to the last one (HTTP pipelining) is not read: the connection ends with that
+        response, so that requests do not pile up, and the client's leaving is noticed.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._ends, self.cycle.keep_alive, self._lingering.unread = True, False, True
+            raise ValueError("a request before the last response")  # ends the parsing
         super().on_message_begin()
         self._header_bytes, self._lingering.unread = 0, True
         self._wait(HEADER_SECONDS)
@@ -177,12 +191,12 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start to handle the request, without a deadline from now on; with many connections, its response closes the
-        connection."""
+        """Start to handle the request, without a deadline from now on. Its response closes the connection if there are
+        many, or if the client waits for leave to send the body (after an early response nobody knows if it will)."""
         self._unparsed_bytes = 0
         super().on_headers_complete()
         self._wait(math.inf)
-        self.cycle.keep_alive &= not self._crowded
+        self.cycle.keep_alive &= not (self._crowded or self.expect_100_continue)
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
@@ -231,14 +245,15 @@ class _Server(uvicorn.Server):
     """uvicorn's server with a limit on connections; signals are handled by `serve_http` instead.
 
     From limit / 2 connections on, new ones are closed after each response (no keep-alive); beyond `limit` they get a
-    429; from 2 * limit on they wait in the kernel's backlog.
+    429; from 2 * limit on they wait in the kernel's backlog until a refused one ends, after `CROWDED_SECONDS` if it is
+    no probe.
     """
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
         super().__init__(config)
         self._limit, self._refuse = limit, refuse
         self._accepting: list[asyncio.Task[None]] = []
-        self._accepted: set[asyncio.Protocol] = set()
+        self._accepted, self._refused = _Connections(), _Connections()
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Return a context manager that does nothing, in place of uvicorn's signal handlers."""
@@ -273,7 +288,13 @@ class _Server(uvicorn.Server):
             while True:
                 try:
                     while len(self.server_state.connections) >= 2 * self._limit:
-                        await asyncio.sleep(PAUSE_SECONDS)
+                        oldest, since = next(iter(self._refused.items()), (None, math.inf))
+                        if oldest is not None and time.monotonic() - since > CROWDED_SECONDS:
+                            del self._refused[oldest]
+                            oldest.transport.abort()
+                            await asyncio.sleep(0)
+                        else:
+                            await asyncio.sleep(PAUSE_SECONDS)
                     connection, _ = await loop.sock_accept(listener)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     await loop.connect_accepted_socket(self._make_protocol, connection)
@@ -283,26 +304,34 @@ class _Server(uvicorn.Server):
     def _make_protocol(self) -> asyncio.Protocol:
         """Return the protocol object for a new connection, which refuses it if the limit is reached."""
         count = len(self._accepted)
-        refuse = self._refuse if count >= self._limit else None
         place = self.config, self.server_state, self.lifespan.state
-        crowded = 2 * count >= self._limit
-        return _LimitedProtocol(*place, crowded=crowded, refuse=refuse, accepted=self._accepted)
+        if count >= self._limit:
+            return _LimitedProtocol(*place, crowded=True, refuse=self._refuse, group=self._refused)
+        return _LimitedProtocol(*place, crowded=2 * count >= self._limit, refuse=None, group=self._accepted)
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
-    """Return the uvicorn server of an application from `create_app`, and raise the process's limit on open files to
-    what it needs. Its `serve([listener])` runs until `should_exit` is set."""
+    """Return the uvicorn server of an application from `create_app`, with as many connections as open files allow. Its
+    `serve([listener])` runs until `should_exit` is set."""
     config = uvicorn.Config(
         app, ws="none", lifespan="off", log_level="error", access_log=False, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
-    wanted = 2 * app.state.settings.connections + OTHER_FILES
+    return _Server(config, allow_connections(app.state.settings.connections), app.state.refuse_connection)
+
+
+def allow_connections(count: int, log: Callable[[str], None] = lambda line: None) -> int:
+    """Raise the process's limit on open files to what `count` connections and as many refused ones need; return how
+    many it allows, and log a line if they are fewer."""
+    wanted = 2 * count + OTHER_FILES
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < wanted:
         files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+        if files < wanted:
+            log(f"the limit on open files (ulimit -n) of {files} leaves room for fewer than {count} connections")
         wanted = files
-    return _Server(config, max(1, (wanted - OTHER_FILES) // 2), app.state.refuse_connection)
+    return max(1, (wanted - OTHER_FILES) // 2)
 
 
 @contextmanager
@@ -320,8 +349,10 @@ def restored_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient, drain_seconds: float = 60.0) -> int:
-    """Serve until SIGTERM or SIGINT; return the signal's number.
+async def serve_http(
+    app: FastAPI, listener: socket.socket, client: EngineClient, drain_seconds: float = 60.0
+) -> tuple[int, int]:
+    """Serve until SIGTERM or SIGINT; return the signal's number, and that of the requests that were not finished.
 
     From the signal on, new requests get 503 and those in flight are finished, for at most `drain_seconds`; a second
     signal ends them at once. Later ones change nothing: the handlers stay, for what the caller still has to clean up.
@@ -333,6 +364,7 @@ async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient
         signal.signal(each, lambda number, _: received.put_nowait(number))
     serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(received.get())
     failing = asyncio.create_task(client.wait_for_failure())
+    unfinished = 0
     try:
         await asyncio.wait((serving, signalled, failing), return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
@@ -343,9 +375,16 @@ async def serve_http(app: FastAPI, listener: socket.socket, client: EngineClient
         deadline = time.monotonic() + drain_seconds
         while server.server_state.tasks and received.empty() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        return signalled.result()
+        unfinished = len(server.server_state.tasks)
+        return signalled.result(), unfinished
     finally:
         signalled.cancel()
         failing.cancel()
         server.should_exit = True
+        again = asyncio.create_task(received.get())
+        if not unfinished:
+            await asyncio.wait((serving, again), return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        for connection in cast("set[_LimitedProtocol]", server.server_state.connections.copy()):
+            connection.transport.abort()
         await serving

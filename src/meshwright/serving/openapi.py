@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from meshwright import __version__
+from meshwright.serving.gate import OPEN_PATHS
 from meshwright.serving.protocol.bodies import Body, GenerationBody
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -23,20 +24,22 @@ _ERRORS = {
     "404": "Not there: the path, or the model",
     "503": "The server is starting, restarting a lost rank, or shutting down",
 }
+_CROWDED = {"429": "The queue is full, or there are too many connections; Retry-After says when to come again"}
 _BODY_ERRORS = {
     "400": "A wrong field, or one that cannot be honoured; `param` names it",
     "408": "The body did not arrive in time, or the answer was not finished within `timeout`",
     "413": "The body is too large",
-    "429": "The queue is full; Retry-After says when to come again",
 }
 
 
 def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[str, Any]:
     """Return the OpenAPI document of the server. `posts`: {path: model of its JSON body}; `gets`: paths of GET
     endpoints."""
-    paths = {path: {"get": _describe_operation(path, _ERRORS)} for path in gets}
+    paths = {
+        path: {"get": _describe_operation(path, _ERRORS if path in OPEN_PATHS else _ERRORS | _CROWDED)} for path in gets
+    }
     for path, body in posts.items():
-        operation = _describe_operation(path, _ERRORS | _BODY_ERRORS)
+        operation = _describe_operation(path, _ERRORS | _CROWDED | _BODY_ERRORS)
         operation["requestBody"] = {"required": True, "content": _content(body.__name__)}
         if issubclass(body, GenerationBody):
             operation["responses"]["500"] = _describe_error(

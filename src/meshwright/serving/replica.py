@@ -24,7 +24,7 @@ COUNTERS = {
 }
 """Figures of a replica that count from the start of its ranks, by their names in a step's report."""
 PREDICTION_SECONDS = 0.1
-"""For which a predicted wait holds: a long queue takes milliseconds to predict, and many ask."""
+"""For which a prediction of the queue holds: a long one takes milliseconds, and many ask."""
 
 
 class Stream(AsyncIterator[Output]):
@@ -133,7 +133,7 @@ class Replica:
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
         self.heard, self.sent = 0.0, 0
-        self._predicted, self._waits = 0.0, dict[tuple[int, int | None], float]()  # waits predicted since `_predicted`
+        self._predicted, self._admissions = -math.inf, list[float]()  # of the queue, predicted at that time
 
     def lose(self, reason: str) -> None:
         """Mark the replica as lost, so that its ranks are ended and restarted. reason: one line for the log."""
@@ -156,8 +156,6 @@ class Replica:
         """Store the figures of a step (`Engine.report`, with `seconds` and the number of requests `added`) and update
         the model of step times."""
         self.heard, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
-        if self.heard - self._predicted > PREDICTION_SECONDS:
-            self._predicted, self._waits = self.heard, {}
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
         if seconds and tokens:
             self.totals["steps"] += 1
@@ -183,19 +181,24 @@ class Replica:
         and `BLOCK_TOKENS` for each sequence that already generates."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
-    def predict_wait(self, more: Sequence[Request], first: int | None = None) -> float:
-        """Return the predicted seconds until all requests of the replica's queue and those of `more` are admitted.
-        first: only this many of them, from the head of the queue."""
-        key = len(more), first
-        if key not in self._waits:
+    def predict_wait(self, count: int) -> float:
+        """Return the predicted seconds until the first `count` requests of the queue are admitted. Beyond the end of
+        the queue they are like those in it."""
+        now = time.monotonic()
+        if now - self._predicted > PREDICTION_SECONDS:
             running = [self._work_left(each) for each in self.streams.values() if each.tokens]
             queued = [each.request for each in self.streams.values() if not each.tokens]
-            waiting = [Work(len(each.tokens), self._expect(each, 0)) for each in (*queued, *more)]
+            waiting = [Work(len(each.tokens), self._expect(each, 0)) for each in queued]
             places = self.places
             if self.report.get("waiting", 0):
                 places = max(1, self.report["running"] + self.report["paused"])
-            self._waits[key] = self.speed.predict_wait(running, waiting[:first], places, self.groups)
-        return self._waits[key]
+            self._admissions = self.speed.predict_admissions(running, waiting, places, self.groups)
+            self._predicted = now
+        seconds, known = self._admissions, len(self._admissions)
+        if not known:
+            return 0.0
+        predicted = seconds[count - 1] if count <= known else seconds[-1] * count / known
+        return max(0.0, predicted - (now - self.heard))  # the state is that of the last step
 
     def _work_left(self, stream: Stream) -> Work:
         """Return the remaining work of a request that is already generating."""

@@ -12,18 +12,19 @@ import contextlib
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.layout import Layout
 from meshwright.serving import messages
 from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
-from meshwright.serving.engine_client import Refusal, State
+from meshwright.serving.engine_client import Refusal, State, Ticket
 from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.request import Output, Request
+from meshwright.serving.waiting_line import Queue, QueueLimits, WaitingLine
 
 LOSSES_OF_REQUEST = 3
 """A request that was running each time and got no token in between is ended with an error: it may be the cause."""
@@ -39,16 +40,6 @@ STOP_SECONDS = 2.0
 """For ranks to end by themselves when the server does."""
 LOOK_SECONDS = 0.5
 """Between looks for replicas whose step takes too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Limits on the queue of all replicas. requests: waiting requests. tokens: prompt tokens of requests that have no
-    token yet. seconds: predicted wait of a new request."""
-
-    requests: int = 512
-    tokens: int = 1_000_000
-    seconds: float = 120.0
 
 
 class Replicas:
@@ -68,6 +59,7 @@ class Replicas:
         self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
+        self._line = WaitingLine(self._limits)
         groups = Layout.parse(plan.layout).pp
         self._replicas = [Replica(index, plan.limits.max_sequences, groups) for index in range(replicas)]
         self._streams: dict[str, Stream] = {}
@@ -108,26 +100,25 @@ class Replicas:
         """{"replica", "rank", "pid"} of each connected rank process."""
         return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
-    def admit(self, requests: Sequence[Request]) -> Refusal | None:
+    def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
         """Return None if the queue has room for all of `requests`, else the refusal, as described in
         `EngineClient.admit`."""
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
-        count = max(1, len(requests))
-        waiting = len(self._parked) + count - sum(replica.room for replica in ready)
-        if waiting <= 0:
+        waiting = len(self._parked) + max(1, len(requests)) - sum(replica.room for replica in ready)
+        if waiting <= 0 and not (requests and self._line.outstanding):
             return None
-        limits, queued = self._limits, [stream.request for stream in self._streams.values() if not stream.tokens]
-        tokens = sum(len(request.tokens) for request in (*queued, *requests)) + (not requests)
-        if waiting <= limits.requests and tokens <= limits.tokens:
-            seconds = self._predict_wait(ready, requests)
-            return Refusal("seconds", seconds - limits.seconds) if seconds > limits.seconds else None
-        over = max(0, waiting - limits.requests)  # requests that have to be admitted before the queue takes these
-        while over < len(queued) and tokens - sum(len(each.tokens) for each in queued[:over]) > limits.tokens:
-            over += 1
-        reason = "requests" if waiting > limits.requests else "tokens"
-        return Refusal(reason, self._predict_wait(ready, requests, first=over))
+        prompts = [len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens]
+        asked = sum(len(request.tokens) for request in requests)
+
+        def predict(count: int) -> float:
+            """Return the predicted seconds until `count` requests have left the queue, 1 if no replica is ready."""
+            share = -(-count // max(1, len(ready)))
+            return min((replica.predict_wait(share) for replica in ready), default=1.0)
+
+        queue = Queue(waiting, prompts, sum(prompts) + max(1, asked), predict)
+        return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request; return the asynchronous iterator over its outputs."""
@@ -156,7 +147,8 @@ class Replicas:
 
     def stats(self) -> list[Mapping[str, float]]:
         """Return one mapping of figures per replica, as described in `EngineClient.stats`."""
-        return [replica.stats() for replica in self._replicas]
+        line = {name: getattr(self._line, name) for name in ("outstanding", "kept", "expired")}
+        return [replica.stats() | (line if replica.index == 0 else {}) for replica in self._replicas]
 
     # --- start and end
 
@@ -370,12 +362,6 @@ class Replicas:
             self._parked.remove(stream)
         if stream.deadline is not None:
             stream.deadline.cancel()
-
-    def _predict_wait(self, ready: Sequence[Replica], requests: Sequence[Request], first: int | None = None) -> float:
-        """Return the predicted seconds until the fastest of the `ready` replicas has admitted its queue and `requests`;
-        1 if none is ready. first: wait only for this many requests, counted over all replicas' queues."""
-        share = None if first is None else -(-first // max(1, len(ready)))
-        return min((replica.predict_wait(requests, share) for replica in ready), default=1.0)
 
     def _give_up(self, error: MeshwrightError) -> None:
         """Fail for good: set state and error, and end all streams with the error."""

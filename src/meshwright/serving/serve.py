@@ -31,7 +31,8 @@ from meshwright.names import check_options
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
 from meshwright.serving.memory import DEFAULT_FRACTION, MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
 from meshwright.serving.rank_starter import PLAIN_TORCH, JoinedStarter, LocalStarter, RankPlan
-from meshwright.serving.replicas import QueueLimits, Replicas
+from meshwright.serving.replicas import Replicas
+from meshwright.serving.waiting_line import QueueLimits
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.refuse import serving_layout
@@ -135,7 +136,7 @@ def serve(
     model = _check_model(Path(path), str(layout), options, log)
     from meshwright.serving.gate import HttpSettings, read_api_keys
     from meshwright.serving.http import create_app
-    from meshwright.serving.http_server import open_socket, restored_signals, serve_http
+    from meshwright.serving.http_server import allow_connections, open_socket, restored_signals, serve_http
 
     file = options.get("api_key_file")
     keys = [] if file is None else read_api_keys(Path(file))
@@ -147,11 +148,12 @@ def serve(
     ):
         replicas = _make_replicas(model, directory, options, log)
 
-        async def run() -> int:
-            """Start and serve; return the number of the signal that ended it."""
+        async def run() -> tuple[int, int]:
+            """Start and serve; return the number of the signal that ended it, and of the unfinished requests."""
             try:
                 prompts = await _start(model, replicas, phases)
                 connections = max(1024, 2 * replicas.most_requests)
+                allow_connections(connections, log)
                 settings = HttpSettings(name, keys, options.get("cors_origins", ()), connections=connections)
                 app = create_app(replicas, prompts, settings)
                 host, port = listener.getsockname()[:2]
@@ -312,8 +314,9 @@ def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any
     return {"predicted": predicted, "measured": dict(measured), "total_gib": ledger.total / GIB}
 
 
-def _run_until_signal(main: Coroutine[Any, Any, int]) -> None:
-    """Run the server (`main`) on uvloop; at its end raise KeyboardInterrupt for SIGINT, else Terminated."""
+def _run_until_signal(main: Coroutine[Any, Any, tuple[int, int]]) -> None:
+    """Run the server (`main`, as `serve_http`) on uvloop; at its end raise KeyboardInterrupt for SIGINT, else
+    Terminated."""
     import uvloop
 
     from meshwright.serving.http_server import SIGNALS
@@ -321,7 +324,7 @@ def _run_until_signal(main: Coroutine[Any, Any, int]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         received = list[int]()
 
-        async def run() -> int:
+        async def run() -> tuple[int, int]:
             """Serve; a signal during the start cancels it, once. HTTP has handlers of its own."""
             task = asyncio.current_task()
             assert task is not None
@@ -337,9 +340,10 @@ def _run_until_signal(main: Coroutine[Any, Any, int]) -> None:
             return await main
 
         try:
-            number = runner.run(run())
+            number, unfinished = runner.run(run())
         except asyncio.CancelledError:
-            number = received[0] if received else signal.SIGTERM
+            number, unfinished = received[0] if received else signal.SIGTERM, 0
+    flight = f"{unfinished} requests in flight were ended" if unfinished else "requests in flight were finished"
     if number == signal.SIGINT:
-        raise KeyboardInterrupt("interrupted: the server has ended")
-    raise Terminated("terminated: requests in flight were finished, the server has ended")
+        raise KeyboardInterrupt(f"interrupted: {flight}, the server has ended")
+    raise Terminated(f"terminated: {flight}, the server has ended")

@@ -67,8 +67,10 @@ class StepTimes:
                     others = sum(row[j] * self.coefficients[j] for j in range(3) if j != i)
                     self.coefficients[i] = max(0.0, (target - others) / row[i])
 
-    def predict_wait(self, running: Iterable[Work], waiting: Iterable[Work], places: int, groups: int = 1) -> float:
-        """Return the predicted seconds until the last request of `waiting` is admitted.
+    def predict_admissions(
+        self, running: Iterable[Work], waiting: Iterable[Work], places: int, groups: int = 1
+    ) -> list[float]:
+        """Return the predicted seconds until each request of `waiting` is admitted, in their order.
 
         `places`: most sequences that run at a time. Model: the running sequences decode one token each per round; when
         one ends, the next request is admitted and its prompt computed. `groups`: number of steps in a round, each for
@@ -76,6 +78,7 @@ class StepTimes:
         """
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
+        admissions: list[float] = []
 
         def admit(work: Work) -> None:
             nonlocal seconds, keys
@@ -92,7 +95,8 @@ class StepTimes:
                 seconds += (end - step) * groups * self.predict((len(ends) + 1) / groups, keys / groups)
                 step, keys = end, keys - context
             admit(work)
-        return seconds
+            admissions.append(seconds)
+        return admissions
 
     def _predict_prompt(self, work: Work) -> float:
         """Return the predicted seconds by which computing a request's prompt lengthens the steps."""

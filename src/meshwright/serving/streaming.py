@@ -57,7 +57,7 @@ class JobRunner:
         """Submit all requests of a job to the engine; raise ApiError if they are refused. Return the task that calls
         `take(choice, piece)` for each new piece of text; when it ends or is cancelled, unfinished requests are
         cancelled."""
-        refusal = self._client.admit(job.requests)
+        refusal = self._client.admit(job.requests, job.ticket)
         if refusal is not None:
             self._metrics.refuse(refusal.reason)
             raise refusal_error(refusal)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.serving.choices import Choice, StopRule
+from meshwright.serving.engine_client import Ticket
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.answers import AnswerForm, ChatForm, CompletionForm
 from meshwright.serving.protocol.bodies import MOST_SEQUENCES, ChatBody, CompletionBody, GenerationBody, LlamaBody
@@ -33,12 +34,14 @@ class Job:
         form: Formatter of the response.
         stream: True to send the response as server-sent events.
         timeout: Seconds until the request is cancelled (408); None: never.
+        ticket: Identity of the request, by which it keeps its place if it is refused.
     """
 
     choices: Sequence[Choice]
     form: AnswerForm
     stream: bool
     timeout: float | None
+    ticket: Ticket = field(default_factory=Ticket)
 
     @property
     def requests(self) -> list[Request]:

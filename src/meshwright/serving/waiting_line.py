@@ -1,0 +1,196 @@
+"""Virtual line of refused clients: admission to the bounded queue in the order of the first refusals. Free of torch.
+
+A refused request keeps a place without a connection, known by a digest of its bytes, and its client is told when to
+come again. A newcomer waits behind all places whose clients are expected to return; only room that they leave admits it
+at once. Nobody is refused while the engine could run it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshwright.serving.engine_client import Refusal, Ticket
+
+MOST_PLACES = 4096
+"""Beyond it the client that is late the longest loses its place to a new one; if none is late, the new one has none."""
+MARGIN, SHORTEST_SECONDS = 1.25, 0.02
+"""Told wait / predicted wait, and the shortest: a client that comes too early meets a full queue."""
+GRACE_SECONDS, GRACE_SHARE = 2.0, 0.25
+"""A place expires when its client is later than both, in seconds and of the told wait."""
+LATE_SECONDS = 0.25
+"""Newcomers no longer wait for a client that is so late, though it keeps its place."""
+EARLY_SECONDS = 0.01
+"""By which a client may be early: its timer may be coarse."""
+LEARNING = 1 / 16
+"""Weight of one client in the moving average of those that return."""
+GUARD = 8
+"""1 / share of the queue that is left to clients with a place, as long as there are so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Limits on the queue of all replicas. requests: waiting requests. tokens: prompt tokens of requests that have no
+    token yet. seconds: predicted wait of a new request."""
+
+    requests: int = 512
+    tokens: int = 1_000_000
+    seconds: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Present state of the queue with the asked requests at its end.
+
+    Attributes:
+        waiting: Number of requests that would wait, the asked ones included; 0 or less: nobody would.
+        prompts: Prompt tokens of each queued request, from the head, without the asked ones.
+        tokens: Prompt tokens of all, the asked ones included.
+        predict: Returns the predicted seconds until so many requests are admitted from the head.
+    """
+
+    waiting: int
+    prompts: Sequence[int]
+    tokens: int
+    predict: Callable[[int], float]
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Place of one refused request in the line.
+
+    Attributes:
+        key: Digest of the request. Identical requests have places of their own under one digest.
+        number: Order of the places.
+        requests: Number of the engine's requests that it makes (choices).
+        tokens: Prompt tokens of all of them.
+        due: Time from which on any room in the queue admits it, in seconds of the line's clock.
+        expires: Time at which the place is given up.
+    """
+
+    key: bytes
+    number: int
+    requests: int
+    tokens: int
+    due: float = math.inf
+    expires: float = math.inf
+
+
+class WaitingLine:
+    """Admission to the queue within its limits, and the places of those that were refused.
+
+    Attributes:
+        returning: Moving average of the share of clients that return when they were told; 1 before any was expected.
+        kept: Number of places whose clients were admitted, since the start.
+        expired: Number of places that were given up, since the start.
+    """
+
+    def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: returns seconds."""
+        self.returning, self.kept, self.expired = 1.0, 0, 0
+        self._limits, self._clock, self._counter = limits, clock, itertools.count()
+        self._places: dict[bytes, list[_Place]] = {}
+        self._expected, self._late = set[_Place](), dict[_Place, None]()  # late the longest first; newcomers pass those
+        self._requests = self._tokens = 0  # of all expected places
+        self._ends: list[tuple[float, int, _Place]] = []  # heap: when a place is looked at again
+
+    @property
+    def outstanding(self) -> int:
+        """Number of places."""
+        return len(self._expected) + len(self._late)
+
+    def admit(self, ticket: Ticket, requests: int, tokens: int, queue: Queue) -> Refusal | None:
+        """Return None if the queue takes a request now, which uses up its place; else the refusal, after which it has a
+        place. requests: number of the engine's requests that it makes; 0: only ask, and keep the place. tokens: of its
+        prompts, or an estimate."""
+        now = self._clock()
+        self._expire(now)
+        place = None if ticket.first else next(iter(self._places.get(ticket.key, ())), None)
+        due = place is not None and now >= place.due - EARLY_SECONDS
+        reason, seconds = self._find_limit(queue, 0.0 if due else self._expect_before(place))
+        if due and reason:  # the engine is slower than predicted: those before it, in the same position, come first
+            _, seconds = self._find_limit(queue, self._expect_before(place))
+        if place is not None and due and (reason or requests):
+            self.returning += LEARNING * (1 - self.returning)
+        if not reason:
+            if place is not None and requests:
+                self._remove(place, kept=True)
+            return None
+        wait = max(MARGIN * seconds, SHORTEST_SECONDS)
+        if self.outstanding >= MOST_PLACES and self._late and place is None:
+            self._remove(next(iter(self._late)))
+        if place is None and ticket.key and self.outstanding < MOST_PLACES:
+            place = _Place(ticket.key, next(self._counter), max(1, requests), tokens)
+            self._places.setdefault(ticket.key, []).append(place)
+            heapq.heappush(self._ends, (now, place.number, place))
+        if place is not None:
+            place.due = now + wait if due else min(place.due, now + wait)
+            wait = max(place.due - now, SHORTEST_SECONDS)
+            place.expires = place.due + max(GRACE_SECONDS, GRACE_SHARE * wait)
+            self._late.pop(place, None)
+            self._expect(place, True)
+        return Refusal(reason, wait)
+
+    def _find_limit(self, queue: Queue, ahead: float) -> tuple[str, float]:
+        """Return the limit that the queue would exceed, "" if none, and the predicted seconds until it would not.
+        ahead: expected number of requests that come before the asked one and are not in the queue yet."""
+        if queue.waiting <= 0:
+            return "", 0.0
+        over = math.ceil(queue.waiting + ahead) - self._limits.requests
+        reason = "requests" if over > 0 else ""
+        excess = queue.tokens + ahead * self._tokens / max(1, self._requests) - self._limits.tokens
+        if excess > 0:
+            reason = reason or "tokens"
+            freed = itertools.accumulate(queue.prompts)
+            over = max(over, 1 + sum(1 for _ in itertools.takewhile(lambda each: each < excess, freed)))
+        if reason:
+            return reason, queue.predict(over)
+        seconds = queue.predict(math.ceil(queue.waiting + ahead)) - self._limits.seconds
+        return ("seconds", seconds) if seconds > 0 else ("", 0.0)
+
+    def _expect_before(self, place: _Place | None) -> float:
+        """Return the expected number of requests that return to the places before `place`, None: a newcomer's.
+
+        A part of the queue is left to them even if hardly any returned so far: clients change their ways sooner than
+        that is known.
+        """
+        count = self._requests
+        if place is not None:
+            count = sum(each.requests for each in self._expected if each.number < place.number)
+        return max(self.returning * count, min(count, self._limits.requests // GUARD))
+
+    def _expect(self, place: _Place, expected: bool) -> None:
+        """Let newcomers wait behind `place`, or no longer."""
+        if (place in self._expected) is not expected:
+            sign = 1 if expected else -1
+            self._requests += sign * place.requests
+            self._tokens += sign * place.tokens
+            self._expected ^= {place}
+
+    def _expire(self, now: float) -> None:
+        """Remove the places that have expired; expect no longer the clients that are late."""
+        while self._ends and self._ends[0][0] <= now:
+            _, number, place = heapq.heappop(self._ends)
+            if place in self._expected and place.due + LATE_SECONDS <= now:
+                self.returning -= LEARNING * self.returning
+                self._expect(place, False)
+                self._late[place] = None
+            if place in self._late and place.expires <= now:
+                self._remove(place)
+            elif place in self._expected or place in self._late:
+                later = place.expires if place in self._late else place.due + LATE_SECONDS
+                heapq.heappush(self._ends, (later, number, place))
+
+    def _remove(self, place: _Place, kept: bool = False) -> None:
+        """Remove a place, and count it as kept or expired."""
+        self.kept += kept
+        self.expired += not kept
+        self._expect(place, False)
+        self._late.pop(place, None)
+        self._places[place.key].remove(place)
+        if not self._places[place.key]:
+            del self._places[place.key]

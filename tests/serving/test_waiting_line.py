@@ -1,0 +1,228 @@
+"""The line of refused clients on an engine of virtual time: who is admitted when, and how true the told waits are."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+
+from meshwright.serving import waiting_line
+from meshwright.serving.engine_client import Refusal, Ticket
+from meshwright.serving.waiting_line import Queue, QueueLimits, WaitingLine
+
+LIMIT, PLACES, ANSWER, ADMITTED = 64, 64, 32, 8
+"""Requests of the queue, sequences that run, tokens of an answer, sequences that a step admits."""
+
+
+class Engine:
+    """A server in virtual time: steps of disturbed length, and clients that return once, exactly as they are told.
+
+    Attributes:
+        retried: Per refused client that returned: True if it was admitted then.
+        idle: Sequences that could have run in all steps while a client was refused.
+    """
+
+    def __init__(self, seed: int, step: float, with_line: bool) -> None:
+        self.draw, self.step, self.with_line = random.Random(seed), step, with_line
+        self.now, self.step_began, self.step_ends = 0.0, 0.0, 0.0
+        self.line = WaitingLine(QueueLimits(LIMIT), lambda: self.now)
+        self.running: list[int] = []
+        self.queued = 0
+        self.retried: list[bool] = []
+        self.idle = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def ask(self, key: bytes) -> Refusal | None:
+        """Ask for a request; it is queued unless it is refused."""
+        waiting = self.queued + 1 - (PLACES - len(self.running))
+        queue = Queue(waiting, [64] * self.queued, 64 * (self.queued + 1), self.predict)
+        if self.with_line:
+            refusal = self.line.admit(Ticket(key), 1, 64, queue)
+        else:
+            refusal = Refusal("requests", self.predict(waiting - LIMIT)) if waiting > LIMIT else None
+        self.queued += refusal is None
+        self.idle += refusal is not None and len(self.running) + self.queued < PLACES
+        return refusal
+
+    def predict(self, count: int) -> float:
+        """Seconds until `count` running sequences have ended, by the mean step."""
+        ends, (rounds, index) = sorted(self.running), divmod(count - 1, PLACES)
+        steps = (ends[index] if index < len(ends) else ANSWER) + rounds * ANSWER
+        return max(0.0, steps * self.step - (self.now - self.step_began))
+
+    def at(self, when: float, event: Callable[[], None]) -> None:
+        """Let `event` happen at a time."""
+        heapq.heappush(self._events, (when, len(self._events) + self.draw.getrandbits(40), event))
+
+    def arrive(self, load: float, seconds: float, returning: bool) -> None:
+        """Poisson arrivals at `load` times the capacity; then let time pass until all have returned."""
+        rate, when, ends = load * PLACES / (ANSWER * self.step), self.now, self.now + seconds
+        while when < ends:
+            self.at(when, lambda: self._come(returning))
+            when += self.draw.expovariate(rate)
+        self.run(ends)
+
+    def _come(self, returning: bool) -> None:
+        key = self.draw.randbytes(8)
+        refusal = self.ask(key)
+        if refusal is not None and returning:
+            late = self.draw.random() * 0.002
+            self.at(self.now + refusal.retry_after_seconds + late, lambda: self.retried.append(self.ask(key) is None))
+
+    def probe(self) -> tuple[float, float]:
+        """Return the told and the real wait of one client that asks every 20 ms, alone."""
+        began, told = self.now, None
+        while (refusal := self.ask(b"probe")) is not None:
+            told = refusal.retry_after_seconds if told is None else told
+            self.run(self.now + 0.02)
+        assert told is not None
+        return told, self.now - began
+
+    def run(self, until: float) -> None:
+        """Let time pass."""
+        while (now := min(self.step_ends, self._events[0][0] if self._events else until)) < until:
+            self.now = now
+            if self._events and self._events[0][0] <= self.step_ends:
+                heapq.heappop(self._events)[2]()
+                continue
+            self.running = [left - 1 for left in self.running if left > 1]
+            admitted = min(ADMITTED, PLACES - len(self.running), self.queued)
+            self.queued -= admitted
+            self.running += [ANSWER] * admitted
+            self.step_began, self.step_ends = now, now + self.step * self.draw.lognormvariate(0, 0.1)
+        self.now = until
+
+
+class Clock:
+    """Seconds that tests set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def line(clock: Clock) -> WaitingLine:
+    """A line before a queue of 8 requests and 100 tokens."""
+    return WaitingLine(QueueLimits(8, 100), clock)
+
+
+def ask(line: WaitingLine, key: bytes, waiting: int = 9, first: bool = False, tokens: int = 9) -> float | None:
+    """Ask for a request that would be one of so many that wait; a further one is admitted each second. Return the
+    seconds that it was told to wait, None if it was admitted."""
+    queue = Queue(waiting, [tokens // max(1, waiting)] * (waiting - 1), tokens, float)
+    refusal = line.admit(Ticket(key, first=first), 1, tokens // max(1, waiting), queue)
+    return None if refusal is None else refusal.retry_after_seconds
+
+
+def retry_after_overload(step: float, with_line: bool) -> tuple[list[bool], list[float]]:
+    """Ten times the capacity without returns, then 0.8 times with them; told / real wait after such overloads."""
+    retried, ratios = [], []
+    for seed in range(2):
+        engine = Engine(seed, step, with_line)
+        for _ in range(2):  # the second time what was learnt of the clients has to be unlearnt
+            engine.arrive(10, 400 * step, returning=False)
+            engine.arrive(0.8, 500 * step, returning=True)
+            engine.run(engine.now + 20)
+        engine.arrive(10, 400 * step, returning=False)
+        if engine.ask(b"full?") is not None:
+            told, real = engine.probe()
+            ratios.append(told / max(real, 0.02))
+        assert not engine.idle
+        retried += engine.retried
+    return retried, ratios
+
+
+@pytest.mark.parametrize("step", [0.01, 0.1])
+def test_refused_clients_succeed_at_their_first_retry_when_the_load_falls(step: float):
+    retried, ratios = retry_after_overload(step, with_line=True)
+    assert len(retried) > 50 and sum(retried) >= 0.9 * len(retried)
+    assert 1 / 1.5 <= statistics.median(ratios) <= 1.5
+    without, _ = retry_after_overload(step, with_line=False)
+    assert sum(without) < 0.7 * len(without)
+
+
+def test_line_is_served_in_the_order_of_the_first_refusals(line: WaitingLine, clock: Clock):
+    assert [ask(line, key) for key in (b"a", b"b", b"c")] == [1.25, 2.5, 3.75]
+    clock.now = 1.25
+    assert ask(line, b"new", waiting=8) == 3.75  # the room is that of a
+    assert ask(line, b"a", waiting=8) is None
+    clock.now = 2.5
+    assert ask(line, b"c", waiting=8) == 1.25  # the room is that of b
+    assert ask(line, b"b", waiting=8) is None
+    assert (line.kept, line.outstanding) == (2, 2)
+
+
+def test_retry_that_is_refused_again_is_told_less_and_never_put_behind_others(line: WaitingLine, clock: Clock):
+    told = [ask(line, key) for key in (b"a", b"b")]
+    clock.now = 1.0
+    assert ask(line, b"b") == told[1] - 1.0  # too early: it keeps its place
+    for number in range(20):
+        ask(line, b"new%d" % number)
+    assert ask(line, b"b") == told[1] - 1.0
+    clock.now = 2.5
+    assert ask(line, b"b") == 1.25 < told[1]  # slower than predicted: only the next room is waited for
+    clock.now = 3.75
+    assert ask(line, b"b", waiting=8) is None
+
+
+def test_retries_that_are_refused_again_at_the_same_time_are_spread_in_their_order(line: WaitingLine, clock: Clock):
+    assert [ask(line, key) for key in (b"a", b"b", b"c")] == [1.25, 2.5, 3.75]
+    clock.now = 2.6  # a and b are due, and nobody was admitted
+    assert [ask(line, key) for key in (b"a", b"b")] == [1.25, 2.5]
+
+
+def test_nobody_is_refused_while_the_engine_could_run_it(line: WaitingLine):
+    for number in range(50):
+        ask(line, b"absent%d" % number)
+    assert ask(line, b"new", waiting=0) is None
+
+
+def test_clients_that_never_return_lose_their_places_and_delay_nobody(line: WaitingLine, clock: Clock):
+    for number in range(200):
+        ask(line, b"absent%d" % number)
+        clock.now += 1.0
+    assert line.returning < 0.1 and line.expired > 100
+    clock.now += 1000.0
+    assert ask(line, b"new", waiting=8) is None
+    assert (line.outstanding, line.expired) == (0, 200)
+
+
+def test_identical_requests_of_clients_that_count_their_retries_have_places_of_their_own(
+    line: WaitingLine, clock: Clock
+):
+    assert [ask(line, b"same", first=True) for _ in range(3)] == [1.25, 2.5, 3.75]
+    assert ask(line, b"same") == 1.25 and line.outstanding == 3  # perhaps any of them
+    clock.now = 3.0
+    assert [ask(line, b"same", waiting=8) for _ in range(3)] == [None] * 3
+    assert (line.kept, line.outstanding) == (3, 0)
+
+
+def test_places_are_bounded_and_go_from_late_clients_to_new_ones(
+    line: WaitingLine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(waiting_line, "MOST_PLACES", 3)
+    for key in (b"a", b"b", b"c", b"none"):
+        ask(line, key)
+    assert line.outstanding == 3
+    clock.now = 2.5  # a is late, b is due
+    ask(line, b"new")
+    assert (line.outstanding, line.expired) == (3, 1)
+    assert [ask(line, key, waiting=8) for key in (b"a", b"b")] == [1.25 * 3, None]
+
+
+def test_tokens_of_those_ahead_count_towards_the_limit(line: WaitingLine, clock: Clock):
+    assert ask(line, b"a", waiting=4, tokens=120) is not None  # 4 of 30: one has to leave
+    assert ask(line, b"b", waiting=3, tokens=81) is not None  # with a there would be 111
+    clock.now = 10.0
+    assert ask(line, b"a", waiting=3, tokens=90) is None
+    assert ask(line, b"b", waiting=3, tokens=81) is None
