@@ -29,6 +29,7 @@ from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
 from meshwright.serving.step_limits import StepLimits, reserve_pool
 from meshwright.serving.weights import RankWeights
+from meshwright.spec.block_tables import block_tables
 
 Float32 = npt.NDArray[np.float32]
 
@@ -85,10 +86,11 @@ class Lowering:
             self._rotation = cosine, sine
         self.states = self._buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
-        self._caches: list[npt.NDArray[Any]] = []
+        self._tables = block_tables(self.config, mesh.pp.size)
+        self._caches: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []  # by place in a KV block
         self._lower()
         if limits.touched and self._caches:
-            reserve_pool(self._caches)
+            reserve_pool([each for pair in self._caches for each in pair])
 
     def _lower(self) -> None:
         """Append the operations of the whole stage: embedding, blocks, head."""
@@ -130,12 +132,12 @@ class Lowering:
         qkv = self._buffer("qkv", (heads + 2 * kv_heads) * size)
         self._lower_linear(attention.qkv, qkv, x)
         dtype = np.float32 if self._dtype == "float32" else np.uint16
-        keys, values = (
-            self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
-        )
-        self._caches += keys, values
-        self.nbytes["kv"] += keys.nbytes + values.nbytes
-        cache = op.LayerCache(keys, values, size)
+        table, place = self._tables.layers[layer]
+        if place == len(self._caches):  # the first layer at this place of a block
+            shapes = op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
+            self._caches.append((self._kernels.empty(shapes[0], dtype), self._kernels.empty(shapes[1], dtype)))
+            self.nbytes["kv"] += sum(each.nbytes for each in self._caches[place])
+        cache = op.LayerCache(*self._caches[place], size, table)
         cosine, sine = self._rotation or (None, None)
         query_norm, key_norm = (self._optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
         epsilon = self.config.norm_epsilon
