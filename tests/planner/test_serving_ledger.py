@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from meshwright.errors import UserError
@@ -76,6 +78,18 @@ def test_blocks_fill_the_memory_of_all_ranks():
     assert document["kv_bytes_per_token"] * 16 == 2 * ledger.stages[0].kv_block
     assert sum(ledger.items().values()) == ledger.total
     assert len(bill_text(ledger)) == len(ledger.items()) + 1
+
+
+def test_a_window_in_half_of_the_layers_makes_room_for_more_sequences():
+    full = dataclasses.replace(preset("qwen2.5-1.5b"), max_positions=32768)
+    mixed = dataclasses.replace(full, sliding_window=4096, windowed_layers=(True, False) * 14)
+    sizes = dataclasses.replace(SIZES, max_length=32768)
+    before, after = (fill_memory(serving_ledger(each, Layout(), sizes), 12 * 2**30) for each in (full, mixed))
+    assert (before.blocks_of_longest, after.blocks_of_longest) == (2048, 2048 + (4096 + 512 - 3) // 16 + 2)
+    assert before.kv_block == 2 * after.kv_block and before.fixed == after.fixed
+    assert before.to_json_dict()["kv_bytes_per_token"] == after.to_json_dict()["kv_bytes_per_token"]
+    assert after.concurrency / before.concurrency == pytest.approx(2 * 2048 / 2337, rel=1e-3)
+    assert after.longest_within(2337) == 32768 and after.longest_within(2336) == 32752
 
 
 def test_memory_for_less_than_one_request_is_refused_with_what_would_do():

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from meshwright.serving.blocks import BlockPool
 from meshwright.serving.scheduler import Scheduler
 
 
-def check_pool(pool: BlockPool, tables: Mapping[int, Sequence[int]]) -> None:
-    """Assert that free, cached and held blocks make up the pool, and that the holders are those of `tables`: for each
-    sequence's age, the blocks it holds."""
+def check_pool(pool: BlockPool, held: Mapping[int, Sequence[Iterable[int]]]) -> None:
+    """Assert that free, cached and held blocks make up the pool, and that the holders are those of `held`: for each
+    sequence's age, the blocks it holds in each block table."""
     holders: dict[int, list[int]] = {}
-    for age in sorted(tables):
-        for block in tables[age]:
-            holders.setdefault(block, []).append(age)
+    tables: dict[int, int] = {}
+    for age in sorted(held):
+        for table, blocks in enumerate(held[age]):
+            for block in blocks:
+                holders.setdefault(block, []).append(age)
+                assert tables.setdefault(block, table) == table == pool._tables[block], "a block of two tables"
     assert {block: ages for block, ages in enumerate(pool._holders) if ages} == holders, "holders differ"
-    assert +pool.owned == Counter(ages[-1] for ages in holders.values()), "owned blocks are miscounted"
+    owned = Counter((ages[-1], tables[block]) for block, ages in holders.items())
+    assert +pool.owned == owned, "owned blocks are miscounted"
     parts = [*pool._free, *pool._cached, *holders]
     assert len(parts) == pool.size and set(parts) == set(range(pool.size)), (
         f"{pool.free} free + {pool.cached} cached + {len(holders)} held blocks of {pool.size}"
     )
-    known = {content: block for block, content in enumerate(pool._hashes) if content is not None}
+    known = {(pool._tables[at], content): at for at, content in enumerate(pool._hashes) if content is not None}
     assert known == pool._block_of and not set(known.values()) & set(pool._free), "the prefix cache is damaged"
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Assert that the pool's blocks are those of the sequences and that the admission state is safe."""
-    check_pool(scheduler.pool, {each.age: each.table[each.first_held :] for each in scheduler._admitted})
+    """Assert that the pool's blocks are those of the sequences and of their tables, that no sequence holds more than
+    its most, and that the admission state is safe."""
+    check_pool(scheduler.pool, {each.age: each.held for each in scheduler._admitted})
+    for each in scheduler._admitted:
+        for table, (held, most) in enumerate(zip(each.held, each.most_blocks, strict=True)):
+            assert len(held) <= most
+            row = scheduler._tables[table, each.row]
+            assert row[each.blocks - len(held) : each.blocks].tolist() == list(held)
+            assert not row[: each.blocks - len(held)].any() and not row[each.blocks :].any()
     scheduler._state = None
     assert scheduler._admission_state().safe

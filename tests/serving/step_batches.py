@@ -21,28 +21,33 @@ class Chunk:
     table: Sequence[int] = field(default_factory=lambda: range(1, 40))
 
 
-def make_batch(chunks: Sequence[Chunk], all_rows: bool = True) -> StepBatch:
-    """One step of these chunks, with logits of all rows or of each sequence's last."""
+def make_batch(chunks: Sequence[Chunk], all_rows: bool = True, tables: int = 1) -> StepBatch:
+    """One step of these chunks, with logits of all rows or of each sequence's last. tables: number of block tables;
+    that with index t has the blocks tables * b + t for the blocks b of a chunk."""
     width = max(len(chunk.table) for chunk in chunks)
-    tables = np.zeros((len(chunks), width), np.int32)
-    tokens, positions, slots, starts = [], [], [], [0]
+    blocks_WSB = np.zeros((tables, len(chunks), width), np.int32)
+    tokens, positions, owners, starts = [], [], [], [0]
     for number, chunk in enumerate(chunks):
-        tables[number, : len(chunk.table)] = chunk.table
+        blocks_WSB[:, number, : len(chunk.table)] = tables * np.array(chunk.table) + np.arange(tables)[:, None]
         for place, token in enumerate(chunk.tokens, start=chunk.begin):
             tokens.append(token)
             positions.append(place)
-            slots.append(chunk.table[place // BLOCK_TOKENS] * BLOCK_TOKENS + place % BLOCK_TOKENS)
+            owners.append(number)
         starts.append(len(tokens))
+    at = np.array(positions)
+    slots = np.ascontiguousarray(blocks_WSB[:, owners, at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS)
     rows = range(len(tokens)) if all_rows else [start - 1 for start in starts[1:]]
     context = [chunk.begin + len(chunk.tokens) for chunk in chunks]
     arrays = (np.array(each, np.int32) for each in (tokens, positions, slots, starts, context))
-    return StepBatch(*arrays, tables, np.array(rows, np.int32), [])
+    return StepBatch(*arrays, blocks_WSB, np.array(rows, np.int32), [])
 
 
-def read_in_pieces(runner: Runner, tokens: Sequence[int], pieces: Sequence[int], table: Sequence[int]) -> np.ndarray:
+def read_in_pieces(
+    runner: Runner, tokens: Sequence[int], pieces: Sequence[int], table: Sequence[int], tables: int = 1
+) -> np.ndarray:
     """Logits of all tokens, read in chunks of the given sizes."""
     found, begin = [], 0
     for size in pieces:
-        found.append(runner.run(make_batch([Chunk(tokens[begin : begin + size], begin, table)])).copy())
+        found.append(runner.run(make_batch([Chunk(tokens[begin : begin + size], begin, table)], tables=tables)).copy())
         begin += size
     return np.concatenate(found)

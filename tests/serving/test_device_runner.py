@@ -114,7 +114,7 @@ def test_graphs_are_captured_for_padded_sizes_and_replayed(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     runner = make_runner(directories("llama-tiny"), graphs=True)
     assert sorted(runner._graphs) == [1, 2, 4, 8]
-    caches = [each for pair in runner._cache.values() for each in pair]
+    caches = [each for pair in runner._cache for each in pair]
     assert not any(each[: LIMITS.blocks * 16].any() for each in caches)  # capturing touches the padding's block alone
     assert answer(runner, 64) == answer(make_runner(directories("llama-tiny")), 64)
     assert set(replays) == {1, 2, 4}
@@ -192,7 +192,7 @@ def test_step_runs_on_cuda_tensors_without_a_host_synchronisation(name: str, bat
             logits = runner.compute(counts, decoding)
             assert (logits.shape, logits.dtype, logits.device) == ((counts[2], 257), torch.float32, device)
         assert all(each.device == device and each.dtype == torch.bfloat16 for each in runner._model.parameters())
-        assert all(each.device == device for pair in runner._cache.values() for each in pair)
+        assert all(each.device == device for pair in runner._cache for each in pair)
 
 
 class _Peak(TorchDispatchMode):

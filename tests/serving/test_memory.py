@@ -73,7 +73,7 @@ def test_default_length_is_largest_that_fits():
     host = HostMemory(18 * GIB, 18 * GIB, "machine")
     ledger = plan_memory(config, Layout(), "bfloat16", "1", hosts=[host])
     assert 16 <= ledger.sizes.max_length < config.max_positions
-    assert ledger.blocks >= ledger.sizes.blocks_of_longest
+    assert ledger.blocks >= ledger.blocks_of_longest
     with pytest.raises(UserError, match="does not fit"):
         plan_memory(config, Layout(), "bfloat16", "1", 131072, hosts=[host])
     with pytest.raises(UserError, match="1 to 131072"):

@@ -34,7 +34,8 @@ class FakeRunner:
         self.config = SimpleNamespace(vocabulary=VOCABULARY, hidden=4)
 
     def run(self, batch: StepBatch, hidden: np.ndarray | None = None) -> np.ndarray:
-        expected = np.stack([batch.tokens, batch.positions, batch.slots, batch.tokens * 0], axis=1).astype(np.float32)
+        numbers = [batch.tokens, batch.positions, batch.slots[0], batch.tokens * 0]
+        expected = np.stack(numbers, axis=1).astype(np.float32)
         assert self.first or np.array_equal(hidden, expected)
         if not self.last:
             return expected

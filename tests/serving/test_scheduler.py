@@ -11,38 +11,44 @@ import pytest
 from hypothesis import given, settings
 
 from meshwright.errors import UserError
-from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
+from meshwright.serving.blocks import BlockPool, HashChain
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 from meshwright.serving.step_limits import StepLimits
+from meshwright.spec.block_tables import BLOCK_TOKENS, most_held
 from tests.serving.pool_checks import check_scheduler
 
 VOCABULARY = 40
+Windows = tuple[int | None, ...]
 
 
 class HashRunner:
-    """Runner whose cache holds the tokens themselves: a row's logits are a hash of the tokens in its window, read
-    through the block table, so that a wrong, stale or foreign block shows in the answer."""
+    """Runner whose cache holds the tokens themselves, with the number of the block table: a row's logits are a hash of
+    the tokens in the window of each table, read through it, so that a wrong, stale or foreign block shows in the
+    answer."""
 
-    def __init__(self, blocks: int, window: int | None = None) -> None:
+    def __init__(self, blocks: int, windows: Windows = (None,)) -> None:
         self.cache = np.full(blocks * BLOCK_TOKENS, -1, np.int32)
-        self.window = window
+        self.windows = windows
 
     def run(self, batch: StepBatch) -> np.ndarray:
         for array in (batch.tokens, batch.positions, batch.slots, batch.starts, batch.context, batch.block_tables):
             assert array.dtype == np.int32 and array.flags.c_contiguous
-        assert len(batch.slots) == len(set(batch.slots.tolist())), "two tokens are written into one slot"
-        self.cache[batch.slots] = batch.tokens
+        assert batch.slots.shape == (len(self.windows), len(batch.tokens)) and len(batch.block_tables) == len(
+            batch.slots
+        )
+        assert batch.slots.size == len(set(batch.slots.flat)), "two tokens are written into one slot"
+        self.cache[batch.slots] = batch.tokens + VOCABULARY * np.arange(len(self.windows))[:, None]
         logits = np.zeros((len(batch.output_rows), VOCABULARY), np.float32)
         for place, row in enumerate(batch.output_rows.tolist()):
             s = int(np.searchsorted(batch.starts, row, side="right")) - 1
             position = int(batch.positions[row])
-            begin = 0 if self.window is None else max(0, position - self.window + 1)
-            seen = np.arange(begin, position + 1)
-            tokens = self.cache[batch.block_tables[s, seen // BLOCK_TOKENS] * BLOCK_TOKENS + seen % BLOCK_TOKENS]
-            digest = hashlib.blake2b(tokens.tobytes() + b"%d" % position, digest_size=VOCABULARY).digest()
-            logits[place] = np.frombuffer(digest, np.uint8) / 32
+            digest = hashlib.blake2b(b"%d" % position, digest_size=VOCABULARY)
+            for table, window in zip(batch.block_tables, self.windows, strict=True):
+                seen = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
+                digest.update(self.cache[table[s, seen // BLOCK_TOKENS] * BLOCK_TOKENS + seen % BLOCK_TOKENS].tobytes())
+            logits[place] = np.frombuffer(digest.digest(), np.uint8) / 32
         return logits
 
 
@@ -61,10 +67,11 @@ class Answer:
             self.prompt = output.prompt_results
 
 
-def answer_alone(request: Request, window: int | None) -> Answer:
-    blocks = 40
-    scheduler = Scheduler(StepLimits(blocks, token_budget=1000, max_sequences=1, max_length=640))
-    runner, answer = HashRunner(blocks, window), Answer()
+def answer_alone(request: Request, windows: Windows = (None,)) -> Answer:
+    """The answer without any window in the scheduler: no block is given back before the end."""
+    blocks = 40 * len(windows)
+    scheduler = Scheduler(StepLimits(blocks, 1000, max_sequences=1, max_length=640), [None] * len(windows))
+    runner, answer = HashRunner(blocks, windows), Answer()
     scheduler.add(request)
     while not scheduler.idle:
         batch = scheduler.schedule()
@@ -97,13 +104,13 @@ def requests(draw) -> list[Request]:
     return made
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     wanted=requests(),
     arrivals=st.lists(st.integers(0, 10), min_size=9, max_size=9),
     cancels=st.dictionaries(st.integers(0, 60), st.integers(0, 8), max_size=3),
     shape=st.tuples(st.integers(1, 5), st.integers(0, 20), st.integers(0, 3), st.integers(1, 3)),
-    window=st.sampled_from([None, None, 1, 10, 40]),
+    windows=st.sampled_from([(None,), (None,), (1,), (10,), (40,), (None, 10), (40, None), (10, 10, None), (1, 40)]),
     share=st.sampled_from([0.0, 0.5]),
 )
 def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
@@ -111,16 +118,17 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
     arrivals: list[int],
     cancels: dict[int, int],
     shape: tuple[int, ...],
-    window: int | None,
+    windows: Windows,
     share: float,
 ):
     max_sequences, more_tokens, more_blocks, groups = shape
     max_sequences = max(max_sequences, groups)
-    blocks = 7 + more_blocks
-    limits = StepLimits(blocks, max_sequences + more_tokens, max_sequences, max_length=BLOCK_TOKENS * 7)
-    scheduler = Scheduler(limits, window, groups)
+    longest = BLOCK_TOKENS * 7
+    blocks = sum(most_held(longest, windows, max_sequences + more_tokens)) + more_blocks
+    limits = StepLimits(blocks, max_sequences + more_tokens, max_sequences, max_length=longest)
+    scheduler = Scheduler(limits, windows, groups)
     scheduler._answers.share = share  # with 0, more sequences are admitted and pause
-    runner = HashRunner(blocks, window)
+    runner = HashRunner(blocks, windows)
     answers = {request.id: Answer() for request in wanted}
     flying: list[tuple[StepBatch, list[TokenResult]] | None] = [None] * groups
     tick = 0
@@ -145,7 +153,7 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
         tick += 1
         assert tick < 5000, "the scheduler does not end"
     for request in wanted:
-        alone, answer = answer_alone(request, window), answers[request.id]
+        alone, answer = answer_alone(request, windows), answers[request.id]
         if answer.reason == "cancelled":
             alone.tokens = alone.tokens[: len(answer.tokens)]
             alone.reason, alone.prompt = answer.reason, answer.prompt
@@ -164,9 +172,9 @@ def finish(scheduler: Scheduler, runner: HashRunner) -> dict[str, Answer]:
     return answers
 
 
-def make(blocks: int = 40, window: int | None = None, groups: int = 1, **options: int) -> tuple[Scheduler, HashRunner]:
+def make(blocks: int = 40, windows: Windows = (None,), groups: int = 1, **options: int) -> tuple[Scheduler, HashRunner]:
     chosen = {"token_budget": 64, "max_sequences": 4, "max_length": 320, **options}
-    return Scheduler(StepLimits(blocks, **chosen), window, groups), HashRunner(blocks, window)
+    return Scheduler(StepLimits(blocks, **chosen), windows, groups), HashRunner(blocks, windows)
 
 
 def step(scheduler: Scheduler, runner: HashRunner) -> StepBatch:
@@ -179,16 +187,16 @@ def prompt(length: int, first: int = 0) -> tuple[int, ...]:
     return tuple((first + 7 * n) % VOCABULARY for n in range(length))
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("windows", [(None,), (20,), (20, None)])
 @pytest.mark.parametrize("known", [1, 17, 39])
-def test_replayed_sequences_continue_unchanged(known: int, window: int | None):
+def test_replayed_sequences_continue_unchanged(known: int, windows: Windows):
     sampling = Sampling(
         temperature=1.0, seed=3, max_tokens=40, frequency_penalty=0.5, min_tokens=38, logprobs=1, prompt_logprobs=1
     )
     request = Request("a", prompt(37), sampling)
-    alone = answer_alone(request, window)
+    alone = answer_alone(request, windows)
     sent = tuple(result.token for result in alone.tokens[:known])
-    rest = answer_alone(replace(request, replayed=sent), window)
+    rest = answer_alone(replace(request, replayed=sent), windows)
     assert rest.tokens == alone.tokens[known:]
     assert (rest.reason, rest.prompt) == (alone.reason, None)
 
@@ -219,7 +227,7 @@ def test_prompts_and_answers_are_found_in_the_prefix_cache():
         assert [output.cached_tokens for output in outputs] == [hit]
     drawn = Request("drawn", text, Sampling(temperature=1.0, max_tokens=9))
     scheduler.add(drawn)
-    assert finish(scheduler, runner)["drawn"] == answer_alone(drawn, None)
+    assert finish(scheduler, runner)["drawn"] == answer_alone(drawn)
     for other in (Request("salted", text, Sampling(max_tokens=1), cache_salt="x"), Request("else", prompt(64, 1))):
         before = scheduler.stats["prefix_hit_tokens"]
         scheduler.add(other)
@@ -265,15 +273,64 @@ def test_a_cancelled_waiting_request_is_never_run():
     assert list(finish(scheduler, runner)) == ["a", "c"]
 
 
-def test_blocks_behind_the_window_are_freed():
-    scheduler, runner = make(blocks=5, window=20, token_budget=16)
-    scheduler.add(Request("a", prompt(100), Sampling(max_tokens=200)))  # 19 blocks without a window
-    held = 0
+@pytest.mark.parametrize(("windows", "most"), [((20,), 4), ((None, 20), 19 + 4), ((20, None, 20), 4 + 19 + 4)])
+def test_blocks_behind_the_window_are_freed(windows: Windows, most: int):
+    scheduler, runner = make(blocks=most, windows=windows, token_budget=16)
+    request = Request("a", prompt(100), Sampling(max_tokens=200))  # 19 blocks in a table without a window
+    scheduler.add(request)
+    held, answer = 0, Answer()
     while not scheduler.idle:
-        step(scheduler, runner)
+        batch = scheduler.schedule()
+        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+            answer.add(output)
         check_scheduler(scheduler)
         held = max(held, scheduler.stats["held"])
-    assert held <= 4
+    assert most - len(windows) <= held <= most and answer == answer_alone(request, windows)
+    scheduler, _ = make(blocks=most - 1, windows=windows, token_budget=16)
+    with pytest.raises(UserError, match="should be at most"):
+        scheduler.add(request)
+
+
+def test_a_mixed_model_runs_more_sequences_in_a_pool_than_without_its_window():
+    """Two tables take twice the blocks of half the size: 80 of them hold three sequences of 200 tokens, where each of
+    26 blocks leaves room for no more."""
+    most = {}
+    for windows in ((None, None), (None, 20)):
+        scheduler, runner = make(blocks=80, windows=windows)
+        scheduler._answers.share = 1.0  # admitted as if every answer took all its tokens
+        for name in "abcd":
+            scheduler.add(Request(name, prompt(60, ord(name)), Sampling(max_tokens=140)))
+        most[windows] = 0
+        while not scheduler.idle:
+            most[windows] = max(most[windows], len(step(scheduler, runner).sequences))
+        assert scheduler.stats["pauses"] == 0
+    assert most == {(None, None): 3, (None, 20): 4}
+
+
+@pytest.mark.parametrize("windows", [(20,), (20, None)])
+def test_a_prefix_behind_the_window_may_be_evicted_one_inside_it_not(windows: Windows):
+    scheduler, runner = make(blocks=40, windows=windows)
+    first = Request("first", prompt(100), Sampling(max_tokens=1))
+    scheduler.add(first)
+    finish(scheduler, runner)
+    hashes = HashChain(first.tokens).hashes
+    for table, block, hit in ((0, 0, 96), (0, 5, 80), (len(windows) - 1, 0, 80 * (len(windows) == 1))):
+        evict(scheduler.pool, table, hashes[block])
+        before = scheduler.stats["prefix_hit_tokens"]
+        again = replace(first, id=f"{table} {block}", tokens=(*first.tokens[:96], block, 1))
+        assert scheduler.pool.find(hashes, windows)[0] * BLOCK_TOKENS == hit
+        scheduler.add(again)
+        assert finish(scheduler, runner)[again.id] == answer_alone(again, windows)
+        assert scheduler.stats["prefix_hit_tokens"] - before == hit
+        evict(scheduler.pool, table, hashes[block])
+
+
+def evict(pool: BlockPool, table: int, content: bytes) -> None:
+    """Take a cached block's content away."""
+    if (block := pool._block_of.pop((table, content), None)) is not None:
+        pool._hashes[block] = None
+        del pool._cached[block]
+        pool._free.append(block)
 
 
 def test_logits_rows_are_bounded_and_cover_every_prompt_token():
@@ -327,7 +384,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
         scheduler.add(request)
     answers = finish(scheduler, runner)
     assert scheduler.stats["prefix_hit_tokens"] == 2 * 48 + 16
-    assert all(answers[request.id] == answer_alone(request, None) for request in (*wanted, other))
+    assert all(answers[request.id] == answer_alone(request) for request in (*wanted, other))
 
 
 @pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 0}, {"repetition_penalty": 1.2}])
@@ -352,5 +409,5 @@ def test_non_finite_logits_end_only_their_own_request(options: dict[str, float],
             else:
                 answer.add(output)
         check_scheduler(scheduler)
-    assert answer == answer_alone(sound, None)
-    assert scheduler.pool.find(HashChain(damaged.tokens).hashes) == [], "the prefix cache has damaged blocks"
+    assert answer == answer_alone(sound)
+    assert scheduler.pool.find(HashChain(damaged.tokens).hashes)[0] == 0, "the prefix cache has damaged blocks"

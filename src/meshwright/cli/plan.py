@@ -279,8 +279,9 @@ def _run_serve(
     these options, None if not given. as_json: print JSON.
     """
     from meshwright.planner.models import model_of
-    from meshwright.planner.serving_ledger import BLOCK_TOKENS, bill_text, parse_dtype
+    from meshwright.planner.serving_ledger import bill_text, parse_dtype
     from meshwright.serving.memory import DEFAULT_FRACTION, plan_memory
+    from meshwright.spec.block_tables import BLOCK_TOKENS
     from meshwright.spec.refuse import serving_layout
 
     if len(names) != 1:

@@ -9,7 +9,8 @@ from meshwright.gallery.explanation import Work, format_size
 from meshwright.layout import Layout
 from meshwright.planner.ledger import Ledger, ledger
 from meshwright.planner.published import LayerShape, published_layer, state_bytes
-from meshwright.planner.serving_ledger import BLOCK_TOKENS, ServingSizes, serving_ledger
+from meshwright.planner.serving_ledger import ServingSizes, serving_ledger
+from meshwright.spec.block_tables import BLOCK_TOKENS
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset

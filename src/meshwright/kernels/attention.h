@@ -62,7 +62,7 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
     const Cache& cache = op.cache;
     const long size = cache.head_dim, floats = partial_floats(size), width = floats - 2 * LANES;
     const long group = op.heads / cache.kv_heads, rows = tile.count * group;
-    const int32_t* blocks = step.block_tables + tile.sequence * step.table_width;
+    const int32_t* blocks = step.block_tables + (cache.table * step.sequences + tile.sequence) * step.table_width;
     const int32_t* positions = step.positions + tile.first;
     std::vector<const float*> query(rows), weight(rows);
     std::vector<const W*> panel(width / LANES);

@@ -63,7 +63,7 @@ static void rope_store(const Op& op, const Step& step, long t) {
             x[i + half] = b * cosine[i] + a * sine[i];
         }
     }
-    const long block = step.slots[t] / BLOCK, place = step.slots[t] % BLOCK;
+    const long slot = step.slots[cache.table * step.token_count + t], block = slot / BLOCK, place = slot % BLOCK;
     const float *k = row + op.heads * size, *v = k + cache.kv_heads * size;
     for (long h = 0; h < cache.kv_heads; ++h) {
         W* keys = (W*)cache.keys + (block * cache.kv_heads + h) * size * BLOCK + place;

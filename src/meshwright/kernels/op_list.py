@@ -78,7 +78,7 @@ class OpList:
             *(address(getattr(step, name), np.int32) for name in StepArrays.__annotations__),
             token_count=len(step.tokens),
             sequences=len(step.starts) - 1,
-            table_width=step.block_tables.shape[1],
+            table_width=step.block_tables.shape[-1],
             outputs=len(step.output_rows),
         )
         self._execute(self.array, begin, len(self._ops) if end is None else end, arrays)
@@ -100,7 +100,7 @@ def _cache(cache: LayerCache) -> structures.Cache:
         raise ValueError(f"keys {cache.keys.shape} and values {cache.values.shape} are not those of LayerCache.shapes")
     wide = BFLOAT16 if cache.keys.dtype == BFLOAT16 else np.dtype(np.float32)
     return structures.Cache(
-        address(cache.keys, wide), address(cache.values, wide), kv_heads, cache.head_dim, wide == BFLOAT16
+        address(cache.keys, wide), address(cache.values, wide), kv_heads, cache.head_dim, wide == BFLOAT16, cache.table
     )
 
 

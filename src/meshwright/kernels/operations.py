@@ -3,8 +3,8 @@
 Buffers are float32 matrices with contiguous rows, a row per token (T) or per output (R: the rows whose logits are
 needed), allocated for the token budget; views that take some columns are allowed. A list keeps its arrays alive.
 
-Shapes: T tokens of the step, R outputs, S sequences, H hidden, F intermediate, V vocabulary, N query heads, K key-value
-heads, D head size, E experts, B KV blocks of 16 tokens, P positions.
+Shapes: T tokens of the step, R outputs, S sequences, W block tables, H hidden, F intermediate, V vocabulary, N query
+heads, K key-value heads, D head size, E experts, B KV blocks of 16 tokens, P positions.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ class StepArrays(Protocol):
     """The ragged batch of one step of S sequences, arrays int32 and C-contiguous: T tokens, sequence after sequence,
     those of sequence s at the indices starts[s] to starts[s + 1] (exclusive). `serving.scheduler.StepBatch` is one.
 
-    A token's position p is its index in its sequence. Its key and value are in the KV block block_tables[s, p // 16] at
-    offset p % 16, in `slots` as one number: block * 16 + offset. `output_rows`: tokens whose logits are wanted.
+    A token's position p is its index in its sequence. Its key and value of a layer with block table w are in the KV
+    block block_tables[w, s, p // 16] at offset p % 16, in `slots` as one number: block * 16 + offset. Of one block
+    table, the first dimension may be left out. `output_rows`: tokens whose logits are wanted.
     """
 
     tokens: Int32  # [T]
     positions: Int32  # [T]
-    slots: Int32  # [T]
+    slots: Int32  # [W, T]
     starts: Int32  # [S+1], first token of each sequence, then T
-    block_tables: Int32  # [S, most blocks]
+    block_tables: Int32  # [W, S, most blocks]
     output_rows: Int32  # [R], indices into T
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """KV cache of one layer in B blocks of 16 tokens, float32 or bfloat16 bits (uint16), zeroed when allocated. `keys`:
-    [B, K, D, 16]; `values`: [B, K, 16, D rounded up to a multiple of 16]; `head_dim`: D."""
+    [B, K, D, 16]; `values`: [B, K, 16, D rounded up to a multiple of 16]; `head_dim`: D; `table`: number of the block
+    table that says which blocks are a sequence's. Layers of different block tables may share arrays."""
 
     keys: Array
     values: Array
     head_dim: int
+    table: int = 0
 
     @staticmethod
     def shapes(blocks: int, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

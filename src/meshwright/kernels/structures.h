@@ -10,10 +10,11 @@ struct Matrix {
     int32_t bf16, packed;
 };
 
-// Keys [block][kv_heads][head_dim][16 tokens], values [block][kv_heads][16 tokens][head_dim padded to 16].
+// Keys [block][kv_heads][head_dim][16 tokens], values [block][kv_heads][16 tokens][head_dim padded to 16], in the blocks
+// of block table number `table` of the step.
 struct Cache {
     void *keys, *values;
-    int64_t kv_heads, head_dim, bf16;
+    int64_t kv_heads, head_dim, bf16, table;
 };
 
 // `top_k` experts of each token (an assignment is a token times top_k plus its place), and the assignments of the `held`

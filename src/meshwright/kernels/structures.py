@@ -49,7 +49,7 @@ class Matrix(ctypes.Structure):
 
 class Cache(ctypes.Structure):
     """Struct `Cache` of structures.h: KV cache of one layer, addresses of keys and values with the shapes of
-    `operations.LayerCache`. bfloat16: element type; else float32."""
+    `operations.LayerCache`. bfloat16: element type; else float32. table: number of the layer's block table."""
 
     _fields_ = [
         ("keys", _POINTER),
@@ -57,6 +57,7 @@ class Cache(ctypes.Structure):
         ("kv_heads", _LONG),
         ("head_dim", _LONG),
         ("bfloat16", _LONG),
+        ("table", _LONG),
     ]
 
 

@@ -9,17 +9,11 @@ import math
 from dataclasses import replace
 
 from meshwright.layout import Layout
-from meshwright.planner.serving_ledger import (
-    BLOCK_TOKENS,
-    ITEM_BYTES,
-    RankLedger,
-    ServingLedger,
-    ServingSizes,
-    serving_ledger,
-)
+from meshwright.planner.serving_ledger import ITEM_BYTES, RankLedger, ServingLedger, ServingSizes, serving_ledger
+from meshwright.spec.block_tables import block_tables, count_blocks, serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
-from meshwright.spec.stages import Stage, stages_of, units_of
+from meshwright.spec.stages import Stage, units_of
 
 CONTEXT_BYTES = 2**30
 """Of each GPU, estimated and not measured yet: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL, what the
@@ -32,15 +26,14 @@ DECODE_ROWS, PREFILL_ROWS = 16, 64
 """Query rows of a tile of attention; batch-invariant answers have those of decoding throughout."""
 SPLIT_COLUMNS = 2 * 256 * 64
 """Most columns of float32 that the partial sums of one batch-invariant product have for each token."""
-_BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
 
 
 def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
     """Return the ledger of a server whose ranks have a GPU each, without KV blocks; host memory is left out. layout: as
     `spec.refuse.serving_layout` returns it."""
     ledger = serving_ledger(config, layout, sizes)
-    stages = stages_of(config, layout.pp, min(_BALANCED_FOR, config.max_positions))
-    ranks = (_rank_ledger(config, layout.with_(dp=1), *pair, sizes) for pair in zip(stages, ledger.stages, strict=True))
+    stages = zip(serving_stages(config, layout.pp), ledger.stages, strict=True)
+    ranks = (_rank_ledger(config, layout.with_(dp=1), *pair, sizes) for pair in stages)
     return replace(ledger, stages=tuple(ranks), front=0)
 
 
@@ -69,8 +62,9 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -
     """Return the bytes of the buffers that stay: the step's numbers and block tables, tables of rotary positions,
     partial results of attention."""
     decoding = 1 << (sizes.max_sequences - 1).bit_length()  # the largest padded number of sequences
-    numbers = 7 * max(sizes.token_budget, sizes.logit_rows, decoding)
-    tables = decoding * -(-sizes.max_length // BLOCK_TOKENS)
+    many = len(block_tables(config, layout.pp).windows)
+    numbers = (6 + many) * max(sizes.token_budget, sizes.logit_rows, decoding)
+    tables = decoding * many * count_blocks(sizes.max_length)
     positions = 1 << (sizes.max_length - 1).bit_length()
     rotation = positions * config.head_dim if config.positions == "rope" else 0
     scratch = max(SCRATCH_BYTES // 4, tile_scratch(config, layout.tp, sizes.max_length))

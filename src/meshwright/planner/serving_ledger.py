@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.collectives.quantities import GIB, format_bytes
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import unknown
+from meshwright.spec.block_tables import (
+    BLOCK_TOKENS,
+    BlockTables,
+    block_tables,
+    most_held,
+    most_tokens,
+    serving_stages,
+)
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import EngineTensor
 from meshwright.spec.parameters import ParameterTable, parameter_table
-from meshwright.spec.stages import LOOKED_UP, Stage, stages_of, units_of
+from meshwright.spec.stages import LOOKED_UP, Stage, units_of
 
-BLOCK_TOKENS = 16
-"""Tokens of a KV block."""
 SCORED_ROWS = 256
 """Rows of logits of a step that scores prompts."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -34,7 +40,6 @@ ranks are forked, which has torch loaded."""
 RANK_BYTES = 96 * 2**20
 """Measured: what a rank process adds to the one it is forked from, without the items of its ledger."""
 _PANEL = 16  # output columns of a packed panel
-_BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,6 @@ class ServingSizes:
         """Most rows of logits of a step: more than one a sequence where prompts are scored."""
         return max(self.max_sequences, min(SCORED_ROWS, self.token_budget))
 
-    @property
-    def blocks_of_longest(self) -> int:
-        """KV blocks of one sequence of `max_length` tokens."""
-        return -(-self.max_length // BLOCK_TOKENS)
-
 
 @dataclass(frozen=True, slots=True)
 class RankLedger:
@@ -75,7 +75,7 @@ class RankLedger:
         logits: Logits of the output rows.
         communication: Buffers of tensor-parallel sums and of pipeline messages.
         slack: Process, and what is read from the checkpoint before it is packed, as far as later matrices take less.
-        kv_block: One KV block in all layers of the rank.
+        kv_block: One KV block: 16 tokens of the rank's layers of one block table.
     """
 
     weights: int
@@ -100,6 +100,7 @@ class ServingLedger:
         layout: Layout of all ranks.
         sizes: What is allocated for.
         stages: Ledger of a rank of each pipeline stage.
+        tables: Block tables of the model.
         front: Bytes of the processes beside the ranks.
         blocks: KV blocks of each rank.
     """
@@ -107,6 +108,7 @@ class ServingLedger:
     layout: Layout
     sizes: ServingSizes
     stages: tuple[RankLedger, ...]
+    tables: BlockTables
     front: int = FRONT_BYTES
     blocks: int = 0
 
@@ -126,9 +128,18 @@ class ServingLedger:
         return self.fixed + self.blocks * self.kv_block
 
     @property
+    def blocks_of_longest(self) -> int:
+        """Most KV blocks that a sequence of `max_length` tokens holds at once, in all its block tables."""
+        return sum(most_held(self.sizes.max_length, self.tables.windows, self.sizes.token_budget))
+
+    @property
     def concurrency(self) -> float:
         """Sequences of `max_length` tokens whose KV blocks fit a replica's pool."""
-        return self.blocks / self.sizes.blocks_of_longest
+        return self.blocks / self.blocks_of_longest
+
+    def longest_within(self, blocks: int) -> int:
+        """Most tokens of a sequence, up to `max_length`, that never holds more than so many KV blocks."""
+        return most_tokens(blocks, self.tables.windows, self.sizes.token_budget, self.sizes.max_length)
 
     @property
     def _copies(self) -> int:
@@ -147,7 +158,7 @@ class ServingLedger:
             "layout": str(self.layout.with_(tensor_sequence_parallel=True)),
             **asdict(self.sizes),
             "kv_blocks": self.blocks,
-            "kv_bytes_per_token": self.kv_block / self.layout.dp / BLOCK_TOKENS,
+            "kv_bytes_per_token": self.kv_block * len(self.tables.windows) / self.layout.dp / BLOCK_TOKENS,
             "concurrency": {"max_length": self.sizes.max_length, "sequences": self.concurrency * self.layout.dp},
             "memory_gib": {name: size / GIB for name, size in {**self.items(), "total": self.total}.items()},
             "ranks": [{"stage": number, **asdict(stage)} for number, stage in enumerate(self.stages)],
@@ -166,8 +177,8 @@ def parse_dtype(name: str | None) -> str:
 def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
     """Return the ledger of a server without KV blocks. layout: as `spec.refuse.serving_layout` returns it."""
     replica, table = layout.with_(dp=1), parameter_table(config)
-    stages = stages_of(config, layout.pp, min(_BALANCED_FOR, config.max_positions))
-    return ServingLedger(layout, sizes, tuple(_rank_ledger(config, table, replica, stage, sizes) for stage in stages))
+    ranks = (_rank_ledger(config, table, replica, stage, sizes) for stage in serving_stages(config, layout.pp))
+    return ServingLedger(layout, sizes, tuple(ranks), block_tables(config, layout.pp))
 
 
 def _rank_ledger(
@@ -204,7 +215,7 @@ def _rank_ledger(
         logits=logits,
         communication=4 * ((gathered if layout.tp > 1 else 0) + messages),
         slack=RANK_BYTES + transit,
-        kv_block=len(stage.layers) * kv_heads * BLOCK_TOKENS * sum(values) * item,
+        kv_block=block_tables(config, layout.pp).depths[stage.index] * kv_heads * BLOCK_TOKENS * sum(values) * item,
     )
 
 
@@ -264,10 +275,10 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
     blocks = max(0, budget - ledger.fixed) // ledger.kv_block
     if most_blocks is not None:
         blocks = min(blocks, most_blocks)
-    longest = ledger.sizes.blocks_of_longest
+    longest = ledger.blocks_of_longest
     if blocks < longest:
         needed = ledger.fixed + longest * ledger.kv_block
-        fits = blocks * BLOCK_TOKENS
+        fits = ledger.longest_within(blocks)
         shorter = f", or --max-length {fits}" if fits else ""
         ranks = ledger.layout.world_size
         size = math.ceil(needed / GIB * 100) / 100
@@ -277,7 +288,7 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
             f"buffers take {format_bytes(ledger.fixed)}, its KV blocks {format_bytes(longest * ledger.kv_block)}; "
             f"{enough}{shorter}"
         )
-    return ServingLedger(ledger.layout, ledger.sizes, ledger.stages, ledger.front, blocks)
+    return replace(ledger, blocks=blocks)
 
 
 def bill_text(ledger: ServingLedger, measured: Sequence[dict[str, int]] = ()) -> list[str]:

@@ -4,6 +4,11 @@ Each running sequence may grow to a known most number of blocks. A state is safe
 other, the oldest first, each growing to its most with the blocks that are available and those that older ones gave back
 (Dijkstra, EWD 623; the order of ends is fixed here, so that the oldest sequence never waits). A step that would leave
 the safe states is refused.
+
+A sequence grows by one block in each of its block tables at once, and in a table with a sliding window it gives blocks
+back while it runs. In table t it may still allocate `remaining` blocks, and of those it owns and those it allocates it
+never holds more than `most_t`. So at any moment it has taken at most min(remaining, most_t - owned_t) blocks more than
+it gave back, and what it needs from the pool is at most the sum of these over its tables.
 """
 
 from __future__ import annotations
@@ -14,28 +19,32 @@ import numpy as np
 import numpy.typing as npt
 
 Counts = npt.NDArray[np.int64]
+Row = Sequence[int]
+"""Numbers of blocks, one for each block table [W]."""
 
 
 class AdmissionState:
-    """State of the banker's algorithm: how many KV blocks are available, and what N sequences, ordered from the oldest
-    to the youngest, may still claim.
+    """State of the banker's algorithm: how many KV blocks are available, and what N sequences with W block tables each,
+    ordered from the oldest to the youngest, may still claim.
 
     For sequence i, slack_i = available + sum over older j of owned_j - need_i: the blocks left over when all older
     sequences have ended, i has allocated all that it may need, and no younger one has allocated more. The state is safe
     if no slack is negative.
     """
 
-    def __init__(self, available: int, remaining: Sequence[int], most: Sequence[int], owned: Sequence[int]) -> None:
-        """`available`: blocks free or evictable; for each sequence [N], `remaining`: blocks that it may still allocate
-        until its end, `most`: blocks that it may hold at once (less than all with a sliding window), `owned`: held
-        blocks that no younger sequence holds."""
-        self.available = available
+    def __init__(
+        self, available: int, tables: int, remaining: Sequence[int], most: Sequence[Row], owned: Sequence[Row]
+    ) -> None:
+        """`available`: blocks free or evictable; `tables`: W; for each sequence [N], `remaining`: blocks that it may
+        still allocate in each table until its end; for each table of it, [N, W], `most`: blocks that it may hold at
+        once (less than all with a sliding window), `owned`: held blocks that no younger sequence holds."""
+        self.available, self._tables = available, tables
         self._remaining = np.array(remaining, np.int64)
-        self._most = np.array(most, np.int64)
-        self._owned = np.array(owned, np.int64)
+        self._most, self._owned = (np.array(each, np.int64).reshape(-1, tables) for each in (most, owned))
         # Of the blocks that it holds, a sequence gets back for itself those that no younger one holds.
-        needs = np.minimum(self._remaining, self._most - self._owned)
-        self._slack: Counts = available + np.cumsum(self._owned) - self._owned - needs
+        needs = np.minimum(self._remaining[:, None], self._most - self._owned).sum(1)
+        owned_N = self._owned.sum(1)
+        self._slack: Counts = available + np.cumsum(owned_N) - owned_N - needs
 
     @property
     def safe(self) -> bool:
@@ -44,32 +53,34 @@ class AdmissionState:
         return not len(self._slack) or int(self._slack.min()) >= 0
 
     def allowance(self, index: int) -> int:
-        """Return how many KV blocks the sequence at `index` (0: the oldest) may allocate now without making the state
-        unsafe. For the oldest this is every available block."""
+        """Return how many KV blocks the sequence at `index` (0: the oldest) may allocate in each of its tables now
+        without making the state unsafe. For the oldest this is every available block."""
         older = self._slack[:index]
-        return min(self.available, int(older.min())) if index else self.available
+        return (min(self.available, int(older.min())) if index else self.available) // self._tables
 
     def take(self, index: int, count: int) -> None:
-        """Record that the sequence at `index` (0: the oldest) allocates `count` KV blocks, at most its allowance."""
-        self.available -= count
+        """Record that the sequence at `index` (0: the oldest) allocates `count` KV blocks in each of its tables, at
+        most its allowance."""
+        self.available -= count * self._tables
         self._remaining[index] -= count
         self._owned[index] += count
-        self._slack[:index] -= count
+        self._slack[:index] -= count * self._tables
 
-    def admit(self, most: int, remaining: int, cached: int, shared: Mapping[int, int]) -> AdmissionState:
+    def admit(self, most: Row, remaining: int, cached: Row, shared: Mapping[tuple[int, int], int]) -> AdmissionState:
         """Return the admission state with one more, youngest sequence; this state is unchanged, and the new one may be
         unsafe.
 
-        `most`: KV blocks that the sequence may hold at once; `remaining`: blocks that it may allocate until its end,
-        cached prefix excluded; `cached`: blocks of its prefix that no sequence holds; `shared`: {index of a sequence:
-        number of prefix blocks of which that one was the youngest holder}.
+        `most`: KV blocks of each table that the sequence may hold at once; `remaining`: blocks that it may allocate in
+        each until its end, cached prefix excluded; `cached`: blocks of its prefix in each that no sequence holds;
+        `shared`: {(index of a sequence, table): number of prefix blocks of which that one was the youngest holder}.
         """
-        owned = self._owned.copy()
-        for index, count in shared.items():
-            owned[index] -= count
-        prefix = cached + sum(shared.values())
+        owned, prefix = self._owned.copy(), list(cached)
+        for (index, table), count in shared.items():
+            owned[index, table] -= count
+            prefix[table] += count
         return AdmissionState(
-            self.available - cached,
+            self.available - sum(cached),
+            self._tables,
             [*self._remaining.tolist(), remaining],
             [*self._most.tolist(), most],
             [*owned.tolist(), prefix],

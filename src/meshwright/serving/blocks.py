@@ -1,4 +1,8 @@
-"""Pool of KV blocks: holders of each block, and a prefix cache over blocks that nobody holds."""
+"""Pool of KV blocks: holders of each block, and a prefix cache over blocks that nobody holds.
+
+One pool serves all block tables of a model (`spec.block_tables`). A block belongs to one table from its allocation
+until it is free again or evicted; the prefix cache knows it by its table and the hash of its content.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-BLOCK_TOKENS = 16
-
-
-def count_blocks(tokens: int) -> int:
-    """Return the number of KV blocks (16 tokens each) that `tokens` tokens need: tokens / 16, rounded up."""
-    return -(-tokens // BLOCK_TOKENS)
+from meshwright.spec.block_tables import BLOCK_TOKENS, first_in_window
 
 
 class HashChain:
@@ -46,21 +45,22 @@ class BlockPool:
 
     Attributes:
         size: Number of KV blocks.
-        owned: {holder: number of blocks of which it is the youngest holder}; these become available when it and all
-            older sequences have ended.
+        owned: {(holder, block table): number of the table's blocks of which it is the youngest holder}; these become
+            available when it and all older sequences have ended.
         releases: Number of releases since the start, one for each block and holder.
     """
 
     def __init__(self, size: int) -> None:
         """`size`: number of blocks, all free."""
         self.size = size
-        self.owned: Counter[int] = Counter()
+        self.owned: Counter[tuple[int, int]] = Counter()
         self.releases = 0
         self._free = list(range(size - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._holders: list[list[int]] = [[] for _ in range(size)]
+        self._tables = [0] * size  # to which each block belongs
         self._hashes: list[bytes | None] = [None] * size
-        self._block_of: dict[bytes, int] = {}
+        self._block_of: dict[tuple[int, bytes], int] = {}
 
     @property
     def free(self) -> int:
@@ -77,30 +77,46 @@ class BlockPool:
         """Number of KV blocks that can be allocated now: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
-    def allocate(self, holder: int) -> int:
-        """Allocate a KV block to a sequence and return its index. A cached block is evicted if none is free. holder:
-        age of the sequence. At least one block must be available."""
+    def allocate(self, holder: int, table: int = 0) -> int:
+        """Allocate a KV block to a block table of a sequence and return its index. A cached block, of whichever table,
+        is evicted if none is free. holder: age of the sequence. At least one block must be available."""
         if self._free:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
             content = self._hashes[block]
             assert content is not None
-            del self._block_of[content]
+            del self._block_of[self._tables[block], content]
             self._hashes[block] = None
+        self._tables[block] = table
         self._holders[block].append(holder)
-        self.owned[holder] += 1
+        self.owned[holder, table] += 1
         return block
 
-    def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the indices of the KV blocks with the longest known prefix of a sequence, held or cached ones. hashes:
-        of the sequence's blocks, in order."""
-        blocks = []
-        for content in hashes:
-            if (block := self._block_of.get(content)) is None:
+    def find(self, hashes: Sequence[bytes], windows: Sequence[int | None] = (None,)) -> tuple[int, list[list[int]]]:
+        """Return the number of blocks in the longest prefix of a sequence that can be continued, and for each block
+        table the indices of the KV blocks, held or cached ones, to which the token after it attends.
+
+        A hash covers all tokens before its block: equal ones mean equal content, wherever the blocks come from. So a
+        prefix can be continued if every table has those of its blocks that are inside the table's window. hashes: of
+        the sequence's blocks, in order. windows: sliding window of each table in tokens, None without.
+        """
+        count, begins = 0, [0] * len(windows)  # of the run of known blocks of each table that ends here
+        for end, content in enumerate(hashes, 1):
+            for table in range(len(windows)):
+                if (table, content) not in self._block_of:
+                    begins[table] = end
+            if not any(begins):
+                count = end
+            elif any(begin and window is None for begin, window in zip(begins, windows, strict=True)):
                 break
-            blocks.append(block)
-        return blocks
+            else:
+                firsts = [first_in_window(end * BLOCK_TOKENS, window) for window in windows]
+                count = end if all(begin <= first for begin, first in zip(begins, firsts, strict=True)) else count
+        firsts = [first_in_window(count * BLOCK_TOKENS, window) for window in windows]
+        return count, [
+            [self._block_of[table, content] for content in hashes[first:count]] for table, first in enumerate(firsts)
+        ]
 
     def youngest_holder(self, block: int) -> int | None:
         """Return the age of the youngest sequence that holds the KV block with index `block`; None if no sequence holds
@@ -110,14 +126,14 @@ class BlockPool:
     def share(self, block: int, holder: int) -> None:
         """Let one more sequence hold the KV block with index `block`, which `find` returned. holder: age of the
         sequence, which is younger than (a number above) those that hold the block."""
-        holders = self._holders[block]
+        holders, table = self._holders[block], self._tables[block]
         if holders:
             assert holders[-1] < holder
-            self.owned[holders[-1]] -= 1
+            self.owned[holders[-1], table] -= 1
         else:
             del self._cached[block]
         holders.append(holder)
-        self.owned[holder] += 1
+        self.owned[holder, table] += 1
 
     def release(self, block: int, holder: int) -> None:
         """Let a sequence no longer hold a KV block; a block that none holds then is cached if it was registered, else
@@ -126,23 +142,23 @@ class BlockPool:
         A sequence releases its last block first: beginnings of prompts, which more requests share, then stay cached
         longer.
         """
-        holders = self._holders[block]
+        holders, table = self._holders[block], self._tables[block]
         if holders[-1] == holder:
-            self.owned[holder] -= 1
+            self.owned[holder, table] -= 1
             if len(holders) > 1:
-                self.owned[holders[-2]] += 1
+                self.owned[holders[-2], table] += 1
             elif self._hashes[block] is None:
                 self._free.append(block)
             else:
                 self._cached[block] = None
         holders.remove(holder)
-        if not self.owned[holder]:
-            del self.owned[holder]
+        if not self.owned[holder, table]:
+            del self.owned[holder, table]
         self.releases += 1
 
     def register(self, block: int, content: bytes) -> None:
-        """Make a full, held KV block findable in the prefix cache, unless another block with the same hash is. content:
-        hash of the block, from `HashChain`."""
-        if content not in self._block_of:
-            self._block_of[content] = block
+        """Make a full, held KV block findable in the prefix cache, unless another block of its table with the same hash
+        is. content: hash of the block, from `HashChain`."""
+        if (self._tables[block], content) not in self._block_of:
+            self._block_of[self._tables[block], content] = block
             self._hashes[block] = content

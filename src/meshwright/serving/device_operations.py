@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
         tokens: Most tokens of a tile.
         rows: Query rows of a tile, tokens x query heads per key-value head (padded): 16 or 64.
         positions, slots: Position and KV-cache slot of each token of the step, int32 [T].
-        tables: Block tables, int32 [sequences, blocks].
+        tables: The layer's block table of each sequence, int32 [sequences, blocks]; rows may lie apart.
     """
 
     numbers: torch.Tensor
@@ -102,7 +102,7 @@ def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scr
         common = (numbers.stride(0), tiles.tokens, sections, window or 0)
         kernels.attend_sections[(many, kv_heads, shared)](
             qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, size**-0.5, qkv.shape[1],
-            tiles.tables.shape[1], *common, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded,
+            tiles.tables.stride(0), *common, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded,
             SECTION, step, BLOCK_TOKENS, num_warps=4, num_stages=2,
         )  # fmt: skip
         kernels.merge_sections[(many * tiles.tokens, heads)](

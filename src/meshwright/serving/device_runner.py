@@ -1,10 +1,12 @@
 """Forward steps on a GPU: the ragged batch in buffers that stay, steps of decoding alone as CUDA graphs.
 
-Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I tiles of attention.
+Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I tiles of attention, W
+block tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +28,7 @@ from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
 from meshwright.serving.weights import RankWeights
+from meshwright.spec.block_tables import block_tables
 
 
 class DeviceRunner:
@@ -57,15 +60,18 @@ class DeviceRunner:
             self._rotation = RotaryTable(self.config, torch.float32).up_to(limits.max_length, self._device)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         shape = ((limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim)  # the last block is padding's
-        self._cache = {
-            layer: (self._zeros(*shape, dtype=dtype), self._zeros(*shape, dtype=dtype)) for layer in self._stage.layers
-        }
+        self._block_tables = block_tables(self.config, mesh.pp.size)
+        self._cache = [
+            (self._zeros(*shape, dtype=dtype), self._zeros(*shape, dtype=dtype))
+            for _ in range(self._block_tables.depths[self._stage.index])
+        ]
         self._group = self.config.heads // mesh.tp.size // kv_heads
         self._sizes = [1 << power for power in range((limits.max_sequences - 1).bit_length() + 1)]
         width = max(limits.token_budget, limits.logits, self._sizes[-1])
-        tables = self._sizes[-1], -(-limits.max_length // BLOCK_TOKENS)
-        # Rows of `numbers`: tokens, positions, slots, the three of tiles, output rows.
-        self._numbers, self._tables = (self._zeros(*size, dtype=torch.int32) for size in ((7, width), tables))
+        many = len(self._block_tables.windows)
+        tables = self._sizes[-1], many, -(-limits.max_length // BLOCK_TOKENS)
+        # Rows of `numbers`: tokens, positions, output rows, the three of tiles, slots of each block table.
+        self._numbers, self._tables = (self._zeros(*size, dtype=torch.int32) for size in ((6 + many, width), tables))
         pinned = torch.cuda.is_available()
         self._staged = [torch.zeros(each.shape, dtype=torch.int32, pin_memory=pinned) for each in
                         (self._numbers, self._tables)]  # fmt: skip
@@ -80,7 +86,7 @@ class DeviceRunner:
         """Return {kind: bytes}: `weights`, `kv` and `workspace` (buffers, with the padding's KV block) on the device,
         `pinned` (logits) on the host. What steps and graphs take from the caching allocator is not counted."""
         tables = [self._numbers, self._tables, self._scratch, *(self._rotation or ())]
-        padding = sum(each.nbytes for pair in self._cache.values() for each in pair) // (self.blocks + 1)
+        padding = sum(each.nbytes for pair in self._cache for each in pair) // (self.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
             "kv": self.blocks * padding,
@@ -127,7 +133,12 @@ class DeviceRunner:
         number = self._numbers
         lines = self._tile_rows(decoding)
         many = 1 if decoding else lines // self._padded_group
-        given = self._operations.Tiles(number[3:6, :tiles], many, lines, number[1], number[2], self._tables)
+        given = [
+            self._operations.Tiles(
+                number[3:6, :tiles], many, lines, number[1], number[6 + table], self._tables[:, table]
+            )
+            for table in range(len(self._block_tables.windows))
+        ]
         model, delta_TH = self._model, None
         if x_TH is None:
             x_TH = self._tensor.leave(model.embedding(number[0, :tokens]), "embedding")
@@ -147,7 +158,7 @@ class DeviceRunner:
             return x_TH + delta_TH
         if not rows:  # the middle of a prompt
             return self._logits[:0]
-        chosen_R = number[6, :rows]
+        chosen_R = number[2, :rows]
         x_RH = self._add_norm(model.final_norm, x_TH.index_select(0, chosen_R), delta_TH.index_select(0, chosen_R))
         head = model.embedding if model.head is None else model.head
         local_RV = self._product(x_RH, head.weight, None, torch.float32)
@@ -169,13 +180,13 @@ class DeviceRunner:
         has one token; the batch is then padded to `size` sequences, for a CUDA graph."""
         numbers, tables = (each.numpy() for each in self._staged)
         tokens, sequences = len(batch.tokens), len(batch.context)
-        numbers[0, :tokens], numbers[1, :tokens], numbers[2, :tokens] = batch.tokens, batch.positions, batch.slots
-        numbers[6, : len(batch.output_rows)] = batch.output_rows
-        tables[:sequences, : batch.block_tables.shape[1]] = batch.block_tables
+        numbers[0, :tokens], numbers[1, :tokens], numbers[6:, :tokens] = batch.tokens, batch.positions, batch.slots
+        numbers[2, : len(batch.output_rows)] = batch.output_rows
+        tables[:sequences, :, : batch.block_tables.shape[2]] = batch.block_tables.transpose(1, 0, 2)
         if decoding:
-            numbers[:2, tokens:size], numbers[2, tokens:size] = 0, self.blocks * BLOCK_TOKENS
-            numbers[3, :size] = numbers[5, :size] = numbers[6, :size] = np.arange(size)
-            numbers[4, :size], tables[sequences:size, 0] = 1, self.blocks
+            numbers[:2, tokens:size], numbers[6:, tokens:size] = 0, self.blocks * BLOCK_TOKENS
+            numbers[2, :size] = numbers[3, :size] = numbers[5, :size] = np.arange(size)
+            numbers[4, :size], tables[sequences:size, :, 0] = 1, self.blocks
             return size
         most = self._tile_rows(decoding) // self._padded_group
         begins = [np.arange(first, stop, most) for first, stop in zip(batch.starts, batch.starts[1:], strict=False)]
@@ -185,10 +196,11 @@ class DeviceRunner:
         numbers[4, : len(first_I)] = np.minimum(batch.starts[1:][owners] - first_I, most)
         return len(first_I)
 
-    def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, tiles: Any) -> torch.Tensor:
+    def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
         """Return the output of a layer's attention, projections included, [T, H]; write the tokens' keys and values to
-        the KV cache. layer: index of the layer. tiles: `device_operations.Tiles` of the step."""
-        qkv, cache = self._linear(attention.qkv, x_TH), self._cache[layer]
+        the KV cache. layer: index of the layer. given: `device_operations.Tiles` of the step by block table."""
+        table, place = self._block_tables.layers[layer]
+        qkv, cache, tiles = self._linear(attention.qkv, x_TH), self._cache[place], given[table]
         norms = None
         if attention.query_norm is not None and attention.key_norm is not None:
             norms = attention.query_norm.weight, attention.key_norm.weight
@@ -272,7 +284,7 @@ class DeviceRunner:
         Decode steps are captured as CUDA graphs, which share a memory pool; not with tp or pp, whose steps communicate.
         """
         numbers = self._numbers
-        numbers[2].fill_(self.blocks * BLOCK_TOKENS)
+        numbers[6:].fill_(self.blocks * BLOCK_TOKENS)
         self._tables.fill_(self.blocks)
         pool, whole = None, self._stage.first and self._stage.last and self._tensor.trivial
         with torch.inference_mode():

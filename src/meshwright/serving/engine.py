@@ -12,6 +12,7 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import Runner
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 from meshwright.serving.step_limits import StepLimits
+from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
 
 Float32 = npt.NDArray[np.float32]
@@ -79,5 +80,4 @@ class Engine:
 def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
     """Build the scheduler for a model and the sizes in `limits`. groups: number of pipeline stages; sequences are
     divided into as many groups, one of which each step computes."""
-    windows = {config.layer_window(layer) for layer in range(config.layers)}
-    return Scheduler(limits, windows.pop() if len(windows) == 1 else None, groups)
+    return Scheduler(limits, block_tables(config, groups).windows, groups)

@@ -29,6 +29,7 @@ from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
 from meshwright.serving.step_limits import StepLimits, reserve_pool
 from meshwright.serving.weights import RankWeights
+from meshwright.spec.block_tables import block_tables
 
 Float32 = npt.NDArray[np.float32]
 
@@ -64,8 +65,9 @@ class Lowering:
         self.segments: list[Segment] = []
         self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        self._caches = {layer: self._make_cache(kv_heads) for layer in self._stage.layers}
-        pool = [each for cache in self._caches.values() for each in (cache.keys, cache.values)]
+        self._tables = block_tables(self.config, mesh.pp.size)
+        self._caches = [self._make_cache(kv_heads) for _ in range(self._tables.depths[self._stage.index])]
+        pool = [each for pair in self._caches for each in pair]
         finish_pool = reserve_pool(pool if limits.touched else [])  # while weights are read and packed
         self._buffers: dict[str, Float32] = {}
         self._experts_workspace: op.ExpertsWorkspace | None = None
@@ -92,14 +94,14 @@ class Lowering:
         self._lower()
         finish_pool()
 
-    def _make_cache(self, kv_heads: int) -> op.LayerCache:
-        """Allocate the KV cache of one layer. kv_heads: key-value heads of this rank."""
+    def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Allocate keys and values of the layers at one place of a KV block. kv_heads: key-value heads of this rank."""
         dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
         keys, values = (
             self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
         )
         self.nbytes["kv"] += keys.nbytes + values.nbytes
-        return op.LayerCache(keys, values, size)
+        return keys, values
 
     def _lower(self) -> None:
         """Append the operations of the whole stage: embedding, blocks, head."""
@@ -140,7 +142,8 @@ class Lowering:
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
         qkv = self._buffer("qkv", (heads + 2 * kv_heads) * size)
         self._lower_linear(attention.qkv, qkv, x)
-        cache = self._caches[layer]
+        table, place = self._tables.layers[layer]
+        cache = op.LayerCache(*self._caches[place], size, table)
         cosine, sine = self._rotation or (None, None)
         query_norm, key_norm = (self._optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
         epsilon = self.config.norm_epsilon

@@ -12,7 +12,7 @@ from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.limits import limit_of, shorten_repr
 from meshwright.planner.device_ledger import device_ledger
-from meshwright.planner.serving_ledger import BLOCK_TOKENS, ServingLedger, ServingSizes, fill_memory, serving_ledger
+from meshwright.planner.serving_ledger import ServingLedger, ServingSizes, fill_memory, serving_ledger
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 
@@ -87,16 +87,16 @@ def plan_memory(
     predict = device_ledger if on_gpus else serving_ledger
     ledger = predict(config, layout, sizes)
     # More than twice what all sequences of a step can hold would not even serve as a prefix cache.
-    most = 2 * sizes.max_sequences * sizes.blocks_of_longest
+    most = 2 * sizes.max_sequences * ledger.blocks_of_longest
     if memory is None:
-        most = min(most, max(sizes.blocks_of_longest, DEFAULT_POOL // ledger.kv_block))
+        most = min(most, max(ledger.blocks_of_longest, DEFAULT_POOL // ledger.kv_block))
     if on_gpus:  # each rank has one to itself, and what one lacks none can lend
         least = min(parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts)
         most = min(most, *(max(0, least - stage.fixed) // stage.kv_block for stage in ledger.stages))
     if max_length is None:
-        fits = min(most, max(0, budget - ledger.fixed) // ledger.kv_block) * BLOCK_TOKENS
+        fits = ledger.longest_within(min(most, max(0, budget - ledger.fixed) // ledger.kv_block))
         if 0 < fits < sizes.max_length:
-            ledger = predict(config, layout, replace(sizes, max_length=min(fits, sizes.max_length)))
+            ledger = predict(config, layout, replace(sizes, max_length=fits))
     return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))
 
 

@@ -25,6 +25,7 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import InvalidLogits
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import decoder_config
+from meshwright.spec.block_tables import MOST_TABLES
 from meshwright.threads import choose_threads
 
 _STEP_SECONDS = 24 * 3600.0  # no client waits for a step
@@ -47,7 +48,8 @@ def build_offline_engine(
     """
     limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
-        limits = replace(limits, blocks=limits.blocks + 1, max_length=limits.max_length + 1)
+        # One block more in each of a model's block tables.
+        limits = replace(limits, blocks=limits.blocks + MOST_TABLES, max_length=limits.max_length + 1)
     threads = choose_threads(mesh.layout.world_size)
     return build_engine(directory, mesh, dtype, limits, threads, instruction_set=instruction_set)
 

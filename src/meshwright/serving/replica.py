@@ -12,9 +12,9 @@ from typing import Any
 
 from meshwright.errors import RankLost
 from meshwright.serving.admission import AnswerShare
-from meshwright.serving.blocks import BLOCK_TOKENS
 from meshwright.serving.request import Output, Request
 from meshwright.serving.speed import StepTimes, Work
+from meshwright.spec.block_tables import BLOCK_TOKENS
 
 COUNTERS = {
     "pauses": "pauses",

@@ -18,13 +18,14 @@ from typing import Any
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.layout import Layout
 from meshwright.serving import messages
-from meshwright.serving.blocks import BLOCK_TOKENS, HashChain
+from meshwright.serving.blocks import HashChain
 from meshwright.serving.engine_client import Refusal, State, Ticket
 from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.request import Output, Request
 from meshwright.serving.waiting_line import Queue, QueueLimits, WaitingLine
+from meshwright.spec.block_tables import BLOCK_TOKENS
 
 LOSSES_OF_REQUEST = 3
 """A request that was running each time and got no token in between is ended with an error: it may be the cause."""

@@ -1,6 +1,7 @@
 """Continuous batching: which tokens of which sequences the next step computes.
 
-Shapes: T tokens of a step, S sequences of a step, B blocks of the longest block table, R rows of logits, V vocabulary.
+Shapes: T tokens of a step, S sequences of a step, W block tables of a sequence, B blocks of the longest one, R rows of
+logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import numpy.typing as npt
 
 from meshwright.errors import UserError
 from meshwright.serving.admission import AdmissionState, AnswerShare
-from meshwright.serving.blocks import BLOCK_TOKENS, BlockPool, count_blocks
+from meshwright.serving.blocks import BlockPool
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.sequence import Sequence, State, WaitingQueue
 from meshwright.serving.step_limits import StepLimits
+from meshwright.spec.block_tables import BLOCK_TOKENS, count_blocks, first_in_window, most_tokens
 
 Integers = npt.NDArray[np.int32]
 
@@ -35,11 +37,12 @@ class StepBatch:
     Attributes:
         tokens: Token IDs [T].
         positions: Position of each token in its sequence [T].
-        slots: Slot of the KV cache into which a token's key and value are written [T]: block * 16 + offset.
+        slots: For each block table, the slot of the KV cache into which a token's key and value are written in the
+            table's layers [W, T]: block * 16 + offset.
         starts: Index of each sequence's first token [S + 1]; starts[S] = T.
         context: Number of each sequence's tokens in the KV cache after this step [S].
-        block_tables: Index of the KV block with the positions 16 b to 16 b + 15 of each sequence [S, B]. Entries past
-            its context, and those before the window if all layers have one, are 0 and must not be read.
+        block_tables: Index of the KV block with the positions 16 b to 16 b + 15 of each sequence in each block table
+            [W, S, B]. Entries past its context, and those before the table's window, are 0 and must not be read.
         output_rows: Ascending indices (0 to T - 1) of the tokens whose logits are wanted [R]; may be empty.
         sequences: The scheduler's state of each sequence [S].
         group: Index of the pipeline group to which all of them belong; 0 without a pipeline.
@@ -65,13 +68,13 @@ class Scheduler:
     safe.
     """
 
-    def __init__(self, limits: StepLimits, window: int | None = None, groups: int = 1) -> None:
+    def __init__(self, limits: StepLimits, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
         """`limits`: sizes of the pool and of a step, whose token budget has room for a token of each sequence;
-        `window`: sliding window of all layers in tokens, None if any has none; `groups`: pipeline groups, each sequence
+        `windows`: sliding window of each block table in tokens, None without; `groups`: pipeline groups, each sequence
         in one."""
         assert limits.token_budget >= limits.max_sequences >= groups >= 1, limits
         self.pool = BlockPool(limits.blocks)
-        self._limits, self._window, self._groups = limits, window, groups
+        self._limits, self._windows, self._groups = limits, tuple(windows), groups
         self._requests: dict[str, Sequence] = {}  # unfinished
         self._queue = WaitingQueue()
         self._admitted: list[Sequence] = []  # oldest first
@@ -80,7 +83,8 @@ class Scheduler:
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and the pool's releases then
         self._rows = list(range(limits.max_sequences - 1, -1, -1))
-        self._tables: Integers = np.zeros((limits.max_sequences, count_blocks(limits.max_length)), np.int32)
+        shape = len(self._windows), limits.max_sequences, count_blocks(limits.max_length)
+        self._tables: Integers = np.zeros(shape, np.int32)
         self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
 
     def add(self, request: Request) -> None:
@@ -88,15 +92,13 @@ class Scheduler:
         `max_length`."""
         if request.id in self._requests:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
-        longest = count_blocks(self._limits.max_length)
-        if self._window is not None:  # blocks that any chunk and the window before it can overlap
-            chunk = min(self._limits.token_budget, len(request.tokens) + len(request.replayed))
-            longest = (self._window + chunk - 3) // BLOCK_TOKENS + 2
-        sequence = Sequence(request, longest)
-        if request.longest > self._limits.max_length or sequence.most_blocks > self.pool.size:
+        limits = self._limits
+        sequence = Sequence(request, self._windows, limits.token_budget)
+        if request.longest > limits.max_length or sum(sequence.most_blocks) > self.pool.size:
+            most = most_tokens(self.pool.size, self._windows, limits.token_budget, limits.max_length)
             raise UserError(
                 f"prompt of {len(request.tokens)} tokens + max_tokens {request.sampling.max_tokens}: should be at most "
-                f"{min(self._limits.max_length, self.pool.size * BLOCK_TOKENS)} tokens together"
+                f"{most} tokens together"
             )
         self._requests[request.id] = sequence
         self._queue.push(sequence)
@@ -178,9 +180,10 @@ class Scheduler:
                 sequence.place = place
             self._state = AdmissionState(
                 self.pool.available,
-                [each.total_blocks - len(each.table) for each in self._admitted],
+                len(self._windows),
+                [each.total_blocks - each.blocks for each in self._admitted],
                 [each.most_blocks for each in self._admitted],
-                [self.pool.owned[each.age] for each in self._admitted],
+                [[self.pool.owned[each.age, table] for table in range(len(self._windows))] for each in self._admitted],
             )
         return self._state
 
@@ -193,33 +196,34 @@ class Scheduler:
             sequence = self._queue.head
             if self._refused == (sequence, self.pool.releases):
                 break
-            blocks = self._find_prefix(sequence)
-            if self._will_find_more(sequence, len(blocks)):
+            count, found = self._find_prefix(sequence)
+            if self._will_find_more(sequence, count):
                 break
-            first = self._first_in_window(len(blocks) * BLOCK_TOKENS)
-            youngest = [self.pool.youngest_holder(block) for block in blocks[first:]]
+            youngest = [[self.pool.youngest_holder(block) for block in blocks] for blocks in found]
             places = {each.age: place for place, each in enumerate(self._admitted)}
-            shared = Counter(places[age] for age in youngest if age is not None)
+            shared = Counter(
+                (places[age], table) for table, ages in enumerate(youngest) for age in ages if age is not None
+            )
             joined = self._admission_state().admit(
-                sequence.most_blocks, sequence.total_blocks - len(blocks), youngest.count(None), shared
+                sequence.most_blocks, sequence.total_blocks - count, [ages.count(None) for ages in youngest], shared
             )
             if not joined.safe or not joined.allowance(len(self._admitted)):
                 self._refused = (sequence, self.pool.releases)
                 break
-            growth += sequence.expect_growth(self._answers) - len(blocks) + first
+            growth += sequence.expect_growth(self._answers) - sum(map(len, found))
             if self._admitted and growth > joined.available:
                 break
-            self._start(self._queue.pop(), group, blocks, first)
+            self._start(self._queue.pop(), group, count, found)
             sizes[group] += 1
             self._state = joined
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Return the KV blocks of a waiting sequence's prefix that the prefix cache has. Never includes the last token,
-        whose logits are needed; nothing is found if the prompt's log-probabilities are requested."""
+    def _find_prefix(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
+        """Return the prefix of a waiting sequence that the prefix cache has, as `BlockPool.find` does. Never includes
+        the last token, whose logits are needed; nothing is found if the prompt's log-probabilities are requested."""
         if sequence.scores_prompt:
-            return []
+            return self.pool.find([], self._windows)
         sequence.chain.extend(sequence.tokens)
-        return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS])
+        return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self._windows)
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
         """Return True if a running sequence is computing the next block of a waiting sequence's prefix: the latter
@@ -233,38 +237,36 @@ class Scheduler:
             for other in self._admitted
         )  # fmt: skip
 
-    def _first_in_window(self, computed: int) -> int:
-        """Return the index of the first KV block of a sequence to which its next token attends. computed: number of its
-        tokens that precede that token."""
-        return 0 if self._window is None else max(0, computed - self._window + 1) // BLOCK_TOKENS
-
-    def _start(self, sequence: Sequence, group: int, blocks: list[int], first: int) -> None:
-        """Admit a sequence to a pipeline group. blocks: KV blocks of its cached prefix; first: index of the first of
-        them that is inside the window."""
+    def _start(self, sequence: Sequence, group: int, count: int, found: list[list[int]]) -> None:
+        """Admit a sequence to a pipeline group. count: number of blocks of its cached prefix; found: those of each
+        block table that are inside the window."""
         sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
         sequence.place, sequence.state = len(self._admitted), State.RUNNING
         self._ages += 1
         self._admitted.append(sequence)
-        for block in blocks[first:]:
-            self.pool.share(block, sequence.age)
-        sequence.table, sequence.first_held, sequence.computed = blocks, first, len(blocks) * BLOCK_TOKENS
+        for table, blocks in enumerate(found):
+            for block in blocks:
+                self.pool.share(block, sequence.age)
+            sequence.held[table].extend(blocks)
+            self._tables[table, sequence.row, count - len(blocks) : count] = blocks
+        sequence.blocks, sequence.computed = count, count * BLOCK_TOKENS
         sequence.cached_tokens = min(sequence.computed, len(sequence.request.tokens))
-        self._tables[sequence.row, first : len(blocks)] = blocks[first:]
         self._prompt_tokens += len(sequence.tokens)
         self._prefix_hit_tokens += sequence.computed
 
     def _extend(self, sequence: Sequence, wanted: int) -> int:
         """Allocate KV blocks for the next `wanted` tokens of a sequence, as far as admission allows; return the number
         of tokens that fit. If it is 0, the sequence pauses."""
-        room = len(sequence.table) * BLOCK_TOKENS - sequence.computed
+        room = sequence.blocks * BLOCK_TOKENS - sequence.computed
         if room < wanted:
             state = self._admission_state()
             missing = min(count_blocks(wanted - room), state.allowance(sequence.place))
             state.take(sequence.place, missing)
             for _ in range(missing):
-                block = self.pool.allocate(sequence.age)
-                self._tables[sequence.row, len(sequence.table)] = block
-                sequence.table.append(block)
+                for table, held in enumerate(sequence.held):
+                    held.append(self.pool.allocate(sequence.age, table))
+                    self._tables[table, sequence.row, sequence.blocks] = held[-1]
+                sequence.blocks += 1
             room += missing * BLOCK_TOKENS
         if not room and sequence.state is State.RUNNING:
             self._pauses += 1
@@ -288,15 +290,15 @@ class Scheduler:
         starts = np.zeros(len(picked) + 1, np.int32)
         np.cumsum(counts_S, out=starts[1:])
         positions_T = np.arange(len(tokens), dtype=np.int32) + np.repeat(computed_S - starts[:-1], counts_S)
-        blocks = self._tables[np.repeat(rows_S, counts_S), positions_T // BLOCK_TOKENS]
+        blocks_WT = self._tables[:, np.repeat(rows_S, counts_S), positions_T // BLOCK_TOKENS]
         context = computed_S + counts_S
         return StepBatch(
             tokens=np.frombuffer(tokens, np.int32),
             positions=positions_T,
-            slots=blocks * BLOCK_TOKENS + positions_T % BLOCK_TOKENS,
+            slots=np.ascontiguousarray(blocks_WT * BLOCK_TOKENS + positions_T % BLOCK_TOKENS),
             starts=starts,
             context=context,
-            block_tables=self._tables[rows_S, : count_blocks(int(context.max()))],
+            block_tables=np.ascontiguousarray(self._tables[:, rows_S, : count_blocks(int(context.max()))]),
             output_rows=np.array(output_rows, np.int32),
             sequences=sequences,
             group=group,
@@ -330,17 +332,19 @@ class Scheduler:
 
     def _store(self, sequence: Sequence, count: int) -> None:
         """Record `count` computed tokens of a sequence: register blocks that are full now in the prefix cache, and
-        release blocks that have left the sliding window."""
+        release blocks that have left the sliding window of their table."""
         full = sequence.computed // BLOCK_TOKENS
         sequence.computed += count
         if sequence.computed // BLOCK_TOKENS > full:
             sequence.chain.extend(sequence.tokens)
             for block in range(full, sequence.computed // BLOCK_TOKENS):
-                self.pool.register(sequence.table[block], sequence.chain.hashes[block])
-        for block in range(sequence.first_held, self._first_in_window(sequence.computed)):
-            self.pool.release(sequence.table[block], sequence.age)
-            self._tables[sequence.row, block] = 0
-            sequence.first_held = block + 1
+                for held in sequence.held:
+                    self.pool.register(held[block - sequence.blocks], sequence.chain.hashes[block])
+        for table, (held, window) in enumerate(zip(sequence.held, self._windows, strict=True)):
+            first = first_in_window(sequence.computed, window)
+            while (block := sequence.blocks - len(held)) < first:
+                self.pool.release(held.popleft(), sequence.age)
+                self._tables[table, sequence.row, block] = 0
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence with a finish reason ("stop", "length" ...); its KV blocks are released, unless a batch in
@@ -354,14 +358,15 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Release the KV blocks and the block-table row of a sequence that has ended."""
-        for block in reversed(sequence.table[sequence.first_held :]):
-            self.pool.release(block, sequence.age)
-        self._tables[sequence.row] = 0
+        while any(sequence.held):
+            for held in filter(None, sequence.held):
+                self.pool.release(held.pop(), sequence.age)
+        self._tables[:, sequence.row] = 0
         self._rows.append(sequence.row)
         self._admitted.remove(sequence)
         if not self._admitted:
-            held = self.pool.size - self.pool.available
-            assert not held, f"idle, but {held} of {self.pool.size} KV blocks are neither free nor cached"
+            lost = self.pool.size - self.pool.available
+            assert not lost, f"idle, but {lost} of {self.pool.size} KV blocks are neither free nor cached"
 
 
 def sample_batch(batch: StepBatch, logits_RV: npt.NDArray[np.float32]) -> list[TokenResult]:

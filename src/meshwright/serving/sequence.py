@@ -5,14 +5,17 @@ from __future__ import annotations
 import enum
 import heapq
 from array import array
+from collections import deque
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.serving.admission import AnswerShare
-from meshwright.serving.blocks import HashChain, count_blocks
+from meshwright.serving.blocks import HashChain
 from meshwright.serving.request import FinishReason, Request
 from meshwright.serving.sampling import InvalidLogits, TokenCounts, TokenResult, sample, score_token
+from meshwright.spec.block_tables import count_blocks, most_held
 
 
 class State(enum.Enum):
@@ -34,22 +37,25 @@ class Sequence:
         computed: Number of tokens whose keys and values are in the KV cache.
         state: State of the sequence.
         age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
-        table: Block table: KV block of each 16 positions; entries before `first_held` have been released.
+        blocks: Number of KV blocks that each of its block tables has had, one for each 16 positions.
+        held: For each block table, those of its KV blocks that have not been released: the last ones of `blocks`.
         scores_prompt: True if the prompt's log-probabilities are requested; False for a replayed request, whose were
             sent.
     """
 
-    def __init__(self, request: Request, longest_hold: int) -> None:
-        """`longest_hold`: most tokens whose blocks it holds at once."""
+    def __init__(self, request: Request, windows: SequenceOf[int | None], token_budget: int) -> None:
+        """`windows`: sliding window of each block table in tokens, None without; `token_budget`: most tokens of a
+        step."""
         self.request = request
         self.tokens = array("i", (*request.tokens, *request.replayed))
-        self.computed = self.cached_tokens = self.first_held = 0
+        self.computed = self.cached_tokens = self.blocks = 0
         self.state = State.WAITING
-        self.table: list[int] = []
+        self.held: list[deque[int]] = [deque() for _ in windows]
         self.chain = HashChain(salt=request.cache_salt)
         # The last token of the answer is never computed.
-        self.total_blocks = count_blocks(max(request.longest - 1, len(request.tokens)))
-        self.most_blocks = min(self.total_blocks, longest_hold)
+        longest = max(request.longest - 1, len(request.tokens))
+        self.total_blocks = count_blocks(longest)
+        self.most_blocks = most_held(longest, windows, min(token_budget, len(self.tokens)))
         self.age = self.row = self.group = self.place = -1
         self.in_flight = False
         self.finish_reason: FinishReason | None = None
@@ -62,8 +68,10 @@ class Sequence:
         """Return the number of KV blocks that the sequence is expected to allocate until its end. answers: predicts its
         length."""
         answer = answers.expect(self.answered, self.request.sampling.max_tokens)
-        most = min(count_blocks(len(self.request.tokens) + answer), self.most_blocks)
-        return max(0, most - len(self.table) + self.first_held)
+        blocks = count_blocks(len(self.request.tokens) + answer)
+        return sum(
+            max(0, min(blocks, most) - len(held)) for most, held in zip(self.most_blocks, self.held, strict=True)
+        )
 
     @property
     def answered(self) -> int:

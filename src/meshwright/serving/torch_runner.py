@@ -18,6 +18,7 @@ from meshwright.serving.paged_cache import PagedCache
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
+from meshwright.spec.block_tables import block_tables
 
 TILE_TOKENS = 16
 """Tokens of every product on a CPU: kernels are chosen by shape, so that one shape makes a token's result independent
@@ -67,7 +68,8 @@ class TorchRunner:
         for name in weights:
             self._model.get_parameter(name).copy_(weights.read(name, dtype).view_as(self._model.get_parameter(name)))
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        self._cache = PagedCache(self.config, self._stage.layers, limits.blocks, kv_heads, dtype, self._device)
+        tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
+        self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype, self._device)
         if limits.touched:
             self._cache.touch()
         self._tile = 1 if self.config.experts else TILE_TOKENS

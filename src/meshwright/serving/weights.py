@@ -18,12 +18,12 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
 from meshwright.parallel.flat_buffers import FlatLayout, flat_layout
+from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import ParameterEntry, parameter_table
-from meshwright.spec.stages import Stage, stages_of, units_of
+from meshwright.spec.stages import Stage, units_of
 
-_BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
 _LIBC = ctypes.CDLL(ctypes.util.find_library("c") or None, use_errno=True)
 
 
@@ -52,9 +52,7 @@ class RankWeights:
 
     def __init__(self, directory: Path, mesh: Mesh) -> None:
         self.config = decoder_config(directory)
-        self.stage: Stage = stages_of(self.config, mesh.pp.size, min(_BALANCED_FOR, self.config.max_positions))[
-            mesh.pp.rank
-        ]
+        self.stage: Stage = serving_stages(self.config, mesh.pp.size)[mesh.pp.rank]
         self.bytes_read, self.seconds = 0, 0.0
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._mapped: torch.Tensor | None = None  # the entry read last

@@ -1,0 +1,110 @@
+"""Block tables of the KV cache: layers of one sliding window share a table, tables share blocks of one size.
+
+A KV block holds 16 tokens of the layers of one block table, and all blocks have places for equally many layers: one
+pool serves every table, and a block that one table gives back may be the next of another. A sequence has a block for
+every 16 tokens in each table; those that the window of a table has left are given back, whatever the other tables keep.
+A model whose layers all have one window has one table.
+
+Windows of unequal numbers of layers take several tables: 5 and 1 where 40 of 48 layers have one. Places of a block that
+no layer takes are lost; where that costs more than windows save, all layers share one table.
+
+Data flow: `block_tables` divides the layers, for the ledger (bytes of a block, blocks of a sequence), the scheduler (a
+block of the pool for each table and 16 tokens; admission; prefix cache) and the runners alike (which table says where a
+layer's keys and values are, and which place of the block they take).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.spec.config import ModelConfig
+from meshwright.spec.stages import Stage, stages_of
+
+BLOCK_TOKENS = 16
+"""Tokens of a KV block."""
+MOST_TABLES = 8
+"""Most block tables of a model: each costs the scheduler time in every step."""
+_BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTables:
+    """Layers of each block table of a model.
+
+    Attributes:
+        windows: Sliding window of each block table's layers in tokens; None: none.
+        layers: For each layer (number of its block table, its place in the blocks of its stage).
+        depths: Layers of a block by pipeline stage: the places for keys and values in a block.
+    """
+
+    windows: tuple[int | None, ...]
+    layers: tuple[tuple[int, int], ...]
+    depths: tuple[int, ...]
+
+
+def serving_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
+    """Return the pipeline stages of a server of `count` stages."""
+    return stages_of(config, count, min(_BALANCED_FOR, config.max_positions))
+
+
+def count_blocks(tokens: int) -> int:
+    """Return the number of KV blocks (16 tokens each) that `tokens` tokens need: tokens / 16, rounded up."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def first_in_window(tokens: int, window: int | None) -> int:
+    """Return the index of the first KV block to which the token after `tokens` tokens attends. window: its sliding
+    window in tokens, None without."""
+    return 0 if window is None else max(0, tokens - window + 1) // BLOCK_TOKENS
+
+
+def most_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[int, ...]:
+    """Return for each block table the most KV blocks that a sequence of `tokens` tokens holds at once, if a step
+    computes at most `chunk` of them: with a window those that a chunk and the window before it can overlap."""
+    blocks = count_blocks(tokens)
+    return tuple(
+        blocks if window is None else min(blocks, (window + chunk - 3) // BLOCK_TOKENS + 2) for window in windows
+    )
+
+
+def most_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
+    """Return the most tokens of a sequence, up to `limit`, whose held blocks are at most `blocks` in all tables
+    together. windows, chunk: as in `most_held`."""
+    return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(most_held(tokens, windows, chunk)))
+
+
+@lru_cache(maxsize=64)
+def block_tables(config: ModelConfig, stages: int) -> BlockTables:
+    """Return the block tables of a model that is served in `stages` pipeline stages: among those with 1 to 8 tables the
+    ones in which a sequence of all the model's positions ends with the fewest bytes, then the fewest tables."""
+    counts = Counter(config.layer_window(layer) for layer in range(config.layers))
+    longest = None if None in counts else max(window for window in counts if window is not None)
+    shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}
+    choices = [dict(zip(counts, share, strict=True)) for share in sorted(shares) if sum(share) <= MOST_TABLES]
+    cut = serving_stages(config, stages)
+    return min(
+        (_divide(config, cut, choice) for choice in [{longest: 1}, *choices]),
+        key=lambda each: (
+            sum(each.depths) * sum(most_held(config.max_positions, each.windows, 1)), len(each.windows)
+        ),
+    )  # fmt: skip
+
+
+def _divide(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
+    """Divide the layers of each pipeline stage evenly among the block tables of their windows. choice: {window: number
+    of its tables}; a single window takes all layers, those of smaller windows too."""
+    windows = tuple(window for window, count in choice.items() for _ in range(count))
+    layers, depths = list[tuple[int, int]](), list[int]()
+    for stage in stages:
+        own = [config.layer_window(layer) if len(choice) > 1 else windows[0] for layer in stage.layers]
+        depths.append(max(-(-count // choice[window]) for window, count in Counter(own).items()))
+        seen = Counter[int | None]()
+        for window in own:
+            table, place = divmod(seen[window], depths[-1])
+            layers.append((windows.index(window) + table, place))
+            seen[window] += 1
+    return BlockTables(windows, tuple(layers), tuple(depths))
