@@ -164,8 +164,8 @@ def _run_task(task: Callable[[], Any]) -> Any:
 def _refuse_rendezvous(*_: Any, **__: Any) -> None:
     """Refuse a rendezvous of processes, other than by `init_process_group`."""
     raise UserError(
-        "emulated ranks meet in torch.distributed.init_process_group alone; mw.fit and mw.train set up processes: start "
-        "such a script with meshwright run --ranks N"
+        "emulated ranks meet in torch.distributed.init_process_group alone; mw.fit and mw.train set up processes: "
+        "start such a script with meshwright run --ranks N"
     )
 
 
