@@ -21,7 +21,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common import paired_ratio, write_result
-from meshwright.data.packing.shards import ShardWriter
+from meshwright.data.packing.shards import ShardWriter, TextEncoder
+from meshwright.data.sources.reading import Document
 from meshwright.data.tokenizers.kinds import KINDS
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, load_tokenizer, write_tokenizer
 
@@ -72,9 +73,10 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def pack(tokenizer: TextTokenizer, texts: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        numbered = list(enumerate(texts))
+        numbered = list(enumerate(Document("", text) for text in texts))
         source = lambda first: iter(numbered[first:])  # noqa: E731
-        packer = ShardWriter(Path(directory), source, len(texts), tokenizer, "", 1 << 26, keep_text=False)
+        encoder = TextEncoder(tokenizer)
+        packer = ShardWriter(Path(directory), source, [len(texts)], encoder, "", 1 << 26, keep_text=False)
         packer.write_missing(lambda done: None)
 
 

@@ -108,8 +108,8 @@ def _wrong_value(random: Random, text: bytes, others: Sequence[Any], words: Sequ
                 for _ in range(random.choice((1, 2, 60))):
                     holder[key] = random.choice(([holder[key]], {"a": holder[key]}))
             case "repeat" if not isinstance(holder[key], dict | list):
-                some = random.choice((2, 70, 1000))
-                holder[key] = holder[key] * some if isinstance(holder[key], str) else [holder[key]] * some
+                some, one = random.choice((2, 70, 1000)), holder[key]
+                holder[key] = one[:5000] * some if isinstance(one, str) else [one] * some
             case "swap":
                 other_holder, other_key = random.choice(places)
                 if not _inside(holder[key], other_holder) and not _inside(other_holder[other_key], holder):
