@@ -73,7 +73,8 @@ class EmulatedRanks:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(*arguments)` on every rank, each with its own copy of the arguments; return the results by
-        rank. Raises the first error of a rank, after the others have ended, and EmulationFailed for a deadlock."""
+        rank. Raises the first error of a rank, after the others have ended, and EmulationFailed for a deadlock; then
+        make new ranks, as calls that were under way stay incomplete."""
         copies: Sequence[tuple[Any, ...]] = [copy.deepcopy(arguments) for _ in range(self.world_size)]
         return self.run_each([partial(function, *of_rank) for of_rank in copies])
 
