@@ -128,6 +128,7 @@ DIRECT_READS = {
         ),
         "files of the package",
     ),
+    "emulation.script": "runs the user's own script, as python does",
     **dict.fromkeys(
         (
             "flight_recorder.rank_report",
