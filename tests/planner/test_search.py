@@ -295,10 +295,11 @@ def test_a_search_that_stops_before_its_end_says_what_it_leaves_open(monkeypatch
     problem, whole = PROBLEMS["megatron"], searched("megatron")
     assert whole.undecided == 0 and "stopped" not in found_text(whole)
     assert document(problem, whole.best, whole)["undecided"] == 0
-    monkeypatch.setattr(search_room, "MOST_PRICED", 12)
+    longer = search(problem, 20)
+    monkeypatch.setattr(search_room, "MOST_PRICED", 5)  # one of them does not fit
     some = search(problem, 4)
     shown, slowest = {one.layout for one in some.best}, some.best[-1].time.seconds
-    better = [one for one in whole.best if one.layout not in shown and one.time.seconds < slowest]
+    better = [one for one in longer.best if one.layout not in shown and one.time.seconds < slowest]
     assert len(some.best) == 4 and better  # it stopped too soon indeed
     assert len(better) <= some.undecided < 100
     assert f"{some.undecided:,} more layouts may be better than the last of these" in found_text(some)

@@ -35,7 +35,6 @@ def fastest_of_kinds(decided: Decided, top: int) -> list[Estimate]:
             break
         found += best
         alike = kinds == kinds[decided.best[0][1]]
-        told[alike & (told >= best[0].time.seconds)] = np.inf
         others += [entry for entry in decided.best[1:] if alike[entry[1]]]
         if len(found) < top:
             budget -= decided.leave_out(alike, budget)
