@@ -60,7 +60,7 @@ def test_predicted_memory_matches_allocation_of_one_rank(name: str, dtype: str, 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("qwen3-tiny", "tp2"), ("gpt2-tiny", "pp2"), ("mixtral-tiny", "tp2 ep2"), ("qwen2-moe-tiny", "tp2")],
+    [("qwen3-tiny", "tp2"), ("qwen2-tiny", "pp2"), ("mixtral-tiny", "tp2 ep2"), ("qwen2-moe-tiny", "tp2")],
 )
 def test_predicted_memory_matches_allocation_of_each_of_two_ranks(
     name: str, layout: str, two: LocalRanks, tmp_path: Path
