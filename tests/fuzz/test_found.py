@@ -38,6 +38,11 @@ FOUND: dict[str, tuple[str, object]] = {
         {"format": 1, "step": 3, "validation_loss": 2.5, "block_bytes": 64 * 2**20,
          "files": {"config.json": {"size": "a", "sha256": "a", "blocks": "\0"}}},
     ),
+    "a NUL in a file's name": (
+        "checkpoint manifest",
+        {"format": 1, "step": 3, "validation_loss": 2.5, "block_bytes": 64 * 2**20,
+         "files": {"a\0b": {"size": 0, "sha256": "a", "blocks": []}}},
+    ),
 }  # fmt: skip
 
 

@@ -91,8 +91,8 @@ def read_manifest(path: Path) -> Manifest:
 def _parse_record(name: str, found: Any) -> FileRecord:
     """Parse the manifest's JSON record (`found`) of the file `name`. Raises `TypeError` for invalid values."""
     size, sha256, blocks = found["size"], found["sha256"], found["blocks"]
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise TypeError(f"{name[:80]} is outside the checkpoint")
+    if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
+        raise TypeError(f"{name[:80]!r} is no file of a checkpoint")
     hashes = [sha256, *blocks] if isinstance(blocks, list) else [None]
     if type(size) is not int or size < 0 or not all(isinstance(each, str) for each in hashes):
         raise TypeError(f"{name[:80]} has no size and hashes")
