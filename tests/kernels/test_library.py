@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -147,3 +149,11 @@ def test_memory_is_aligned_zeroed_and_apart(kernels: Kernels):
 def test_threads_must_be_positive(kernels: Kernels):
     with pytest.raises(ValueError, match="at least 1"):
         kernels.set_threads(0)
+
+
+def test_packing_works_again_after_its_threads_were_given_back(built_kernels: Kernels):
+    weight = draw_floats(1, 37, 33)
+    packed = built_kernels.pack(weight, "float32")
+    built_kernels.end_packing()
+    assert not any(thread.name.startswith("packing") for thread in threading.enumerate())
+    np.testing.assert_array_equal(built_kernels.pack(weight, "float32").buffer, packed.buffer)

@@ -398,7 +398,7 @@ def test_refused_request_is_known_again_by_key_path_and_body(http: httpx.Client,
     assert tickets[0].key == tickets[1].key and len({ticket.key for ticket in tickets}) == 4
     assert [ticket.first for ticket in tickets] == [False, True, False, False, False]
     assert tickets[0].tokens == 12
-    assert "meshwright:promises_outstanding{" in http.get("/metrics").text
+    assert "meshwright:refused_places_outstanding{" in http.get("/metrics").text
 
 
 @pytest.mark.parametrize("state", ["starting", "recovering", "draining", "failed"])

@@ -122,6 +122,11 @@ def test_predicted_wait_falls_within_a_step_and_grows_with_the_queue(monkeypatch
     for passed in (0.01, 0.2):
         now = 100.0 + passed
         assert replica.predict_wait(3) == pytest.approx(waits[2] - passed)
+    now = 100.0 + waits[2] + 1e-6
+    step = replica.predict_wait(3)
+    assert step == pytest.approx(replica.speed.predict(0, 0))  # overdue: another step
+    now += 10.0
+    assert replica.predict_wait(3) == pytest.approx(10.0, abs=1e-3)
 
 
 def test_predicted_wait_counts_prompts_of_the_queue():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,21 @@ def test_reserved_pool_is_resident_and_zero(monkeypatch: pytest.MonkeyPatch, pop
     size = 64 << 20
     caches = [np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(64, -1) for _ in range(2)]
     before = count_resident_bytes()
-    step_limits.reserve_pool(caches)()
+    with step_limits.reserve_pool(caches):
+        pass
     assert count_resident_bytes() - before > 0.95 * 2 * size
     assert not any(cache.any() for cache in caches)
+
+
+def test_pool_is_no_longer_made_resident_after_an_error(monkeypatch: pytest.MonkeyPatch):
+    """Otherwise the process would end only once all of it is."""
+    populated, goes_on = [], threading.Event()
+    monkeypatch.setattr(
+        step_limits, "_populate_pages", lambda piece: goes_on.wait(5) and populated.append(piece) is None
+    )
+    monkeypatch.setattr(step_limits, "_PIECE", 1)
+    with pytest.raises(OSError, match="damaged"), step_limits.reserve_pool([np.zeros(100, np.uint8)]):
+        raise OSError("damaged")
+    goes_on.set()
+    time.sleep(0.05)
+    assert len(populated) <= 2  # those that the threads had begun

@@ -35,17 +35,22 @@ class Engine:
         self.idle = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
-    def ask(self, key: bytes) -> Refusal | None:
-        """Ask for a request; it is queued unless it is refused."""
-        waiting = self.queued + 1 - (PLACES - len(self.running))
-        queue = Queue(waiting, [64] * self.queued, 64 * (self.queued + 1), self.predict)
-        if self.with_line:
-            refusal = self.line.admit(Ticket(key), 1, 64, queue)
-        else:
-            refusal = Refusal("requests", self.predict(waiting - LIMIT)) if waiting > LIMIT else None
-        self.queued += refusal is None
+    def ask(self, key: bytes, choices: int = 1) -> Refusal | None:
+        """Ask for a request, first before its choices are known as the server does; they are queued unless it is
+        refused."""
+        refusal = self._admit(key, 0) or self._admit(key, choices)
+        self.queued += choices * (refusal is None)
         self.idle += refusal is not None and len(self.running) + self.queued < PLACES
         return refusal
+
+    def _admit(self, key: bytes, choices: int) -> Refusal | None:
+        """Refusal of a request of so many choices; 0: of any."""
+        asked = max(1, choices)
+        waiting = self.queued + asked - (PLACES - len(self.running))
+        if self.with_line:
+            queue = Queue(waiting, [64] * self.queued, 64 * (self.queued + asked), self.predict)
+            return self.line.admit(Ticket(key), choices, 64 * asked, queue)
+        return Refusal("requests", self.predict(waiting - LIMIT)) if waiting > LIMIT else None
 
     def predict(self, count: int) -> float:
         """Seconds until `count` running sequences have ended, by the mean step."""
@@ -151,6 +156,25 @@ def test_refused_clients_succeed_at_their_first_retry_when_the_load_falls(step: 
     assert sum(without) < 0.7 * len(without)
 
 
+def test_room_for_all_choices_of_a_request_is_left_to_it(line: WaitingLine, clock: Clock):
+    """One leaves the full queue each second, and somebody without a place asks for that room."""
+    queued, due = 9, 0.0
+    for second in range(50):
+        clock.now, queued = float(second), queued - 1
+        if due <= second:
+            for choices in (0, 4):  # as the server asks: before and after the request has been parsed
+                queue = Queue(queued + max(1, choices), [1] * queued, queued + max(1, choices), float)
+                refusal = line.admit(Ticket(b"four"), choices, 4, queue)
+                if refusal is not None:
+                    due = second + refusal.retry_after_seconds
+                    break
+            else:
+                break
+        while ask(line, b"", waiting=queued + 1) is None:
+            queued += 1
+    assert 1 < second < 10 and queued <= 4
+
+
 def test_line_is_served_in_the_order_of_the_first_refusals(line: WaitingLine, clock: Clock):
     assert [ask(line, key) for key in (b"a", b"b", b"c")] == [1.25, 2.5, 3.75]
     clock.now = 1.25
@@ -159,7 +183,7 @@ def test_line_is_served_in_the_order_of_the_first_refusals(line: WaitingLine, cl
     clock.now = 2.5
     assert ask(line, b"c", waiting=8) == 1.25  # the room is that of b
     assert ask(line, b"b", waiting=8) is None
-    assert (line.kept, line.outstanding) == (2, 2)
+    assert (line.admitted, line.outstanding) == (2, 2)
 
 
 def test_retry_that_is_refused_again_is_told_less_and_never_put_behind_others(line: WaitingLine, clock: Clock):
@@ -204,7 +228,34 @@ def test_identical_requests_of_clients_that_count_their_retries_have_places_of_t
     assert ask(line, b"same") == 1.25 and line.outstanding == 3  # perhaps any of them
     clock.now = 3.0
     assert [ask(line, b"same", waiting=8) for _ in range(3)] == [None] * 3
-    assert (line.kept, line.outstanding) == (3, 0)
+    assert (line.admitted, line.outstanding) == (3, 0)
+
+
+def test_retry_of_a_client_that_calls_every_try_its_first_takes_its_place(line: WaitingLine, clock: Clock):
+    assert [ask(line, b"same", first=True), ask(line, b"other")] == [1.25, 2.5]
+    clock.now = 1.25
+    assert ask(line, b"same", waiting=8, first=True) is None
+    assert (line.admitted, line.outstanding) == (1, 1)
+
+
+def test_absence_is_noticed_early_when_the_told_wait_became_shorter(line: WaitingLine, clock: Clock):
+    assert [ask(line, b"a", waiting=40), ask(line, b"a", waiting=9)] == [40.0, 1.25]
+    clock.now = 2.0
+    assert ask(line, b"new", waiting=8) is None
+
+
+def test_places_that_nobody_asks_for_expire_when_they_are_counted(line: WaitingLine, clock: Clock):
+    ask(line, b"a")
+    clock.now = 10.0
+    assert (line.outstanding, line.expired) == (0, 1)
+
+
+def test_told_wait_is_at_most_a_minute_and_the_place_outlasts_it(line: WaitingLine, clock: Clock):
+    assert ask(line, b"a", waiting=88) == 60.0
+    clock.now = 60.0
+    assert ask(line, b"a", waiting=88) == 40.0
+    clock.now = 100.0
+    assert ask(line, b"a", waiting=8) is None
 
 
 def test_places_are_bounded_and_go_from_late_clients_to_new_ones(
@@ -215,6 +266,8 @@ def test_places_are_bounded_and_go_from_late_clients_to_new_ones(
         ask(line, key)
     assert line.outstanding == 3
     clock.now = 2.5  # a is late, b is due
+    ask(line, b"")  # it cannot have a place
+    assert (line.outstanding, line.expired) == (3, 0)
     ask(line, b"new")
     assert (line.outstanding, line.expired) == (3, 1)
     assert [ask(line, key, waiting=8) for key in (b"a", b"b")] == [1.25 * 3, None]

@@ -29,6 +29,7 @@ class Kernels:
         self.instruction_set, self.version = instruction_set, version[:16]
         self._library = library
         self._pool: Any = None
+        self._packers: ThreadPoolExecutor | None = None
         self._chunk = np.zeros(0, np.uint8)
         self.set_threads(1)
 
@@ -40,7 +41,7 @@ class Kernels:
         if self._pool is not None:
             self._pool()
         self._threads, self._handle = count, self._library.kernels_new_pool(count)
-        self._packers, self._padded = ThreadPoolExecutor(count), [np.empty(0, np.uint32)] * count
+        self.end_packing()
         self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -85,8 +86,15 @@ class Kernels:
                         padded.view(np.float32)[: len(rows), :k] = rows
                 out[...] = padded.reshape(len(out), 16, -1).transpose(0, 2, 1)
 
+        self._packers = self._packers or ThreadPoolExecutor(self._threads, "packing")
         list(self._packers.map(pack_rows, range(self._threads)))
         return packed
+
+    def end_packing(self) -> None:
+        """Give back the threads and the memory with which `pack` packs; it takes them anew when it is called again."""
+        if self._packers is not None:
+            self._packers.shutdown()
+        self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
         """Return zeros of `shape` in the memory that thread `number` uses again and again: while the KV pool is made

@@ -61,8 +61,8 @@ class Engine:
         began = time.perf_counter()
         found = self.runner.run(batch, hidden_TH)
         self._kernel_seconds += time.perf_counter() - began
-        keys = int(batch.positions.sum()) + len(batch.tokens)  # each token attends to those up to itself
-        self._last = {"tokens": len(batch.tokens), "context": keys}
+        # Each token attends to those up to itself.
+        self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
         return found
 
     def report(self) -> dict[str, Any]:

@@ -83,5 +83,5 @@ class EngineClient(Protocol):
         `steps`, `step_seconds` (measured, from one schedule to the next), `kernel_seconds` (of it, inside kernels),
         `predicted_seconds` (predicted for the same steps), `pauses`, `prefix_queries` and `prefix_hits` (prompt tokens
         looked up and found in the prefix cache), `restarts` (after a lost rank).
-        The first mapping also has the places of refused clients: `outstanding`, and since the start `kept`, `expired`.
+        The first mapping also has the places of refused clients: `outstanding`; and `admitted`, `expired` since then.
         """

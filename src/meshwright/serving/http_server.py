@@ -122,8 +122,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Start the connection; it must send its first headers within `HEADER_SECONDS`."""
         self._lingering = _LingeringTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._lingering))
-        self._group[self] = time.monotonic()
+        self._join()
         self._wait(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
+
+    def _join(self) -> None:
+        """Count as the newest connection of the group, which is the last to be closed when connections wait."""
+        self._group.pop(self, None)
+        self._group[self] = time.monotonic()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the connection."""
@@ -145,8 +150,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         closing."""
         if data.startswith(PROBES):
             self._refuse = None
-            self._group.pop(self, None)
-            self._group[self] = time.monotonic()
+            self._join()
         if self._ends or self.transport.is_closing():
             pass
         elif self._refuse is None:
@@ -155,6 +159,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             if self._unparsed_bytes > HEADER_BYTES and not self.transport.is_closing():
                 self.transport.abort()
         else:
+            self._join()  # time to read the answer
             self._lingering.unread = True
             answer = self._refuse()
             headers = [b"%s: %s\r\n" % each for each in (*answer.raw_headers, (b"connection", b"close"))]
@@ -224,9 +229,8 @@ class _LimitedProtocol(HttpToolsProtocol):
     def expire(self) -> None:
         """Abort the connection at its deadline, unless the client has read a part of a response since the last
         deadline."""
-        unsent, before = self.transport.get_write_buffer_size(), self._unsent_bytes
-        self._unsent_bytes = unsent
-        if unsent in (0, before):
+        before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
+        if self._unsent_bytes in (0, before):
             self.transport.abort()
         self._wait(KEEP_ALIVE_SECONDS)
 
@@ -303,11 +307,9 @@ class _Server(uvicorn.Server):
 
     def _make_protocol(self) -> asyncio.Protocol:
         """Return the protocol object for a new connection, which refuses it if the limit is reached."""
-        count = len(self._accepted)
-        place = self.config, self.server_state, self.lifespan.state
-        if count >= self._limit:
-            return _LimitedProtocol(*place, crowded=True, refuse=self._refuse, group=self._refused)
-        return _LimitedProtocol(*place, crowded=2 * count >= self._limit, refuse=None, group=self._accepted)
+        count, place = len(self._accepted), (self.config, self.server_state, self.lifespan.state)
+        refuse, group = (self._refuse, self._refused) if count >= self._limit else (None, self._accepted)
+        return _LimitedProtocol(*place, crowded=2 * count >= self._limit, refuse=refuse, group=group)
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:

@@ -67,8 +67,6 @@ class Lowering:
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         self._tables = block_tables(self.config, mesh.pp.size)
         self._caches = [self._make_cache(kv_heads) for _ in range(self._tables.depths[self._stage.index])]
-        pool = [each for pair in self._caches for each in pair]
-        finish_pool = reserve_pool(pool if limits.touched else [])  # while weights are read and packed
         self._buffers: dict[str, Float32] = {}
         self._experts_workspace: op.ExpertsWorkspace | None = None
         axes = AxisOperations(
@@ -79,8 +77,7 @@ class Lowering:
         if axes.dispatcher is not None:
             # Later blocks of ep x etp ranks hold copies of the same experts, which must not add to the sum again.
             copies = mesh.tp.rank >= mesh.ep.size * mesh.etp.size
-            held = self.config.experts // mesh.ep.size
-            self._first_expert = self.config.experts if copies else mesh.ep.rank * held
+            self._first_expert = self.config.experts if copies else mesh.ep.rank * (self.config.experts // mesh.ep.size)
         self._first_token = mesh.tp.rank * -(-self.config.vocabulary // mesh.tp.size)
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
@@ -91,8 +88,9 @@ class Lowering:
             self._rotation = cosine, sine
         self.states = self._buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
-        self._lower()
-        finish_pool()
+        with reserve_pool([each for pair in self._caches for each in pair if limits.touched]):
+            self._lower()  # weights are read and packed meanwhile
+        kernels.end_packing()
 
     def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Allocate keys and values of the layers at one place of a KV block. kv_heads: key-value heads of this rank."""
@@ -146,11 +144,9 @@ class Lowering:
         cache = op.LayerCache(*self._caches[place], size, table)
         cosine, sine = self._rotation or (None, None)
         query_norm, key_norm = (self._optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
-        epsilon = self.config.norm_epsilon
-        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, query_norm, key_norm, epsilon))
+        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, query_norm, key_norm, self.config.norm_epsilon))
         out = self._buffer("attention", heads * size)
-        window = self.config.layer_window(layer) or 0
-        self.ops.append(op.Attention(out, qkv, cache, heads, size**-0.5, window))
+        self.ops.append(op.Attention(out, qkv, cache, heads, size**-0.5, self.config.layer_window(layer) or 0))
         self._lower_row_parallel(attention.output, out)
 
     def _lower_mixture(self, mixture: Mixture, x: Float32) -> None:

@@ -97,8 +97,7 @@ class Channel:
 
     def receive(self) -> Message:
         """Wait for the next message and return it."""
-        size = _message_size(self._read_exactly(_LENGTH.size))
-        found: Message = json.loads(self._read_exactly(size))
+        found: Message = json.loads(self._read_exactly(_message_size(self._read_exactly(_LENGTH.size))))
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
@@ -195,8 +194,7 @@ class Listener:
 async def receive(reader: asyncio.StreamReader) -> Message | None:
     """Read the next message from a stream; None if the connection was closed."""
     try:
-        size = _message_size(await reader.readexactly(_LENGTH.size))
-        found: Message = json.loads(await reader.readexactly(size))
+        found: Message = json.loads(await reader.readexactly(_message_size(await reader.readexactly(_LENGTH.size))))
     except (asyncio.IncompleteReadError, OSError):
         return None
     return found

@@ -31,9 +31,9 @@ _ENGINE: tuple[tuple[Any, str, str, str], ...] = (
     (CounterMetricFamily, "engine_predicted_step_seconds", "predicted_seconds", "Predicted time of the same steps."),
     (CounterMetricFamily, "pauses", "pauses", "Times that a sequence was paused."),
     (CounterMetricFamily, "rank_restarts", "restarts", "Restarts after a lost rank."),
-    (GaugeMetricFamily, "promises_outstanding", "outstanding", "Refused requests that keep a place in the line."),
-    (CounterMetricFamily, "promises_kept", "kept", "Places whose clients returned and were admitted."),
-    (CounterMetricFamily, "promises_expired", "expired", "Places whose clients did not return in time."),
+    (GaugeMetricFamily, "refused_places_outstanding", "outstanding", "Refused requests that keep a place in the line."),
+    (CounterMetricFamily, "refused_places_admitted", "admitted", "Places whose clients returned and were admitted."),
+    (CounterMetricFamily, "refused_places_expired", "expired", "Places whose clients did not return in time."),
 )
 _BLOCK_STATES = ("free", "cached", "held")
 

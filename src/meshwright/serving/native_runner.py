@@ -82,8 +82,7 @@ class NativeRunner:
     def _gather_logits(self, logits_RV: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """All-gather the tensor-parallel ranks' vocabulary slices of the logits; return [R, V], without vocabulary
         padding."""
-        parts_PRV = self._gather(logits_RV, LOGITS_SITE)
-        return np.concatenate(list(parts_PRV), axis=1)[:, : self.config.vocabulary]
+        return np.concatenate(list(self._gather(logits_RV, LOGITS_SITE)), axis=1)[:, : self.config.vocabulary]
 
     def _gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
         """All-gather the array `own` over the tensor-parallel ranks; return [P, ...] in rank order. site: label of the

@@ -82,8 +82,7 @@ class LocalStarter:
     async def run(self, replica: int, plan: RankPlan) -> None:
         """Start all ranks of the replica with index `replica` and wait until they have ended. Raises a rank's
         exception, or RankLost if a rank's process died. Cancellation kills all of them."""
-        backend = BACKENDS[plan.device]
-        ranks = LocalRanks(self.ranks, threads=plan.threads, timeout=plan.step_seconds, backend=backend)
+        ranks = LocalRanks(self.ranks, threads=plan.threads, timeout=plan.step_seconds, backend=BACKENDS[plan.device])
         pool = ThreadPoolExecutor(1, "ranks")
         call = pool.submit(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf)
         try:

@@ -189,16 +189,16 @@ class Replica:
             running = [self._work_left(each) for each in self.streams.values() if each.tokens]
             queued = [each.request for each in self.streams.values() if not each.tokens]
             waiting = [Work(len(each.tokens), self._expect(each, 0)) for each in queued]
-            places = self.places
-            if self.report.get("waiting", 0):
-                places = max(1, self.report["running"] + self.report["paused"])
-            self._admissions = self.speed.predict_admissions(running, waiting, places, self.groups)
+            busy = self.report["running"] + self.report["paused"] if self.report.get("waiting") else self.places
+            self._admissions = self.speed.predict_admissions(running, waiting, max(1, busy), self.groups)
             self._predicted = now
         seconds, known = self._admissions, len(self._admissions)
         if not known:
             return 0.0
         predicted = seconds[count - 1] if count <= known else seconds[-1] * count / known
-        return max(0.0, predicted - (now - self.heard))  # the state is that of the last step
+        left = predicted - (now - self.heard)  # the state is that of the last step
+        step = self.speed.predict(self.report.get("tokens", 0), self.report.get("context", 0))
+        return left if left > 0 else max(step, -left)  # overdue: the longer, the longer it may still take
 
     def _work_left(self, stream: Stream) -> Work:
         """Return the remaining work of a request that is already generating."""

@@ -115,8 +115,7 @@ class Replicas:
 
         def predict(count: int) -> float:
             """Return the predicted seconds until `count` requests have left the queue, 1 if no replica is ready."""
-            share = -(-count // max(1, len(ready)))
-            return min((replica.predict_wait(share) for replica in ready), default=1.0)
+            return min((replica.predict_wait(-(-count // len(ready))) for replica in ready), default=1.0)
 
         queue = Queue(waiting, prompts, sum(prompts) + max(1, asked), predict)
         return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
@@ -148,7 +147,7 @@ class Replicas:
 
     def stats(self) -> list[Mapping[str, float]]:
         """Return one mapping of figures per replica, as described in `EngineClient.stats`."""
-        line = {name: getattr(self._line, name) for name in ("outstanding", "kept", "expired")}
+        line = {name: getattr(self._line, name) for name in ("outstanding", "admitted", "expired")}
         return [replica.stats() | (line if replica.index == 0 else {}) for replica in self._replicas]
 
     # --- start and end
@@ -203,8 +202,7 @@ class Replicas:
             error = await self._run_once(replica)
             if self._state == "failed":
                 return
-            steady = replica.has_served or time.monotonic() - replica.ready_since > STEADY_SECONDS
-            losses = 1 if steady else losses + 1
+            losses = 1 if replica.has_served or time.monotonic() - replica.ready_since > STEADY_SECONDS else losses + 1
             started, streams = self._state != "starting", len(replica.streams)
             self._recover(replica)
             if not started or not self._starter.restarts or losses >= LOSSES_OF_REPLICA or isinstance(error, UserError):

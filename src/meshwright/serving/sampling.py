@@ -257,8 +257,7 @@ def _keep_nucleus(weights: Logits, mass: float) -> Logits:
 
 def _sort_highest(logits_V: Logits, count: int) -> Logits:
     """Return the `count` highest logits in descending order."""
-    highest = logits_V if count == len(logits_V) else np.partition(logits_V, -count)[-count:]
-    return np.sort(highest)[::-1]
+    return np.sort(logits_V if count == len(logits_V) else np.partition(logits_V, -count)[-count:])[::-1]
 
 
 def _weigh(logits: Logits, highest: np.float32, temperature: float) -> Logits:

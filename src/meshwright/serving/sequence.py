@@ -61,8 +61,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.prompt_results: list[TokenResult | None] = [None]
         self.scores_prompt = request.sampling.prompt_logprobs is not None and not request.replayed
-        penalizes = request.sampling.penalizes
-        self.counts = TokenCounts(request.tokens, request.replayed) if penalizes else None
+        self.counts = TokenCounts(request.tokens, request.replayed) if request.sampling.penalizes else None
 
     def expect_growth(self, answers: AnswerShare) -> int:
         """Return the number of KV blocks that the sequence is expected to allocate until its end. answers: predicts its

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,23 +45,25 @@ class StepLimits:
         return max(self.logit_rows, self.max_sequences)
 
 
-def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Callable[[], None]:
-    """Start to make the memory of new, zeroed KV caches [blocks, ...] resident in two threads, so that no later step
-    can run out of memory; return a function that waits until all is. On Linux before 5.14 it writes to each page."""
+@contextmanager
+def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Iterator[None]:
+    """Context manager that makes the memory of new, zeroed KV caches [blocks, ...] resident in two threads, so that no
+    later step can run out of memory. Its exit waits until all is; after an error the threads end with their present
+    piece. On Linux before 5.14 it writes to each page."""
     memory = [each.reshape(-1).view(np.uint8) for each in caches]
     # A list's iterator gives each piece to one thread. While a piece is populated no other thread can map memory.
-    left = iter([each[at : at + _PIECE] for each in memory for at in range(0, len(each), _PIECE)])
+    pieces = [each[at : at + _PIECE] for each in memory for at in range(0, len(each), _PIECE)]
+    left = iter(pieces)
     threads = ThreadPoolExecutor(2, "kv-pool")
     populated = [threads.submit(lambda: all(map(_populate_pages, left))) for _ in range(2)]
     threads.shutdown(wait=False)
-
-    def finish() -> None:
-        """Wait for the threads."""
+    try:
+        yield
         if False in [each.result() for each in populated]:
             for each in memory:
                 each[:: mmap.PAGESIZE] = 0
-
-    return finish
+    finally:
+        pieces.clear()  # else the end of the process would wait for all of them
 
 
 def _populate_pages(memory: npt.NDArray[Any]) -> bool:

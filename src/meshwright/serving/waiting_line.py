@@ -18,8 +18,9 @@ from meshwright.serving.engine_client import Refusal, Ticket
 
 MOST_PLACES = 4096
 """Beyond it the client that is late the longest loses its place to a new one; if none is late, the new one has none."""
-MARGIN, SHORTEST_SECONDS = 1.25, 0.02
-"""Told wait / predicted wait, and the shortest: a client that comes too early meets a full queue."""
+MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.02, 60.0
+"""Told wait / predicted wait, as a client that comes too early meets a full queue; the shortest; the longest: openai's
+client ignores longer ones, and one that comes early keeps its place."""
 GRACE_SECONDS, GRACE_SHARE = 2.0, 0.25
 """A place expires when its client is later than both, in seconds and of the told wait."""
 LATE_SECONDS = 0.25
@@ -70,6 +71,7 @@ class _Place:
         tokens: Prompt tokens of all of them.
         due: Time from which on any room in the queue admits it, in seconds of the line's clock.
         expires: Time at which the place is given up.
+        watched: Earliest time at which the line looks at the place again.
     """
 
     key: bytes
@@ -78,6 +80,7 @@ class _Place:
     tokens: int
     due: float = math.inf
     expires: float = math.inf
+    watched: float = math.inf
 
 
 class WaitingLine:
@@ -85,22 +88,23 @@ class WaitingLine:
 
     Attributes:
         returning: Moving average of the share of clients that return when they were told; 1 before any was expected.
-        kept: Number of places whose clients were admitted, since the start.
+        admitted: Number of places whose clients were admitted, since the start.
         expired: Number of places that were given up, since the start.
     """
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: returns seconds."""
-        self.returning, self.kept, self.expired = 1.0, 0, 0
+        self.returning, self.admitted, self.expired = 1.0, 0, 0
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}
         self._expected, self._late = set[_Place](), dict[_Place, None]()  # late the longest first; newcomers pass those
         self._requests = self._tokens = 0  # of all expected places
-        self._ends: list[tuple[float, int, _Place]] = []  # heap: when a place is looked at again
+        self._ends: list[tuple[float, int, _Place]] = []  # heap of times, the number of each entry, and its place
 
     @property
     def outstanding(self) -> int:
-        """Number of places."""
+        """Number of places that have not expired."""
+        self._expire(self._clock())
         return len(self._expected) + len(self._late)
 
     def admit(self, ticket: Ticket, requests: int, tokens: int, queue: Queue) -> Refusal | None:
@@ -109,7 +113,9 @@ class WaitingLine:
         prompts, or an estimate."""
         now = self._clock()
         self._expire(now)
-        place = None if ticket.first else next(iter(self._places.get(ticket.key, ())), None)
+        same = self._places.get(ticket.key, ())
+        # At a first try a place whose time has come may be its own all the same: some clients do not count.
+        place = next((each for each in same if not ticket.first or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
         reason, seconds = self._find_limit(queue, 0.0 if due else self._expect_before(place))
         if due and reason:  # the engine is slower than predicted: those before it, in the same position, come first
@@ -118,22 +124,25 @@ class WaitingLine:
             self.returning += LEARNING * (1 - self.returning)
         if not reason:
             if place is not None and requests:
-                self._remove(place, kept=True)
+                self._remove(place, admitted=True)
             return None
         wait = max(MARGIN * seconds, SHORTEST_SECONDS)
-        if self.outstanding >= MOST_PLACES and self._late and place is None:
+        if place is None and ticket.key and self.outstanding >= MOST_PLACES and self._late:
             self._remove(next(iter(self._late)))
         if place is None and ticket.key and self.outstanding < MOST_PLACES:
             place = _Place(ticket.key, next(self._counter), max(1, requests), tokens)
             self._places.setdefault(ticket.key, []).append(place)
-            heapq.heappush(self._ends, (now, place.number, place))
         if place is not None:
             place.due = now + wait if due else min(place.due, now + wait)
             wait = max(place.due - now, SHORTEST_SECONDS)
+            self._watch(place, place.due + LATE_SECONDS)
             place.expires = place.due + max(GRACE_SECONDS, GRACE_SHARE * wait)
             self._late.pop(place, None)
+            if requests:  # only now they are known: a place is made before its request is parsed
+                self._expect(place, False)
+                place.requests, place.tokens = requests, tokens
             self._expect(place, True)
-        return Refusal(reason, wait)
+        return Refusal(reason, min(wait, LONGEST_SECONDS))
 
     def _find_limit(self, queue: Queue, ahead: float) -> tuple[str, float]:
         """Return the limit that the queue would exceed, "" if none, and the predicted seconds until it would not.
@@ -174,21 +183,27 @@ class WaitingLine:
     def _expire(self, now: float) -> None:
         """Remove the places that have expired; expect no longer the clients that are late."""
         while self._ends and self._ends[0][0] <= now:
-            _, number, place = heapq.heappop(self._ends)
+            when, _, place = heapq.heappop(self._ends)
             if place in self._expected and place.due + LATE_SECONDS <= now:
                 self.returning -= LEARNING * self.returning
                 self._expect(place, False)
                 self._late[place] = None
             if place in self._late and place.expires <= now:
                 self._remove(place)
-            elif place in self._expected or place in self._late:
-                later = place.expires if place in self._late else place.due + LATE_SECONDS
-                heapq.heappush(self._ends, (later, number, place))
+            elif when == place.watched and (place in self._expected or place in self._late):
+                place.watched = math.inf
+                self._watch(place, place.expires if place in self._late else place.due + LATE_SECONDS)
 
-    def _remove(self, place: _Place, kept: bool = False) -> None:
-        """Remove a place, and count it as kept or expired."""
-        self.kept += kept
-        self.expired += not kept
+    def _watch(self, place: _Place, when: float) -> None:
+        """Look at `place` at the time `when`, unless that is done earlier anyway."""
+        if when < place.watched:
+            place.watched = when
+            heapq.heappush(self._ends, (when, next(self._counter), place))
+
+    def _remove(self, place: _Place, admitted: bool = False) -> None:
+        """Remove a place, and count it as admitted or expired."""
+        self.admitted += admitted
+        self.expired += not admitted
         self._expect(place, False)
         self._late.pop(place, None)
         self._places[place.key].remove(place)

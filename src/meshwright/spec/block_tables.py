@@ -6,7 +6,8 @@ every 16 tokens in each table; those that the window of a table has left are giv
 A model whose layers all have one window has one table.
 
 Windows of unequal numbers of layers take several tables: 5 and 1 where 40 of 48 layers have one. Places of a block that
-no layer takes are lost; where that costs more than windows save, all layers share one table.
+no layer takes are lost; where that costs more than windows save, all layers share one table. That is decided for a
+sequence of all the model's positions, not of the served length (`--max-length`).
 
 Data flow: `block_tables` divides the layers, for the ledger (bytes of a block, blocks of a sequence), the scheduler (a
 block of the pool for each table and 16 tokens; admission; prefix cache) and the runners alike (which table says where a
