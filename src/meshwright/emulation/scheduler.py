@@ -123,7 +123,8 @@ class Scheduler:
         return rank
 
     def wait(self, ready: Callable[[], bool], describe: Callable[[], str], polled: bool = False) -> None:
-        """Let the other ranks run until `ready()` is True; called by the running rank. Arguments as in `Wait`. Raises RankStopped if another rank failed meanwhile."""
+        """Let the other ranks run until `ready()` is True; called by the running rank. Arguments as in `Wait`. Raises
+        RankStopped if another rank failed meanwhile."""
         rank = self.current()
         self.check_stopped()
         if not ready():
