@@ -19,6 +19,8 @@ import torch.distributed.distributed_c10d as c10d
 from meshwright.comm import mesh
 from meshwright.flight_recorder import call_ring
 
+_numpy: Any = np.random  # whose stubs do not export get_bit_generator
+
 TORCH_SEED = 67280421310721  # of a new process (c10::detail default_rng_seed_val)
 PYTHON = tuple(
     os.path.join(path, "")
@@ -155,7 +157,7 @@ class NumpyRandom:
     @classmethod
     def read(cls) -> NumpyRandom:
         """Return the present state."""
-        return cls(_copy_generator_memory(), np.random.get_state(legacy=False), np.random.get_bit_generator())
+        return cls(_copy_generator_memory(), np.random.get_state(legacy=False), _numpy.get_bit_generator())
 
     @classmethod
     def seeded(cls, seed: int) -> NumpyRandom:
@@ -168,19 +170,19 @@ class NumpyRandom:
         # A drawn normal leaves a second one for the next call, which takes it without a change of the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]
-        return self if same and np.random.get_bit_generator() is self.generator else self.read()
+        return self if same and _numpy.get_bit_generator() is self.generator else self.read()
 
     def write(self) -> None:
         """Make this the state of the global generator."""
-        if np.random.get_bit_generator() is not self.generator:
-            np.random.set_bit_generator(self.generator)
+        if _numpy.get_bit_generator() is not self.generator:
+            _numpy.set_bit_generator(self.generator)
         if not self.words or self.state["has_gauss"] or self.words != _copy_generator_memory():
             np.random.set_state(self.state)
 
 
 def _copy_generator_memory() -> bytes:
     """Return the memory of NumPy's global generator: of MT19937, 624 words and the position in them; else nothing."""
-    generator = np.random.get_bit_generator()
+    generator = _numpy.get_bit_generator()
     if not isinstance(generator, np.random.MT19937):
         return b""
     return ctypes.string_at(generator.ctypes.state_address, 4 * 625)
