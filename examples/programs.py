@@ -5,7 +5,7 @@ python examples/programs.py
 
 import meshwright as mw
 
-print("8 ranks, 32 micro-batches, F = B = W = 1")
+print("8 ranks, 32 micro-batches, F = I = W = 1")
 for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"):
     timing = mw.schedule(name, stages=8, micro_batches=32).timing
     print(f"{name:12} bubble {timing.bubble_fraction:6.1%}  peak activations {max(timing.peak_activations):g}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,8 @@ import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.comm.local import LocalRanks
+from meshwright.emulation import scheduler
+from meshwright.emulation.exercise import compare_ranks
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed
 from meshwright.layout import Layout
@@ -149,15 +155,20 @@ def test_each_rank_has_random_states_of_its_own(emulated: EmulatedRanks):
 
 
 def test_ranks_have_environments_of_their_own_that_end_with_them():
+    read = ctypes.CDLL(None).getenv  # what child processes inherit
+    read.restype = ctypes.c_char_p
+
     def name_rank() -> tuple[str, str]:
         os.environ["OWN"] = os.environ["RANK"]
         dist.init_process_group("nccl", init_method="env://")
         dist.barrier()
+        assert read(b"OWN") == read(b"RANK") == os.environ["RANK"].encode()
         return os.environ["OWN"], os.environ["WORLD_SIZE"]
 
     before, world = dict(os.environ), dist.distributed_c10d._world
     with mw.emulate(3, initialized=False) as ranks:
         assert ranks.run(name_rank) == [("0", "3"), ("1", "3"), ("2", "3")]
+    assert read(b"OWN") is None
     assert dict(os.environ) == before and dist.distributed_c10d._world is world and not dist.is_initialized()
 
 
@@ -266,11 +277,75 @@ def test_ranks_that_poll_let_others_run(emulated: EmulatedRanks):
     assert max(emulated.run(poll)) <= 1
 
 
+def test_polling_a_rank_that_has_ended_is_a_deadlock(emulated: EmulatedRanks, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "MOST_POLLS", 50)
+
+    def poll() -> None:
+        if dist.get_rank() < 2:
+            work = dist.irecv(torch.zeros(3), src=3)
+            while not work.is_completed():
+                pass
+
+    with pytest.raises(EmulationFailed, match=r"rank 0 polls recv from rank 3 .*(\n.*)*rank 2 has ended"):
+        emulated.run(poll)
+
+
+class LoadedState:
+    """State of a process that notes which state was loaded last."""
+
+    last = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def save(self) -> None: ...
+
+    def load(self) -> None:
+        LoadedState.last = self.name
+
+
+def test_rank_that_computes_after_an_interrupt_leaves_the_program_its_state(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "GRACE", 0.01)
+    go_on = threading.Event()
+
+    def compute() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        go_on.wait()
+
+    ranks = scheduler.Scheduler([LoadedState("rank 0"), LoadedState("rank 1")], LoadedState("program"))
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run([compute, compute])
+    go_on.set()
+    ranks.close()
+    for rank in ranks.ranks:
+        assert rank.thread is not None
+        rank.thread.join(10)
+        assert not rank.thread.is_alive()
+    assert LoadedState.last == "program"
+
+
 def test_second_emulation_inside_one_is_refused(emulated: EmulatedRanks):
     with pytest.raises(mw.UserError, match="one emulation at a time"), mw.emulate(2):
         pass
     with pytest.raises(mw.UserError, match="give 1 to 512"):
         mw.emulate(0)
+    with pytest.raises(mw.UserError, match="cannot emulate '4' ranks"):
+        mw.emulate("4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("truth", "held", "said"),
+    [
+        ({}, {}, "one_device() returns no tensor"),
+        (None, {}, "one_device() returns None: it must return a dictionary"),
+        ({"w": torch.ones(4)}, None, "distributed() returns on rank 0 None: it must return"),
+        ({"w": torch.ones(4)}, {"w": 1.0}, 'distributed() returns on rank 0 1.0 for "w"'),
+        ({"w": torch.ones(4)}, {"w": (torch.ones(1), 7)}, 'on rank 0 an index for "w" that does not fit shape [4]'),
+    ],
+)
+def test_exercise_that_returns_no_tensors_is_refused(truth: Any, held: Any, said: str):
+    with pytest.raises(mw.UserError, match=re.escape(said)):
+        compare_ranks(truth, [held])
 
 
 def test_docstring_example_runs(repository: Path):

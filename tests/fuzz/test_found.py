@@ -29,6 +29,8 @@ FOUND: dict[str, tuple[str, object]] = {
     "slices that are a list": ("checkpoint slices", {**SLICES, "files": []}),
     "a step that is text": ("metrics", {**STEP, "step": "1"}),
     "a loss that is text": ("metrics", {**STEP, "loss": "1"}),
+    "a gradient norm that is text": ("metrics", {**STEP, "gradient_norm": "abc"}),
+    "a learning rate that is infinite": ("metrics", {**STEP, "learning_rate": float("inf")}),
     "a rate that is missing": ("metrics", {**STEP, "tokens_per_second": None}),
     "a result that is a list": ("result of a run, report", [1]),
     "a layout that is a number": ("result of a run, report", {**RESULT, "layout": 7}),

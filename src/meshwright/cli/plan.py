@@ -65,10 +65,7 @@ if TYPE_CHECKING:
 @click.option("--dtype", help="With --serve: of parameters and KV cache, fp32 or bf16.  [default: fp32]")
 @click.option("--device", metavar="auto|cpu|cuda", help="With --serve: what computes.  [default: auto]")
 @click.option("--max-length", type=click.IntRange(min=1), help="With --serve: most tokens of a prompt and its answer.")
-@click.option(
-    "--list", is_flag=True, is_eager=True, expose_value=False, callback=lambda *given: _print_names(given[2]),
-    help="Print the names of presets and devices.",
-)  # fmt: skip
+@click.option("--list", "lists", is_flag=True, help="Print the names of presets and devices.")
 @click.option("--calibrate", is_flag=True, help="Fold finished runs, named in MODEL's place, into the cluster file.")
 @json_option
 def command(
@@ -93,6 +90,7 @@ def command(
     dtype: str | None,
     device: str | None,
     max_length: int | None,
+    lists: bool,
     calibrate: bool,
     as_json: bool,
 ) -> None:
@@ -110,8 +108,11 @@ def command(
     sequence. reserve: memory of a device to keep free, as a fraction or a size. explained: add the time of each
     operation. every_tensor: add the memory ledger of all tensors. html: page to write. jobs: JSON Lines file of
     requests, "-" for standard input. serves: predict a server with `memory`, `dtype`, `device` and
-    `max_length` (tokens). as_json: print JSON.
+    `max_length` (tokens). lists: print names. as_json: print JSON.
     """
+    if lists:
+        _print_names(as_json)
+        return
     if calibrate:
         context = click.get_current_context()
         for name in context.params.keys() - {"names", "cluster", "calibrate", "as_json"}:
@@ -231,16 +232,18 @@ def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> N
         answer(document, calibrated_text(figures, found, str(path)))
 
 
-def _print_names(wanted: bool) -> None:
-    """Click callback of --list: print the names of presets and devices, and end the command. wanted: value of the
-    option."""
-    if wanted:
-        from meshwright.planner.devices import DEVICES
-        from meshwright.spec.presets import PRESETS
+def _print_names(as_json: bool) -> None:
+    """Run `plan --list`: print the names of presets and devices. as_json: print JSON."""
+    from meshwright.planner.devices import DEVICES
+    from meshwright.spec.presets import PRESETS
 
-        for title, names in (("models", [*PRESETS]), ("devices", [device.name for device in DEVICES])):
-            click.echo(fill(f"{title}: {', '.join(names)}", 80, subsequent_indent="  ", break_on_hyphens=False))
-        click.get_current_context().exit()
+    known = {"models": [*PRESETS], "devices": [device.name for device in DEVICES]}
+    lines = (
+        fill(f"{title}: {', '.join(names)}", 80, subsequent_indent="  ", break_on_hyphens=False)
+        for title, names in known.items()
+    )
+    with result_printer(as_json) as answer:
+        answer(known, "\n".join(lines))
 
 
 _WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}

@@ -37,28 +37,37 @@ def command(runs: tuple[Path, ...], evaluation: Path | None, sample: Path | None
                 raise UserError("--evaluation and --sample: are shown on the page of one run")
             page = write_run_comparison(runs)
         else:
-            evaluation, sample = (
-                given or (own if (own := runs[0] / f"{name}.json").exists() else None)
-                for name, given in (("evaluation", evaluation), ("sample", sample))
-            )
             page = write_report(
                 runs[0],
-                evaluation=_read_document(evaluation, "evaluate", ("loss", "perplexity", "bits_per_byte", "tokens")),
-                sample=_read_document(sample, "generate", ("prompt", "text")),
+                evaluation=_find_document(evaluation, runs[0] / "evaluation.json", "evaluate"),
+                sample=_find_document(sample, runs[0] / "sample.json", "generate"),
             )
         answer({"report": page}, f"report: {page}")
 
 
-def _read_document(path: Path | None, command: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
-    """Read a JSON object that `meshwright COMMAND --json` printed into a file; None if `path` is None.
-
-    command: that command. keys: keys that the object must have; if one is missing, `UserError` says to run `command`.
-    """
+def _find_document(given: Path | None, own: Path, command: str) -> dict[str, Any] | None:
+    """Read what `meshwright COMMAND --json` printed into the file `given`, or else into the run's `own` file, which is
+    left out with a warning if it is something else. None if there is neither. `UserError` for a wrong `given`."""
     from meshwright.errors import UserError
+    from meshwright.terminal import print_message
+
+    if given is not None:
+        return _read_document(given, command)
+    try:
+        return _read_document(own, command) if own.exists() else None
+    except UserError as error:
+        print_message(f"warning: left out: {error}")
+        return None
+
+
+def _read_document(path: Path, command: str) -> dict[str, Any]:
+    """Read and check a JSON object that `meshwright COMMAND --json` printed into a file. command: evaluate or generate.
+    `UserError` if it is something else."""
+    from meshwright.errors import UserError
+    from meshwright.monitoring.report_inputs import check_evaluation, check_sample
     from meshwright.untrusted import read_json
 
-    if path is None:
-        return None
+    keys = ("loss", "perplexity", "bits_per_byte", "tokens") if command == "evaluate" else ("prompt", "text")
     try:
         document = read_json(path)
     except FileNotFoundError:
@@ -70,4 +79,5 @@ def _read_document(path: Path | None, command: str, keys: tuple[str, ...]) -> di
     for key in keys:
         if key not in document:
             raise UserError(f'{path} holds no "{key}": it is not what `{command} --json` printed')
+    (check_evaluation if command == "evaluate" else check_sample)(document)
     return document

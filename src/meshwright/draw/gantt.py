@@ -144,14 +144,15 @@ class _Chart:
         seen: dict[tuple[str, float, bool], Span] = {}
         for span in self.spans:
             seen.setdefault((span.kind, span.shade, span.mirrored and len(set(COLOURS[span.kind])) > 1), span)
-        entries = []
+        entries: dict[tuple[str, str], list[str]] = {}  # kinds by colour: some share one
         for kind, shade, mirrored in sorted(seen, key=lambda key: (key[2], [*COLOURS].index(key[0]), key[1])):
-            words = kind + (", second replica" if mirrored else "")
+            words = ", from the other end" if mirrored else ""
             chunks = sorted({key[1] for key in seen if key[0] == kind and key[2] == mirrored})
             if len(chunks) > 1:
                 words += f", chunk {chunks.index(shade) + 1}"
-            entries.append((words, {"style": f"fill:{_choose_colour(seen[kind, shade, mirrored])[0]}"}))
-        return entries + [(level_name, {"class_": "level"})] * bool(level_name)
+            entries.setdefault((_choose_colour(seen[kind, shade, mirrored])[0], words), []).append(kind)
+        named = [(" or ".join(kinds) + words, {"style": f"fill:{fill}"}) for (fill, words), kinds in entries.items()]
+        return named + [(level_name, {"class_": "level"})] * bool(level_name)
 
     def draw_row(self, track: int, name: str, height: int) -> None:
         """Draw the background of a track's row, `height` pixels high, and the track's name beside it."""
@@ -169,9 +170,16 @@ class _Chart:
             "rect", title=f"{span.name}: {span.start:g} to {span.end:g}", x=x, y=y, width=max(width - 0.8, 0.3),
             height=height, rx=2, style=f"fill:{fill}",
         )  # fmt: skip
-        if width >= text_width(span.label, 10.5) and height >= 10:
+        size = 10.5 if width >= text_width(span.label, 10.5) + 4 else 9.0
+        if width >= text_width(span.label, size) and height >= 10:
             place = x + width / 2, y + height / 2 + 3.8
-            self.picture.text(*place, span.label, "middle", class_="on dark" if dark else "on")
+            self.picture.text(
+                *place,
+                span.label,
+                "middle",
+                class_="on dark" if dark else "on",
+                style=None if size > 9 else "font-size:9px",
+            )
 
     def draw_levels(self) -> None:
         """Draw a strip below each track's row with its level over time (such as saved activations), all scaled to the

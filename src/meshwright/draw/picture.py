@@ -65,14 +65,14 @@ class Picture:
         )  # fmt: skip
 
 
-def stack(pictures: Sequence[tuple[str, Markup]], label: str, gap: float = 14) -> Markup:
+def stack(pictures: Sequence[tuple[str, Markup]], label: str, gap: float = 14, left: float = 14) -> Markup:
     """Return an SVG file with several pictures one below the other. pictures: (heading, <svg> element with width and
-    height). label: description for screen readers. gap: pixels between them."""
+    height). label: description for screen readers. gap: pixels between them. left: x of the headings."""
     whole = Picture()
     widest, y = 0.0, 0.0
     for heading, drawn in pictures:
         width, height = read_size(drawn)
-        whole.text(14, y + 20, heading, class_="title")
+        whole.text(left, y + 20, heading, class_="title")
         whole.parts.append(element("g", drawn, transform=f"translate(0 {y + 26:g})"))
         widest, y = max(widest, width), y + 26 + height + gap
     return whole.svg(widest, y, label, alone=True)

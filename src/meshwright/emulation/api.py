@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
+from meshwright.limits import shorten_repr
 
 if TYPE_CHECKING:
     from meshwright.emulation.ranks import EmulatedRanks
@@ -42,6 +43,8 @@ def emulate(ranks: int, *, initialized: bool = True) -> EmulatedRanks:
         ...     ranks.run(total)
         [10.0, 10.0, 10.0, 10.0]
     """
+    if not isinstance(ranks, int) or isinstance(ranks, bool):
+        raise UserError(f"cannot emulate {shorten_repr(ranks)} ranks: give a whole number")
     if not 1 <= ranks <= MOST_RANKS:
         raise UserError(f"cannot emulate {ranks} ranks: give 1 to {MOST_RANKS}")
     from meshwright.emulation.ranks import EmulatedRanks

@@ -82,7 +82,7 @@ class EmulatedWork(dist.Work):
     def is_completed(self) -> bool:
         """Return True if the call is complete; if it is not, another rank runs first, so that polling ends."""
         if not self._ready():
-            self._board.scheduler.yield_baton()
+            self._board.scheduler.poll(self._ready, self._describe)
         if self._ready():
             self._deliver()
             return True

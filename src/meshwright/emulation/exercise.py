@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import UserError
+from meshwright.limits import shorten_repr
 
 TOLERANCE = 1e-10
 """Largest relative error that passes: rounding in float64 stays far below."""
@@ -62,9 +63,14 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 
     truth: name -> tensor, in the order of computation. ranks: by rank, name -> what the rank holds of it: the whole
     tensor, or (part, index) where the part is `tensor[index]` of the whole. The relative error is ‖a - b‖ / ‖b‖. Raises
-    UserError if a rank returns a name that one device does not.
+    UserError if a rank returns a name that one device does not, a function anything but tensors by name, or
+    `one_device()` none.
     """
+    _check_returned("one_device() returns", truth, None)
+    if not truth:
+        raise UserError("one_device() returns no tensor: there is nothing to compare")
     for rank, results in enumerate(ranks):
+        _check_returned(f"distributed() returns on rank {rank}", results, truth)
         if unknown := sorted(set(results) - set(truth)):
             raise UserError(f'distributed() returns "{unknown[0]}" on rank {rank}, one_device() does not')
     wrong, worst = [], 0.0
@@ -87,6 +93,27 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
         if found is not None:
             wrong.append(found)
     return ExerciseResult(tuple(wrong), len(truth), worst)
+
+
+def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
+    """Raise UserError unless a function of an exercise returned tensors by name. says: beginning of the message. truth:
+    the whole tensors by name, for what a rank returned, which may be (part, index); None for those themselves."""
+    if not isinstance(returned, Mapping):
+        raise UserError(f"{says} {shorten_repr(returned)}: it must return a dictionary of tensors by name")
+    for name, held in returned.items():
+        if not isinstance(name, str):
+            raise UserError(f"{says} a tensor under {shorten_repr(name)}: names are strings")
+        is_pair = truth is not None and isinstance(held, tuple) and len(held) == 2
+        part, index = held if is_pair else (held, ...)
+        if not isinstance(part, torch.Tensor):
+            wanted = "a tensor" if truth is None else "a tensor or (part, index)"
+            raise UserError(f'{says} {shorten_repr(held)} for "{name}": give {wanted}')
+        if truth is not None and name in truth:
+            try:
+                truth[name][index]
+            except (IndexError, TypeError, ValueError) as error:
+                shape = list(truth[name].shape)
+                raise UserError(f'{says} an index for "{name}" that does not fit shape {shape}: {error}') from None
 
 
 def _compare(part: torch.Tensor, right: torch.Tensor) -> tuple[float, str]:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import sys
+import sysconfig
 from dataclasses import dataclass
 from itertools import islice
 from types import ModuleType
@@ -18,7 +19,14 @@ import torch.distributed.distributed_c10d as c10d
 from meshwright.comm import mesh
 from meshwright.flight_recorder import call_ring
 
+_numpy: Any = np.random  # whose stubs do not export get_bit_generator
+
 TORCH_SEED = 67280421310721  # of a new process (c10::detail default_rng_seed_val)
+PYTHON = tuple(
+    os.path.join(path, "")
+    for path in {sys.prefix, sys.base_prefix, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))}
+)
+"""Directories of the Python installation and of its packages, each with a separator at its end."""
 
 
 class World:
@@ -75,7 +83,7 @@ class ProcessState:
         state = cls(World(), environment, sys.modules["__main__"], list(sys.argv))
         state.dtype = torch.float32
         state.torch_random = torch.Generator().manual_seed(TORCH_SEED).get_state()
-        state.numpy_random = NumpyRandom(b"", np.random.RandomState(rank).get_state(legacy=False))
+        state.numpy_random = NumpyRandom.seeded(rank)
         state.python_random = random.Random(rank).getstate()
         return state
 
@@ -95,7 +103,7 @@ class ProcessState:
     def load(self) -> None:
         """Make this the state of the process."""
         c10d._world = self.world
-        _environment().__dict__["_data"] = self.environment
+        self._load_environment()
         sys.modules["__main__"], sys.argv = self.main, self.arguments
         self._known_modules = len(sys.modules)
         sys.modules.update(self.modules)
@@ -107,6 +115,17 @@ class ProcessState:
         self.numpy_random.write()
         random.setstate(self.python_random)
 
+    def _load_environment(self) -> None:
+        """Make this state's environment variables those of the process, for `os.environ`, C code and child
+        processes."""
+        before = _environment().__dict__["_data"]
+        for name, _ in before.items() ^ self.environment.items():
+            if name in self.environment:
+                os.putenv(name, self.environment[name])
+            else:
+                os.unsetenv(name)
+        _environment().__dict__["_data"] = self.environment
+
 
 def _environment() -> Any:
     """Return `os.environ`; its `_data` is the dictionary behind it, which is swapped as a whole."""
@@ -116,36 +135,54 @@ def _environment() -> Any:
 def _is_below(module: ModuleType, directory: str) -> bool:
     """Return True if a module is a file of the script's directory, and of no package that is installed there."""
     file = getattr(module, "__file__", None) or ""
-    installed = "site-packages" in file or (module.__name__ or "").partition(".")[0] == "meshwright"
+    python = (path for path in PYTHON if path.startswith(directory))  # not one in which the script itself lies
+    installed = (
+        "site-packages" in file
+        or (module.__name__ or "").partition(".")[0] == "meshwright"
+        or file.startswith(tuple(python))
+    )
     return file.startswith(directory) and not installed
 
 
 @dataclass(frozen=True, slots=True)
 class NumpyRandom:
     """State of NumPy's global generator. words: its memory, which is copied and compared 50 times as fast as the state
-    is read. state: as `numpy.random.get_state` returns it."""
+    is read; empty for another generator than MT19937. state: as `numpy.random.get_state` returns it. generator: the bit
+    generator, which a program may replace."""
 
     words: bytes
     state: dict[str, Any]
+    generator: Any
 
     @classmethod
     def read(cls) -> NumpyRandom:
         """Return the present state."""
-        return cls(_copy_generator_memory(), np.random.get_state(legacy=False))
+        return cls(_copy_generator_memory(), np.random.get_state(legacy=False), _numpy.get_bit_generator())
+
+    @classmethod
+    def seeded(cls, seed: int) -> NumpyRandom:
+        """Return the state after `numpy.random.seed(seed)`."""
+        seeded = np.random.RandomState(seed)
+        return cls(b"", seeded.get_state(legacy=False), seeded._bit_generator)
 
     def read_again(self) -> NumpyRandom:
         """Return the present state; this one, if nothing was drawn since it was written."""
         # A drawn normal leaves a second one for the next call, which takes it without a change of the memory.
-        same = not self.state["has_gauss"] and self.words == _copy_generator_memory()
-        return self if same else self.read()
+        words = _copy_generator_memory()
+        same = words and words == self.words and not self.state["has_gauss"]
+        return self if same and _numpy.get_bit_generator() is self.generator else self.read()
 
     def write(self) -> None:
         """Make this the state of the global generator."""
+        if _numpy.get_bit_generator() is not self.generator:
+            _numpy.set_bit_generator(self.generator)
         if not self.words or self.state["has_gauss"] or self.words != _copy_generator_memory():
             np.random.set_state(self.state)
 
 
 def _copy_generator_memory() -> bytes:
-    """Return the memory of NumPy's global generator: of MT19937, 624 words and the position in them."""
-    address = np.random.mtrand._rand._bit_generator.ctypes.state_address
-    return ctypes.string_at(address, 4 * 625)
+    """Return the memory of NumPy's global generator: of MT19937, 624 words and the position in them; else nothing."""
+    generator = _numpy.get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, 4 * 625)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import signal
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ class EmulatedRanks:
         self.states: list[ProcessState] = []
         self._exits = contextlib.ExitStack()
         self._uncompiled = False
+        self._without_signals = False
 
     def __enter__(self) -> EmulatedRanks:
         if _emulations:
@@ -98,6 +100,7 @@ class EmulatedRanks:
             (time, "sleep", self.scheduler.sleep),
             (threading.Event, "wait", self._make_event_wait()),
             (sys, "excepthook", sys.excepthook),
+            (signal, "signal", self._make_signal()),
             (functools.cached_property, "__get__", _get_cached),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
@@ -147,6 +150,22 @@ class EmulatedRanks:
             return event.is_set()
 
         return wait_or_yield
+
+    def _make_signal(self) -> Callable[[int, Any], Any]:
+        """Return a function in place of `signal.signal`, which leaves handlers of rank threads out: signals are
+        delivered to the main thread alone."""
+        set_handler = signal.signal
+
+        def set_or_ignore(number: int, handler: Any) -> Any:
+            """Set the handler of a signal outside the ranks; return the one before."""
+            if not any(rank.thread is threading.current_thread() for rank in self.scheduler.ranks):
+                return set_handler(number, handler)
+            if not self._without_signals:
+                self._without_signals = True
+                print_message("meshwright: signal handlers of emulated ranks are not installed")
+            return signal.getsignal(number)
+
+        return set_or_ignore
 
     def _leave_uncompiled(self, model: Any = None, **_: Any) -> Any:
         """Return a model or function as it is, in place of `torch.compile`."""

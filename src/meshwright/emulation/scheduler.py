@@ -14,6 +14,10 @@ from meshwright.errors import CheckFailed
 
 _sleep = time.sleep
 
+GRACE = 5.0  # seconds that a rank has to end after an interrupt
+MOST_POLLS = 1000
+"""Polls of one rank during which no rank makes a call, after which that is a deadlock if no other rank can go on."""
+
 
 class EmulationFailed(CheckFailed):
     """Failure of a communication call of emulated ranks: all ranks wait (deadlock), or their calls do not match."""
@@ -27,10 +31,11 @@ class RankStopped(BaseException):
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Condition for which a rank waits. ready: returns True once the rank can go on. describe: returns a text such as
-    "recv from rank 1 (its call 3, ring.py:14)"."""
+    "recv from rank 1 (its call 3, ring.py:14)". polled: the program asks again and again in place of waiting."""
 
     ready: Callable[[], bool]
     describe: Callable[[], str]
+    polled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class RankThread:
         self.task: Callable[[], Any] | None = None
         self.result: Any = None
         self.calls = 0  # communication calls so far
+        self.polls, self.calls_at_poll = 0, -1  # polls since all ranks together had made so many calls
         self.thread: threading.Thread | None = None
 
 
@@ -60,7 +66,8 @@ class Scheduler:
     """Runner of functions on all rank threads in a deterministic order.
 
     states: process state of each rank, with methods `save` and `load`. outside: that of the calling program. Only the
-    running rank's thread touches the attributes, so that no locks are needed.
+    running rank's thread touches the attributes; the lock is for an interrupt, after which the program goes on while a
+    rank still computes.
     """
 
     def __init__(self, states: list[Any], outside: Any) -> None:
@@ -71,12 +78,17 @@ class Scheduler:
         self.turns = 0  # of all ranks so far
         self._idle = threading.Event()
         self._closed = False
+        self._abandoned = False  # interrupted while a rank computed: its thread must leave the process's state alone
+        self._lock = threading.Lock()
 
     def run(self, tasks: list[Callable[[], Any]]) -> list[Any]:
         """Run tasks[r] on rank r for all ranks; return the results by rank. Raises the first error of a rank, or
-        EmulationFailed for a deadlock."""
+        EmulationFailed for a deadlock, and if an earlier run was interrupted while a rank computed."""
+        if self._abandoned:
+            raise EmulationFailed("the ranks were interrupted: make new ones")
         for rank, task in zip(self.ranks, tasks, strict=True):
             rank.task, rank.wait, rank.result = task, None, None
+            rank.polls = 0
             if rank.thread is None:
                 rank.thread = threading.Thread(target=self._serve, args=(rank,), name=f"rank {rank.index}", daemon=True)
                 rank.thread.start()
@@ -88,10 +100,14 @@ class Scheduler:
             self._idle.wait()
         except KeyboardInterrupt:  # the running rank stops at its next communication call
             self.failure = Failure(None, KeyboardInterrupt(), "interrupted")
-            self._idle.wait(5.0)
+            self._idle.wait(GRACE)
             raise
         finally:
-            self.outside.load()
+            with self._lock:
+                if self.running is not None:
+                    self._abandoned = True
+                    self.running.state.save()
+                self.outside.load()
         if self.failure is not None:
             raise self.failure.error
         return [rank.result for rank in self.ranks]
@@ -106,15 +122,15 @@ class Scheduler:
             )
         return rank
 
-    def wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let the other ranks run until `ready()` is True; called by the running rank. describe: returns what it waits
-        for. Raises RankStopped if another rank failed meanwhile."""
+    def wait(self, ready: Callable[[], bool], describe: Callable[[], str], polled: bool = False) -> None:
+        """Let the other ranks run until `ready()` is True; called by the running rank. Arguments as in `Wait`. Raises
+        RankStopped if another rank failed meanwhile."""
         rank = self.current()
         self.check_stopped()
         if not ready():
-            rank.wait = Wait(ready, describe)
-            rank.state.save()
-            self._pass_baton(rank)
+            rank.wait = Wait(ready, describe, polled)
+            if not self._pass_baton(rank):
+                raise RankStopped
             rank.resume.acquire()
             rank.wait = None
             self.check_stopped()
@@ -124,6 +140,23 @@ class Scheduler:
         If all ranks poll or wait, that is no deadlock that can be found."""
         turns = iter((False,))
         self.wait(lambda: next(turns, True), lambda: "polling")
+
+    def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Let the next rank that can go on run, as `yield_baton`; called when a program asks for a call that is not
+        complete. Fails with a deadlock after `MOST_POLLS` polls without any rank's call, if no other rank can go on.
+
+        Arguments as in `Wait`. Raises RankStopped for a deadlock.
+        """
+        turns = iter((False,))
+        self.wait(lambda: next(turns, True), describe, polled=True)
+        rank, calls = self.current(), sum(each.calls for each in self.ranks)
+        rank.polls, rank.calls_at_poll = (rank.polls + 1 if calls == rank.calls_at_poll else 1), calls
+        others = (other for other in self.ranks if other is not rank and other.task is not None)
+        if rank.polls >= MOST_POLLS and not ready() and all(map(_is_stuck, others)):
+            rank.wait = Wait(ready, describe, polled=True)
+            self.fail(EmulationFailed(self._describe_deadlock()), None)
+            rank.wait = None
+            raise RankStopped
 
     def sleep(self, seconds: float) -> None:
         """Let another rank run in place of `time.sleep`; sleep if none can go on, or in a thread that is no rank's."""
@@ -169,10 +202,19 @@ class Scheduler:
             except BaseException as error:
                 self.fail(error, rank.index)
             rank.task = None
-            rank.state.save()
-            self._pass_baton(rank)
+            if not self._pass_baton(rank):
+                return
 
-    def _pass_baton(self, rank: RankThread) -> None:
+    def _pass_baton(self, rank: RankThread) -> bool:
+        """Store the process state of `rank` and resume the next rank. Return False, with the state untouched, if the
+        run was interrupted while `rank` computed."""
+        with self._lock:
+            if not self._abandoned:
+                rank.state.save()
+                self._resume_after(rank)
+            return not self._abandoned
+
+    def _resume_after(self, rank: RankThread) -> None:
         """Resume the next rank after `rank` that can go on; if there is none, end the run: done, or a deadlock."""
         count = len(self.ranks)
         others = [self.ranks[(rank.index + distance) % count] for distance in range(1, count + 1)]
@@ -199,9 +241,16 @@ class Scheduler:
         """Return the report of a deadlock, one line for each rank: for what it waits, and in which call."""
         lines = ["deadlock: no rank can go on"]
         for rank in self.ranks:
-            does = "has ended" if rank.wait is None else f"waits in {rank.wait.describe()}"
+            does = "has ended"
+            if rank.wait is not None:
+                does = f"{'polls' if rank.wait.polled else 'waits in'} {rank.wait.describe()}"
             lines.append(f"  rank {rank.index} {does}")
         return "\n".join(lines)
+
+
+def _is_stuck(rank: RankThread) -> bool:
+    """Return True if a rank waits for a call that is not complete, or polls it."""
+    return rank.wait is not None and (rank.wait.polled or not rank.wait.ready())
 
 
 def format_error(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from meshwright.emulation.holdings import Holding, ModuleLog, format_holdings, f
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed, Failure
 from meshwright.errors import MeshwrightError, UserError
+from meshwright.terminal import print_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,19 @@ class RankOutput(io.TextIOBase):
         """Flush the output; lines that have not ended stay."""
         self.output.flush()
 
+    def fileno(self) -> int:
+        """Return the file descriptor of the output."""
+        return self.output.fileno()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a text stream lacks but a file has, such as `buffer` and `reconfigure`: the output's."""
+        return getattr(self.output, name)
+
     def finish(self) -> None:
         """Write the last lines of all ranks, even if they have not ended."""
         for rank, line in list(self._lines.items()):
             if line:
-                self.output.write(f"[rank {rank}] {line}\n")
+                self.output.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
         self._lines.clear()
         self.output.flush()
 
@@ -150,6 +159,9 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
         except Exception as error:
             report.failure, report.failed_rank, report.exit_code = describe_failure(emulated.failure, error)
         output.finish()
+        calls = emulated.scheduler.ranks[before[0]].calls if before else 0
+        if before and calls < before[1] and "stopped in the debugger" not in report.failure:
+            print_message(f"--break {options.breakpoint}: not reached: rank {before[0]} made {calls} calls")
         if options.show:
             report.holdings = list_holdings(log, [vars(module) for module in modules])
             print(format_holdings(report.holdings), file=printed)

@@ -37,9 +37,9 @@ def draw_zero_memory() -> Markup:
     swatches = {"parameters": "2 bytes each", "gradients": "2 bytes each",
                 "optimizer states": "12 bytes each: fp32 master weights, two moments"}  # fmt: skip
     entries = [(f"{part}, {said}", {"style": f"fill:{paint(STATE_COLOURS[part])}"}) for part, said in swatches.items()]
-    legend.legend(entries, 14, 880, 12)
+    legend.legend(entries, 4, 880, 12)
     heading = "Model states of 7.5 billion parameters on each of 64 ranks (ZeRO paper, Figure 1)"
-    return stack([(heading, bars), ("", legend.svg(900, 20, "legend"))], heading, gap=0)
+    return stack([(heading, bars), ("", legend.svg(900, 20, "legend"))], heading, gap=0, left=4)
 
 
 def draw_ring_all_reduce(ranks: int = 4) -> Markup:

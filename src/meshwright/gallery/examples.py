@@ -47,8 +47,8 @@ EXAMPLES: dict[str, Example] = {
         ("meshwright collective all-reduce ring --ranks 2 --bytes 64",
          "meshwright verify --layout tp2 --model llama-tiny"),
         ("parallel/tensor.py", "model/axis_operations.py"),
-        "that split and unsplit products are equal bit for bit: floating-point sums depend on their order, so that "
-        "about half of the entries differ in the last bit; compare with a tolerance.",
+        "to believe that split and unsplit products are equal bit for bit: floating-point sums depend on their order, "
+        "so that about half of the entries differ in the last bit; compare with a tolerance.",
     ),
     "ring-all-reduce": Example(
         "Ring all-reduce on 4 ranks, number by number",
@@ -89,7 +89,7 @@ EXAMPLES: dict[str, Example] = {
         "Each step sends the k largest of gradient + memory, and keeps the rest: nothing is lost, it is sent later.",
         "Stich et al. 2018, Sparsified SGD with Memory, arXiv:1809.07599, Algorithm 1",
         numerics.sparsify,
-        ("meshwright collective all-reduce ring --ranks 4 --bytes 64MiB",),
+        (),
         ("gallery/numerics.py",),
     ),
     "gradient-accumulation": Example(
@@ -125,8 +125,8 @@ EXAMPLES: dict[str, Example] = {
         numerics.route,
         ("meshwright verify --layout ep2 --model mixtral-tiny",),
         ("model/experts.py", "parallel/expert.py"),
-        "that a mixture needs only its active experts in memory: Mixtral 8x7B in 16 bits takes 93 GB, not 26 GB, as "
-        "all experts are resident.",
+        "to believe that a mixture needs only its active experts in memory: Mixtral 8x7B in 16 bits takes 93 GB, not "
+        "26 GB, as all experts are resident.",
     ),
     "lora-parameters": Example(
         "Trainable parameters of LoRA",
@@ -193,7 +193,7 @@ EXAMPLES: dict[str, Example] = {
         "A token's keys and values take 2 · layers · kv width · 2 bytes: 800 KB for OPT-13B, 512 KiB for Llama-2-7B.",
         "Kwon et al. 2023, vLLM, arXiv:2309.06180, section 3",
         memory.serve_7b,
-        ("meshwright plan llama-2-7b --serve --dtype bf16 --max-length 1024",),
+        ("meshwright plan llama-2-7b --serve --dtype bf16 --max-length 4096",),
         ("planner/serving_ledger.py",),
     ),
     "inference-memory-175b": Example(
@@ -201,7 +201,7 @@ EXAMPLES: dict[str, Example] = {
         "350 GB of 16-bit weights: at least 5 GPUs of 80 GB; 4.7 MB of KV cache a token.",
         "Frantar et al. 2022, GPTQ, arXiv:2210.17323, section 1 (326 GB in multiples of 1024)",
         memory.serve_175b,
-        ("meshwright plan gpt2-xl --serve --dtype bf16",),
+        ("meshwright plan gpt3-175b --serve --layout tp8 --device cuda --memory 80GiB --dtype bf16",),
         ("planner/serving_ledger.py",),
     ),
     "bubble-gpipe": Example(
@@ -211,7 +211,8 @@ EXAMPLES: dict[str, Example] = {
         pipelines.show_gpipe,
         ("meshwright schedule gpipe --stages 4 --microbatches 8 --text",),
         ("schedules/synchronous.py",),
-        "(1 − m)/(m + n − 1); and one of the two ratios printed where the other is meant: say which.",
+        "(1 − m)/(m + p − 1) for (p − 1)/(m + p − 1); and one of the two ratios printed where the other is meant: "
+        "say which.",
     ),
     "bubble-1f1b": Example(
         "Bubble and memory of 1F1B",
@@ -220,7 +221,8 @@ EXAMPLES: dict[str, Example] = {
         pipelines.show_1f1b,
         ("meshwright schedule 1f1b --stages 4 --microbatches 8 --text",),
         ("schedules/synchronous.py",),
-        "that 1F1B needs several weight versions: PipeDream does; PipeDream-flush, which all call 1F1B, does not.",
+        "to believe that 1F1B needs several weight versions: PipeDream does; PipeDream-flush, which all call 1F1B, "
+        "does not.",
     ),
     "bubble-interleaved": Example(
         "Bubble of interleaved 1F1B",

@@ -87,7 +87,7 @@ class Explanation:
         steps: `Text`, `Table` and `Figure` records in order.
         results: Figures that come out, by name, unrounded.
         mistake: Frequent error in texts, and what is right; empty if none is known.
-        commands: Command lines that show more.
+        commands: Command lines that show more; none where no command does it.
         source_files: Source files to open, relative to the package.
     """
 

@@ -33,6 +33,7 @@ def sparsify(work: Work) -> None:
         [0.9, -0.1, 0.2, 0.05, -1.2, 0.3, 0.0, 0.1], [0.1, -0.4, 0.2, 0.05, 0.1, 0.3, 0.6, 0.1],
         [0.0, -0.4, 0.3, 0.05, -0.1, 0.3, 0.1, 0.1], [0.1, 0.1, 0.2, 0.05, 0.2, 0.0, 0.1, 0.5],
     ])  # fmt: skip
+    work.text("No command of this project sparsifies gradients: the computation is this example's own.")
     k, memory, sent, forgetful = 2, np.zeros(8), np.zeros(8), np.zeros(8)
     work.text(
         "8 gradients, k = 2. Each step: u = gradient + memory; send the 2 largest entries of u; memory = the rest "

@@ -38,8 +38,9 @@ def render_example(explanation: Explanation) -> str:
     ]
     if explanation.mistake:
         parts.append(f"**Frequent error:** {_escape(explanation.mistake)}")
-    parts.append("```console\n" + "\n".join(f"$ {command}" for command in explanation.commands) + "\n```")
-    return "\n\n".join([*parts, "Open: " + ", ".join(f"`{file}`" for file in explanation.source_files)])
+    if explanation.commands:
+        parts.append("```console\n" + "\n".join(f"$ {command}" for command in explanation.commands) + "\n```")
+    return "\n\n".join([*parts, "Code: " + ", ".join(f"`src/meshwright/{file}`" for file in explanation.source_files)])
 
 
 def _escape(words: str) -> str:

@@ -101,7 +101,7 @@ def count_lora(work: Work) -> None:
     )
     work.text(
         "Memory: gradients and Adam states, 14 of the 16 bytes a parameter, are needed for the adapter alone; the "
-        "frozen weights keep 2 bytes each."
+        "frozen weights keep 2 bytes each. This project counts adapters; it does not train them yet."
     )
     work.result("llama-2-7b, rank 8", found)
     work.result("llama-2-7b, share", found / (whole + found))

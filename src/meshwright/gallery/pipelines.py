@@ -40,7 +40,8 @@ def show_1f1b(work: Work) -> None:
 def show_interleaved(work: Work) -> None:
     """Simulate interleaved 1F1B with two and four chunks a rank."""
     work.text(
-        f"p = {RANKS}, m = {MICRO_BATCHES}, v = 2 chunks: rank r holds stages r and r + {RANKS}, a chunk takes 1/2."
+        f"p = {RANKS}, m = {MICRO_BATCHES}, v = 2 chunks: rank r holds stages r and r + {RANKS}, a chunk takes 1/2. "
+        f"In the chart capital letters are the chunk of stage r, small ones that of stage r + {RANKS}."
     )
     report = _show(work, "interleaved", "schedules-1f1b")
     rows = []
@@ -50,8 +51,9 @@ def show_interleaved(work: Work) -> None:
         rows.append((f"{chunks}", f"{closed:.2%}", f"{one.timing.bubble_to_ideal:.2%}",
                      int(one.timing.messages_sent.max()), float(one.timing.peak_activations.max())))  # fmt: skip
         work.result(f"bubble to ideal, {chunks} chunks", one.timing.bubble_to_ideal)
-    head = ("chunks v", "(p−1)/(v m)", "simulated", "messages of a rank", "peak activations")
-    work.table("More chunks: a smaller bubble, more messages, more memory on the first rank:", head, rows)
+        work.result(f"peak activations, {chunks} chunks", float(one.timing.peak_activations.max()))
+    head = ("chunks v", "(p−1)/(v m)", "simulated", "messages of a rank, at most", "peak activations")
+    work.table("More chunks: a smaller bubble, more messages, more memory than 1F1B, most at v = 2:", head, rows)
     work.text(
         "Megatron's closed form of that memory: 1 + (p − 1)/(p v) times the p micro-batches of 1F1B, "
         f"{RANKS * (1 + (RANKS - 1) / (RANKS * 2)):g} at v = 2."

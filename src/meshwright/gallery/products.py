@@ -32,7 +32,8 @@ def split_columns(work: Work) -> None:
     )
     _add_up(
         work, [dy @ half.T for dy, half in zip(np.split(GRADIENT, 2, axis=1), halves, strict=True)],
-        "Backward: dX = dY₀ W₀ᵀ + dY₁ W₁ᵀ has a part on each rank, so that the input's gradient is all-reduced; dW of "
+        f"Backward: with dY = [{format_vector(GRADIENT[0])}], [{format_vector(GRADIENT[1])}]: "
+        "dX = dY₀ W₀ᵀ + dY₁ W₁ᵀ has a part on each rank, so that the input's gradient is all-reduced; dW of "
         "a rank is Xᵀ dY of its columns and stays there.",
     )  # fmt: skip
     work.text(_show_split("model.layers.0.mlp.up_proj.weight"))

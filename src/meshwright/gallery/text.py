@@ -16,8 +16,9 @@ def render_text(explanation: Explanation, width: int = 80) -> str:
     parts += [f"\n{_render_step(step, width)}" for step in explanation.steps]
     if explanation.mistake:
         parts += ["", _wrap(f"Frequent error: {explanation.mistake}", width)]
-    parts += ["", "Try it:", *(f"  {command}" for command in explanation.commands)]
-    parts += [_wrap("Open: " + ", ".join(f"meshwright/{file}" for file in explanation.source_files), width)]
+    if explanation.commands:
+        parts += ["", "Try it:", *(f"  {command}" for command in explanation.commands)]
+    parts += [_wrap("Code: " + ", ".join(f"src/meshwright/{file}" for file in explanation.source_files), width)]
     return "\n".join(parts)
 
 

@@ -29,6 +29,8 @@ class _StepLine(_Document):
     step: Annotated[int, Field(ge=0, le=2**53)]
     loss: _Number | None
     memory_gib: _NotNegative
+    gradient_norm: _Number | None = None
+    learning_rate: _Number | None = None
     validation_loss: _Number | None = None
     tokens_per_second: _NotNegative | None = None
     samples_per_second: _NotNegative | None = None

@@ -69,9 +69,10 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
 def nothing_fits(found: Found) -> str:
     """Return the error line for a search (`found`) in which no layout fits: devices, GiB of each, and what to
     change."""
-    device, count = found.problem.cluster.device, found.problem.cluster.devices
+    problem, count = found.problem, found.problem.cluster.devices
+    reserved = f", with {problem.reserve / GIB:.1f} GiB more reserved" if problem.reserve else ""
     none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
     return (
-        f"{none} of {count:,} device{'s' * (count > 1)} fits into {device.memory_bytes / GIB:.1f} GiB each; "
+        f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.room / GIB:.1f} GiB each{reserved}; "
         "take more devices, a smaller batch or shorter sequences"
     )

@@ -24,7 +24,11 @@ _PARTS = (
     (r"pp\d+", "ppN", "layers cut into N pipeline stages"),
     (r"pp\d+:.+", ":SCHEDULE:V", "pipeline schedule, with V stages on a rank"),
     (r"mb\d+", "mbN", "N micro-batches a step on each replica"),
-    (r"ac:selective", "ac:selective", "attention's activations recomputed in backward"),
+    (
+        r"ac:selective",
+        "ac:selective",
+        "all activations but the results of matrix products and of sums over ranks recomputed in backward",
+    ),
     (r"ac:full", "ac:full", "every block's activations recomputed in backward"),
     (r"(bf16|fp16|fp8|fp32|tf32)", "bf16 ...", "number format of matrix products"),
 )
@@ -42,13 +46,13 @@ def notation_legend(layouts: Iterable[Layout]) -> list[tuple[str, str]]:
 
 
 def recipe_block(one: Estimate) -> str:
-    """Return the lines of a recipe (TOML) that train an estimate's layout on its batch."""
+    """Return the keys of a recipe, with their values in TOML, that train an estimate's layout on its batch."""
     problem = one.problem
-    return f'layout = "{one.layout}"\n\n[data]\nsequence = {problem.sequence}\n\n[train]\nbatch = {problem.batch}\n'
+    return f'layout = "{one.layout}"\ndata.sequence = {problem.sequence}\ntrain.batch = {problem.batch}\n'
 
 
 def selection_note(best: Iterable[Estimate]) -> str:
     """Return a note on tables of layouts: the kinds that they list, and the meaning of the mark "tight"."""
     tight = any(one.tight for one in best)
-    mark = " Tight: less than 5% of the device's memory stays free." if tight else ""
-    return f"The fastest layout of each kind: others of its kind differ in the numbers alone.{mark}"
+    mark = " Tight: less than 5% of the memory that it may take stays free." if tight else ""
+    return f"The fastest layout of each kind: others of its kind differ in the sizes of the axes.{mark}"

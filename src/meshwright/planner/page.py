@@ -116,8 +116,8 @@ def _layout(one: Estimate) -> Iterator[Markup]:
     )
     for line in one.warnings:
         yield paragraph(f"warning: {line}")
-    if one.fits:
-        yield paragraph("Put this into your recipe:", muted=True)
+    if one.fits and not problem.only_planned:
+        yield paragraph("Set these keys in your recipe:", muted=True)
         yield element("pre", recipe_block(one))
     yield element("h2", "Time by part")
     yield time_bar({part: time.breakdown[part] for part in PARTS if time.breakdown[part] > LEAST_PART * time.seconds})

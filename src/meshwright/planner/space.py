@@ -76,12 +76,13 @@ class Problem:
 def parse_reserve(value: str | float, device_bytes: float) -> float:
     """Return the bytes of a device to keep free. value: a fraction of its memory, `0.1`, or a size, `"8GiB"`;
     device_bytes: its memory. `UserError` for anything else, and where nothing would be left."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(GiB|MiB)?\s*", str(value))
+    match = re.fullmatch(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(GiB|MiB)?\s*", str(value))
     size = float(match[1]) * {"GiB": 2.0**30, "MiB": 2.0**20, None: device_bytes}[match[2]] if match else device_bytes
     if not size < device_bytes:
         raise UserError(
-            f"reserve: takes a fraction below 1, such as 0.1, or a size below the device's {device_bytes / 2**30:.1f} "
-            f'GiB, such as "8GiB", not {shorten_repr(value)}'
+            f"--reserve: takes a fraction below 1, such as 0.1, or a size below the device's "
+            f'{device_bytes / 2**30:.1f} GiB in GiB or MiB, such as "8GiB", not '
+            f"{shorten_repr(value)}"
         )
     return size
 

@@ -193,10 +193,12 @@ def communication_text(one: Estimate) -> str:
 
 
 def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
-    """Format the recipe lines of the first of the best estimates, and the legend of the notation of all."""
-    block = [f"  {line}".rstrip() for line in recipe_block(best[0]).splitlines() if line]
+    """Format the recipe keys of the first of the best estimates, unless nothing can train it, and the legend of the
+    notation of all."""
+    keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
+    block = ["set these keys in your recipe:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
-    return "\n".join(["put this into your recipe:", *block, *wrapped(f"notation: {legend}", width, "  ")])
+    return "\n".join([*block, *wrapped(f"notation: {legend}", width, "  ")])
 
 
 def share_text(share: float) -> str:
