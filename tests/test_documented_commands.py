@@ -50,6 +50,7 @@ def test_quick_commands_print_what_the_page_shows(
 
     every = cases.CaseBuilder.default
     monkeypatch.setattr(cases.CaseBuilder, "default", lambda builder: every(builder)[:1])  # one of the cases is enough
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     make_place(tmp_path)
     ran = 0
