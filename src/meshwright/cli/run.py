@@ -26,7 +26,7 @@ from meshwright.terminal import print_message
 @click.option("--break", "stop", metavar="RANK[:CALL]", help="Emulated: debug a rank before its n-th communication.")
 @click.option("--show", is_flag=True, help="Emulated: print each communication, and at the end who holds what.")
 @click.option("--check", is_flag=True, help="Emulated: compare an exercise's distributed() with its one_device().")
-@click.option("--directory", help="Run directory; runs/ and the script's name, unless said.")
+@click.option("--directory", help="Run directory; default: runs/ and the script's name.")
 @click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
 @json_option
 @click.argument("script")
