@@ -21,15 +21,19 @@ STATE_COLOURS = {"parameters": "blue", "gradients": "orange", "optimizer states"
 
 
 def compute_zero_bytes(parameters: float, ranks: int, level: int) -> dict[str, float]:
-    """Return the bytes of model states on each rank under ZeRO `level` (0 to 3), by part, in mixed precision with
-    Adam: 2 + 2 + 12 bytes a parameter."""
+    """Return {"parameters": bytes, "gradients": bytes, "optimizer states": bytes} on each rank under ZeRO `level` (0 to
+    3), in mixed precision with Adam: 2 + 2 + 12 bytes a parameter before sharding.
+
+    parameters: number of model parameters. ranks: number of data-parallel ranks.
+    """
     each = state_bytes(level, ranks)
     parts = zip(STATE_COLOURS, (each.weights, each.gradients, each.optimizer), strict=True)
     return {part: parameters * size for part, size in parts}
 
 
 def draw_zero_memory() -> Markup:
-    """Return Figure 1 of the ZeRO paper: model states of 7.5 billion parameters on 64 ranks under ZeRO 0 to 3."""
+    """Return an SVG of Figure 1 of the ZeRO paper: bytes of model states (parameters, gradients, optimizer states) per
+    rank, for 7.5 billion parameters on 64 ranks under ZeRO 0 to 3."""
     names = ("data parallel, zero0", "zero1", "zero2", "zero3")
     rows = [(name, compute_zero_bytes(7.5e9, 64, level)) for level, name in enumerate(names)]
     bars = draw_stacked_bars(rows, STATE_COLOURS, lambda size: f"{size / 1e9:.1f} GB", "model states on a rank")
@@ -43,7 +47,8 @@ def draw_zero_memory() -> Markup:
 
 
 def draw_ring_all_reduce(ranks: int = 4) -> Markup:
-    """Return the ring all-reduce, round by round: what each chunk of each rank holds, and which chunk goes where."""
+    """Return an SVG of the ring all-reduce on `ranks` ranks, round by round: which ranks' data each chunk has summed so
+    far, and arrows for the sends."""
     frames = build_frames(check_collective(generate("all-reduce", "ring", ranks)))
     picture = Picture()
     cell, gap, left, row, pitch = 44, 34, 128, 26, 66
@@ -77,8 +82,12 @@ def draw_ring_all_reduce(ranks: int = 4) -> Markup:
 
 
 def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: tuple[int, int, int]) -> None:
-    """Draw the chunks of all ranks in a row whose top left corner is (left, top). sizes: width of a chunk, distance
-    from rank to rank, and height, in pixels."""
+    """Draw the buffers of all ranks side by side: one row of cells, one cell a chunk, labelled with the ranks summed in
+    it.
+
+    picture: SVG to draw into. frame: buffers after one round. left, top: corner of the row in pixels. sizes: (width of
+    a cell, distance from one rank's first cell to the next rank's, height of a cell), pixels.
+    """
     cell, span, height = sizes
     for rank, cells in enumerate(frame.cells):
         for chunk, one in enumerate(cells):
@@ -94,8 +103,11 @@ def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: 
 
 
 def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Markup:
-    """Return Gantt charts of pipeline schedules one below the other, on one time scale, with a backward twice as long
-    as a forward. names: such as "1f1b"."""
+    """Return an SVG of pipeline schedules, simulated and drawn as Gantt charts one below the other on one time scale; a
+    backward takes twice as long as a forward.
+
+    names: schedules such as "1f1b". ranks, micro_batches: numbers of them.
+    """
     durations: StepDurations = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
     reports = [schedule(name, ranks, micro_batches, **durations) for name in names]
     until = max(float(report.timing.makespan) for report in reports)
@@ -108,7 +120,8 @@ def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Marku
 
 
 def format_heading(report: ScheduleReport) -> str:
-    """Return a line with name, ranks, micro-batches, makespan and bubble of a simulated schedule."""
+    """Return one line of text on a simulated schedule: name, numbers of ranks and micro-batches, makespan, bubble, peak
+    activations."""
     program, timing = report.program, report.timing
     chunks = f", {program.chunks} chunks a rank" if program.chunks > 1 else ""
     low, high = timing.peak_activations.min(), timing.peak_activations.max()

@@ -16,8 +16,11 @@ GROUP_COLOURS = ("blue", "orange", "green", "purple", "teal", "yellow", "pink", 
 def draw_arrow(
     picture: Picture, begin: tuple[float, float], end: tuple[float, float], colour: str = "dim", words: str = ""
 ) -> None:
-    """Append an arrow between two points (x, y) to the picture. colour: of the style sheet. words: beside its
-    middle."""
+    """Draw an arrow into `picture`.
+
+    begin, end: points (x, y) in pixels. colour: name in the style sheet, such as "blue". words: label beside its
+    middle.
+    """
     (x1, y1), (x2, y2) = begin, end
     length = hypot(x2 - x1, y2 - y1)
     dx, dy = (x2 - x1) / length, (y2 - y1) / length
@@ -35,8 +38,11 @@ def draw_arrow(
 def draw_box(
     picture: Picture, corner: tuple[float, float], size: tuple[float, float], lines: Sequence[str], colour: str
 ) -> None:
-    """Append a box with centred lines of text, the first in bold, to the picture. corner: (x, y) of its top left.
-    size: (width, height) in pixels. colour: of the style sheet, for its tint."""
+    """Draw a box with centred lines of text into `picture`; the first line is bold.
+
+    corner: (x, y) of its top left. size: (width, height). Both in pixels. colour: of frame and tint, a name in the
+    style sheet.
+    """
     (x, y), (width, height) = corner, size
     style = f"fill:{paint(colour)};fill-opacity:.18;stroke:{paint(colour)};stroke-width:1.4"
     picture.add("rect", x=x, y=y, width=width, height=height, rx=6, style=style)
@@ -58,8 +64,8 @@ _HALVES = (
 
 
 def draw_tensor_sequence() -> Markup:
-    """Return the diagram of a transformer layer under tensor and sequence parallelism (Korthikanti et al. 2022,
-    arXiv 2205.05198, Figures 5 and 6): which collective stands where, forward and backward."""
+    """Return an SVG diagram of a transformer layer under tensor and sequence parallelism, with the collectives of its
+    forward and backward (Korthikanti et al. 2022, arXiv 2205.05198, Figures 5 and 6)."""
     picture = Picture()
     picture.text(14, 22, "A transformer layer under tensor + sequence parallelism, on each of t ranks", class_="title")
     entries = [("sequence-parallel region: a rank has s/t tokens, all h features", "green"),
@@ -106,7 +112,8 @@ def draw_tensor_sequence() -> Markup:
 
 
 def draw_layout_axes(notation: str = "dp2 tp2 cp2 pp2") -> Markup:
-    """Return a grid of the ranks of a layout for each axis, the ranks of one process group in one colour."""
+    """Return an SVG with one grid of ranks for each axis (tp, cp, dp, pp) of a layout; the ranks of one process group
+    have one colour. notation: the layout."""
     layout = Layout.parse(notation)
     meanings = {
         "tp": "split a layer's matrices", "cp": "split a sequence", "dp": "split the batch", "pp": "split the layers",
@@ -139,7 +146,7 @@ def draw_layout_axes(notation: str = "dp2 tp2 cp2 pp2") -> Markup:
 
 
 def draw_data_flow() -> Markup:
-    """Return the diagram of how data flow through the project, from the recipe to the server."""
+    """Return an SVG diagram of how data flow through the project, from the recipe (job file) to the server."""
     picture = Picture()
     picture.text(14, 22, "How a job flows through Meshwright: data go one way", class_="title")
     boxes = [

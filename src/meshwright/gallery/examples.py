@@ -13,7 +13,11 @@ from meshwright.names import unknown
 
 @dataclass(frozen=True)
 class Example:
-    """A worked example before its run. run: computes the steps; other fields as in `Explanation`."""
+    """Definition of a worked example, before it is computed.
+
+    run: function that computes it and appends its steps and results to a `Work`. title, published, source, commands,
+    mistake: as in `Explanation`. files: its `source_files`.
+    """
 
     title: str
     published: str

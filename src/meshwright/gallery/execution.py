@@ -17,8 +17,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Round:
-    """State after one round of a collective program. title: such as `round 1 of 6`. arrows: its transfers. values:
-    [ranks, slots], one number a slot."""
+    """Buffers of all ranks after one round (sends that run at the same time) of a collective program.
+
+    title: such as `round 1 of 6`. arrows: the round's sends, from rank and slot to rank and slot. values: [ranks,
+    slots], the number in each slot (place for one chunk) of each rank's buffer.
+    """
 
     title: str
     arrows: tuple[Arrow, ...]
@@ -26,15 +29,20 @@ class Round:
 
 
 def check_program(operation: str, algorithm: str, ranks: int, reduction: str = "sum") -> CheckedCollective:
-    """Generate and check the program of an algorithm. reduction: "sum" or "maximum"."""
+    """Generate the program of a collective algorithm and verify it; return the verified program.
+
+    operation: such as "all-reduce". algorithm: such as "ring". ranks: number of ranks. reduction: "sum" or "maximum".
+    Raises if the program's result is wrong.
+    """
     return check_collective(replace(generate(operation, algorithm, ranks), reduction=reduction))
 
 
 def execute(checked: CheckedCollective, vectors: Sequence[Sequence[float]]) -> list[Round]:
-    """Return the state at the start and after each round of a program that keeps one chunk in each slot.
+    """Execute a collective program on numbers; return the ranks' buffers at the start and after each round (one step of
+    sends that run at the same time).
 
-    vectors: the vector of each rank, a number a chunk: [ranks][chunks]. All transfers of a round read before any of
-    them writes.
+    checked: a program whose buffer has one slot (place for a chunk of the vector) for each chunk. vectors:
+    [ranks][chunks], one number per chunk. All sends of a round read before any of them writes.
     """
     combine = np.maximum if checked.program.reduction == "maximum" else np.add
     values = np.array(vectors, dtype=np.float64)
@@ -51,5 +59,5 @@ def execute(checked: CheckedCollective, vectors: Sequence[Sequence[float]]) -> l
 
 
 def format_vector(values: Sequence[float] | Floats) -> str:
-    """Format a vector as `1 20 300`."""
+    """Format a vector as numbers with six digits, separated by spaces: `1 20 300`."""
     return " ".join(f"{value:.6g}" for value in values)

@@ -13,14 +13,14 @@ from meshwright.draw.markup import Markup
 
 @dataclass(frozen=True)
 class Text:
-    """Step of an example: a paragraph or a formula with its numbers."""
+    """Step of a worked example: a paragraph, or a formula with its numbers. words: the text."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Step of an example: a table. title: line above it. head: names of the columns. rows: cells as text."""
+    """Step of a worked example: a table. title: line above it. head: column names. rows: cells as text, [row][column]."""
 
     title: str
     head: tuple[str, ...]
@@ -28,15 +28,15 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """True for each column whose cells are single numbers, with or without a unit: aligned to the right."""
+        """For each column: True if all its cells are single numbers (with or without unit), which are right-aligned."""
         columns = zip(*self.rows, strict=True)
         return [all(_NUMBER.match(cell) and not _VECTOR.match(cell) for cell in column if cell) for column in columns]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Step of an example: a picture. name: file in docs/pictures without `.svg`. caption: line below it. draw: returns
-    it as an SVG file. drawing: the same as text for a terminal, empty if there is none."""
+    """Step of a worked example: a picture. name: its file in docs/pictures without ".svg". caption: line below it.
+    draw: function that returns it as SVG. drawing: text version for a terminal, empty if there is none."""
 
     name: str
     caption: str
@@ -51,44 +51,46 @@ Step: TypeAlias = Text | Table | Figure
 
 
 class Work:
-    """Collects what an example's function computes, in order: steps to show, and results by name."""
+    """Collector of a worked example: its function appends the steps to show (`steps`) and records the figures that come
+    out (`results`, name -> value)."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.results: dict[str, float] = {}
 
     def text(self, words: str) -> None:
-        """Append a paragraph."""
+        """Append the paragraph `words` to the steps."""
         self.steps.append(Text(words))
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Append a table; cells are turned into text (whole numbers with separators of thousands)."""
+        """Append a table to the steps. title: line above it. head: column names. rows: cells, formatted by
+        `format_cell`."""
         cells = tuple(tuple(map(format_cell, row)) for row in rows)
         self.steps.append(Table(title, tuple(head), cells))
 
     def figure(self, name: str, caption: str, draw: Callable[[], Markup], drawing: str = "") -> None:
-        """Append a picture; arguments as the fields of `Figure`."""
+        """Append a `Figure` with these fields to the steps."""
         self.steps.append(Figure(name, caption, draw, drawing))
 
     def result(self, name: str, value: float) -> None:
-        """Record a figure that comes out, such as ("bytes per token", 524288)."""
+        """Record a figure that the example computes, with its unit in the name: ("bytes per token", 524288)."""
         self.results[name] = float(value)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A published figure, recomputed step by step.
+    """Result of a worked example: a published figure, recomputed step by step.
 
     Attributes:
-        name: As `meshwright explain NAME` takes it, such as "ring-all-reduce".
-        title: One line.
-        published: The figure as texts print it.
+        name: Name for `meshwright explain NAME`, such as "ring-all-reduce".
+        title: Heading, one line.
+        published: The figure as papers or texts print it.
         source: Paper and section, equation, table or figure.
-        steps: `Text`, `Table` and `Figure` records in order.
-        results: Figures that come out, by name, unrounded.
+        steps: `Text`, `Table` and `Figure` records in the order of the computation.
+        results: Figures that come out: name with unit -> value, unrounded.
         mistake: Frequent error in texts, and what is right; empty if none is known.
-        commands: Command lines that show more; none where no command does it.
-        source_files: Source files to open, relative to the package.
+        commands: Command lines that show more; may be empty.
+        source_files: Source files that compute it, relative to the package.
     """
 
     name: str
@@ -102,7 +104,7 @@ class Explanation:
     source_files: tuple[str, ...]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document that `meshwright explain NAME --json` prints."""
+        """Return the worked example as the JSON object that `meshwright explain NAME --json` prints."""
         return to_json_dict(
             {
                 "name": self.name, "title": self.title, "published": self.published, "source": self.source,
@@ -113,7 +115,7 @@ class Explanation:
 
 
 def _step_to_json(step: Step) -> dict[str, Any]:
-    """Return a step as a JSON object with "kind": "text", "table" or "figure"."""
+    """Return a step as a JSON object: its fields, and "kind", which is "text", "table" or "figure"."""
     if isinstance(step, Text):
         return {"kind": "text", "text": step.words}
     if isinstance(step, Table):
@@ -129,7 +131,7 @@ def format_cell(value: object) -> str:
 
 
 def format_size(size: float) -> str:
-    """Format bytes in decimal units, as papers do: `800 B`, `33.6 MB`, `2.79 TB`."""
+    """Format a number of bytes in decimal units, as papers do: `800 B`, `33.6 MB`, `2.79 TB`."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if size >= unit:
             return f"{size / unit:.4g} {name}"

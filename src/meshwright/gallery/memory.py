@@ -19,7 +19,8 @@ GIB = 2**30
 
 
 def count_activations(work: Work) -> None:
-    """Count what a GPT-3 layer saves: by Megatron's published form, and by the planner's ledger of this engine."""
+    """Append to `work` the worked example: activation bytes that one GPT-3 layer saves for backward, by Megatron-LM's
+    published formula and by the planner for this project's layer."""
     config, rows, s = preset("gpt3-175b"), 1, 2048
     h, a = config.hidden, config.heads
     shape = LayerShape(rows, s, config, Layout(), flash=False, dropout=True)
@@ -63,7 +64,7 @@ def count_activations(work: Work) -> None:
 
 
 def shard_states(work: Work) -> None:
-    """Compute Figure 1 of the ZeRO paper."""
+    """Append to `work` the worked example: Figure 1 of the ZeRO paper, model states per rank under ZeRO 0 to 3."""
     parameters, ranks = 7.5e9, 64
     work.text(
         "Ψ = 7.5 billion parameters, N = 64 GPUs, mixed precision with Adam: 2 Ψ bytes of parameters, 2 Ψ of "
@@ -88,7 +89,8 @@ def shard_states(work: Work) -> None:
 
 
 def train_7b(work: Work) -> None:
-    """Add up what training Llama-2-7B takes, beside the ledger on one and on eight ranks."""
+    """Append to `work` the worked example: memory for training Llama-2-7B, by formula and by the planner on one and on
+    eight ranks."""
     config = preset("llama-2-7b")
     _show_states(work, config, "llama-2-7b")
     one = ledger(config, Layout.parse("dp1 bf16"), batch=1, sequence=4096, device="cuda")
@@ -104,7 +106,8 @@ def train_7b(work: Work) -> None:
 
 
 def train_175b(work: Work) -> None:
-    """Add up what training GPT-3 175B takes, beside the ledger of a rank under tp8 pp8."""
+    """Append to `work` the worked example: memory for training GPT-3 175B, by formula and by the planner for one rank
+    under layouts with tp8 pp8."""
     config = preset("gpt3-175b")
     total = _show_states(work, config, "gpt3-175b")
     work.text(f"{total / 1e9:,.0f} GB on GPUs of 80 GB: at least {ceil(total / 80e9)}, for the states alone.")
@@ -125,7 +128,8 @@ def train_175b(work: Work) -> None:
 
 
 def _show_states(work: Work, config: ModelConfig, name: str) -> float:
-    """Append a table of model states at 2 + 2 + 12 bytes a parameter; return their bytes."""
+    """Append to `work` a table of a model's states (parameters, gradients, Adam's states) at 2 + 2 + 12 bytes a
+    parameter; return their sum in bytes. name: of the model, for the heading."""
     numel, each = parameter_table(config).numel, state_bytes(0, 1)
     parts = {"parameters, bf16": each.weights, "gradients, bf16": each.gradients,
              "fp32 master weights": each.optimizer / 3, "Adam's first moment, fp32": each.optimizer / 3,
@@ -139,7 +143,12 @@ def _show_states(work: Work, config: ModelConfig, name: str) -> float:
 
 
 def _show_ledgers(work: Work, title: str, found: dict[str, Ledger]) -> None:
-    """Append a table of ledgers by category, in GB. found: layout -> ledger of a rank."""
+    """Append to `work` a table of planned memory per rank at its peak, in GB: a row per category (parameters,
+    activations ...), a column per layout.
+
+    title: beginning of the line above. found: layout, such as "dp8 zero3" -> the planner's ledger (all allocations) of
+    a rank.
+    """
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "workspace", "communication")
     rows = [(name, *(f"{one.by_category()[name] / 1e9:.2f}" for one in found.values())) for name in names]
     rows.append(("peak", *(f"{one.peak_bytes / 1e9:.2f}" for one in found.values())))
@@ -151,7 +160,8 @@ def _show_ledgers(work: Work, title: str, found: dict[str, Ledger]) -> None:
 
 
 def serve_7b(work: Work) -> None:
-    """Add up weights and KV cache of Llama-2-7B."""
+    """Append to `work` the worked example: memory of Llama-2-7B's weights and KV cache for serving, with 13B and
+    grouped-query models beside it."""
     token = _show_serving(work, "llama-2-7b", 4096, 16)
     other = preset("llama-2-13b")
     opt = 2 * other.layers * other.kv_heads * other.head_dim * 2
@@ -170,7 +180,8 @@ def serve_7b(work: Work) -> None:
 
 
 def serve_175b(work: Work) -> None:
-    """Add up weights and KV cache of GPT-3 175B."""
+    """Append to `work` the worked example: memory of GPT-3 175B's weights and KV cache for serving, and the number of
+    80 GB GPUs."""
     _show_serving(work, "gpt3-175b", 2048, 16)
     weights = 175e9 * 2
     work.text(
@@ -184,7 +195,11 @@ def serve_175b(work: Work) -> None:
 
 
 def _show_serving(work: Work, model: str, length: int, sequences: int) -> int:
-    """Append weights, KV cache per token and for `sequences` of `length` tokens in bf16; return a token's bytes."""
+    """Append to `work` the memory for serving a model in bf16: its weights, and its KV cache per token, per sequence
+    and in all; return the KV cache's bytes per token.
+
+    model: preset, such as "llama-2-7b". length: tokens of a sequence. sequences: number of sequences.
+    """
     config = preset(model)
     found = serving_ledger(config, Layout(), ServingSizes(512, sequences, length, "bfloat16"))
     token = found.kv_block // BLOCK_TOKENS

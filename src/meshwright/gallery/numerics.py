@@ -15,12 +15,18 @@ from meshwright.spec.presets import preset
 
 
 def _name_training_code(work: Work, files: str, more: str = "") -> None:
-    """Append a sentence that names the files which compute the same in training. more: appended to it."""
+    """Append to `work` a sentence that names the source files whose training code computes what this example computed
+    with NumPy.
+
+    files: paths relative to the package, joined as text: "model/loss.py and model/experts.py". more: end of the
+    sentence.
+    """
     work.text(f"The arithmetic is the example's own, in numpy; training computes it in {files}{more}.")
 
 
 def keep_largest(values: Floats, k: int) -> Floats:
-    """Return `values` with all but the k entries of largest magnitude set to zero."""
+    """Return a copy of the vector `values` with all but the k entries of largest magnitude set to zero (top-k
+    sparsification)."""
     kept = np.zeros_like(values)
     largest = np.argsort(-np.abs(values), kind="stable")[:k]
     kept[largest] = values[largest]
@@ -28,7 +34,8 @@ def keep_largest(values: Floats, k: int) -> Floats:
 
 
 def sparsify(work: Work) -> None:
-    """Send the two largest of eight gradients for four steps, with the rest kept as memory."""
+    """Append to `work` the worked example of top-k sparsified gradients: four steps, each of which sends the two
+    largest of eight entries and keeps the rest as memory (error feedback) for the next."""
     gradients = np.array([
         [0.9, -0.1, 0.2, 0.05, -1.2, 0.3, 0.0, 0.1], [0.1, -0.4, 0.2, 0.05, 0.1, 0.3, 0.6, 0.1],
         [0.0, -0.4, 0.3, 0.05, -0.1, 0.3, 0.1, 0.1], [0.1, 0.1, 0.2, 0.05, 0.2, 0.0, 0.1, 0.5],
@@ -65,7 +72,8 @@ def sparsify(work: Work) -> None:
 
 
 def accumulate(work: Work) -> None:
-    """Compare the gradient of a batch of eight with those of four micro-batches."""
+    """Append to `work` the worked example of gradient accumulation: the gradient of a batch of eight samples against
+    the mean over four micro-batches."""
     x, y, w = np.arange(1.0, 9.0), np.array([3.0, 5.0, 8.0, 9.0, 12.0, 13.0, 14.0, 18.0]), 1.5
     each = 2 * (w * x - y) * x
     work.text("Model y = w x at w = 1.5, loss = mean of (w x − y)², so that a sample's gradient is 2 (w x − y) x.")
@@ -90,7 +98,8 @@ def accumulate(work: Work) -> None:
 
 
 def split_softmax(work: Work) -> None:
-    """Compute the cross entropy of one token with the vocabulary on two ranks, with executed all-reduces."""
+    """Append to `work` the worked example of the vocabulary-parallel cross entropy: loss and gradient of one token with
+    six logits on two ranks, and its three all-reduces."""
     logits, target = np.array([2.0, -1.0, 0.5, 3.0, 1.0, 0.0]), 4
     halves = np.split(logits, 2)
     work.text(f"6 logits, rank 0 holds {format_vector(halves[0])}, rank 1 {format_vector(halves[1])}; target {target}.")
@@ -122,14 +131,16 @@ def split_softmax(work: Work) -> None:
 
 
 def _all_reduce(values: list[float], reduction: str) -> float:
-    """Return the all-reduce of one number a rank, executed as the ring program. reduction: "sum" or "maximum"."""
+    """Return the all-reduce of one number per rank, computed by executing the ring all-reduce program. values: by rank.
+    reduction: "sum" or "maximum"."""
     neutral = 0.0 if reduction == "sum" else -np.inf
     vectors = [[value] + [neutral] * (len(values) - 1) for value in values]
     return float(execute(check_program("all-reduce", "ring", len(values), reduction), vectors)[-1].values[0, 0])
 
 
 def merge_blocks(work: Work) -> None:
-    """Compute one query's attention over four keys in two blocks, merged by their running maxima and sums."""
+    """Append to `work` the worked example of ring attention: one query and two blocks of two keys, merged by their
+    maxima and sums of exponentials (online softmax)."""
     scores, values = np.array([1.0, 3.0, 5.0, 2.0]), np.array([[1.0, 0.0], [0.0, 2.0], [4.0, 1.0], [2.0, 2.0]])
     work.text(
         "One query, four keys with scores 1 3 5 2; two ranks hold two keys and values each, and the blocks travel "
@@ -169,7 +180,8 @@ ROUTER_LOGITS = np.array([
 
 
 def route(work: Work) -> None:
-    """Route eight tokens to their best of four experts, with a capacity of two tokens an expert."""
+    """Append to `work` the worked example of expert routing: eight tokens, each to the best of four experts, with a
+    capacity of two tokens an expert; tokens beyond it are dropped."""
     logits = ROUTER_LOGITS
     exps = np.exp(logits - logits.max(axis=1, keepdims=True))
     scores = exps / exps.sum(axis=1, keepdims=True)

@@ -15,7 +15,7 @@ published figure or an independent computation. Sizes are decimal (1 GB = 10⁹ 
 
 
 def render_page(explanations: Sequence[Explanation]) -> str:
-    """Return the page with all examples as Markdown."""
+    """Return the page docs/worked-examples.md: contents and all worked examples, as Markdown."""
     contents = "\n".join(
         f"- [{one.title}](#{anchor(one.title)}): `meshwright explain {one.name}`" for one in explanations
     )
@@ -23,13 +23,13 @@ def render_page(explanations: Sequence[Explanation]) -> str:
 
 
 def anchor(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
+    """Return the link anchor that GitHub generates for a Markdown heading."""
     kept = "".join(letter for letter in heading.lower() if letter.isalnum() or letter in " -_")
     return kept.replace(" ", "-")
 
 
 def render_example(explanation: Explanation) -> str:
-    """Return one example as a section of Markdown."""
+    """Return one worked example as a section of Markdown."""
     parts = [
         f"## {explanation.title}",
         f"**Published:** {_escape(explanation.published)}",
@@ -44,12 +44,12 @@ def render_example(explanation: Explanation) -> str:
 
 
 def _escape(words: str) -> str:
-    """Return text with the characters escaped that Markdown would take as markup."""
+    """Return text with backslashes before the characters that Markdown would take as markup."""
     return words.replace("*", r"\*").replace("_", r"\_").replace("|", r"\|").replace("<", "&lt;")
 
 
 def _render_step(step: Step) -> str:
-    """Return one step of an explanation as Markdown."""
+    """Return one step (paragraph, table or figure) of an explanation as Markdown."""
     if isinstance(step, Text):
         return _escape(step.words)
     if isinstance(step, Table):

@@ -10,7 +10,11 @@ from meshwright.spec.presets import PRESETS, preset
 
 
 def _count_by_block(model: str) -> Counter[str]:
-    """Return the parameters of a preset by kind of tensor: its name without layer numbers, biases with their matrix."""
+    """Count a preset's parameters by kind of tensor; return {kind: parameters summed over all layers}.
+
+    A kind is the tensor's name without layer number, such as "self_attn.q_proj"; biases of a matrix have their own
+    kind.
+    """
     found: Counter[str] = Counter()
     for entry in parameter_table(preset(model)).entries:
         parts = entry.name.removeprefix("model.").removeprefix("transformer.").split(".")
@@ -21,7 +25,7 @@ def _count_by_block(model: str) -> Counter[str]:
 
 
 def count_gpt3(work: Work) -> None:
-    """Count the parameters of GPT-3 175B."""
+    """Append to `work` the worked example: parameters of GPT-3 175B, tensor by tensor."""
     config, found = preset("gpt3-175b"), _count_by_block("gpt3-175b")
     h, layers, vocabulary = config.hidden, config.layers, config.vocabulary
     work.text(
@@ -47,7 +51,7 @@ def count_gpt3(work: Work) -> None:
 
 
 def count_llama(work: Work) -> None:
-    """Count the parameters of Llama-3-8B and Llama-2-7B."""
+    """Append to `work` the worked example: parameters of Llama-3-8B and Llama-2-7B, tensor by tensor."""
     for model in ("llama-3-8b", "llama-2-7b"):
         config, found = preset(model), _count_by_block(model)
         kv = config.kv_heads * config.head_dim
@@ -71,14 +75,14 @@ def count_llama(work: Work) -> None:
 
 
 def _count_adapters(model: str, names: tuple[str, ...], rank: int) -> int:
-    """Return the parameters of LoRA adapters of a rank on all matrices whose name ends with one of `names`: rank times
-    the sum of both dimensions."""
+    """Return the number of LoRA parameters for adapters on all matrices of a preset whose name ends with one of
+    `names`: for each `rank` (the LoRA rank) x the sum of its two dimensions."""
     entries = [one for one in parameter_table(preset(model)).entries if one.name.endswith(names)]
     return sum(rank * sum(entry.shape) for entry in entries)
 
 
 def count_lora(work: Work) -> None:
-    """Count the parameters of LoRA on GPT-3 175B and Llama-2-7B."""
+    """Append to `work` the worked example: parameters of LoRA adapters on GPT-3 175B and Llama-2-7B."""
     config = preset("gpt3-175b")
     h, layers = config.hidden, config.layers
     work.text("W + (α/r) B A: B has h × r numbers and A r × h; W is frozen. A matrix m × n gets r (m + n) parameters.")

@@ -13,7 +13,7 @@ RANKS, MICRO_BATCHES = 4, 8
 
 
 def show_gpipe(work: Work) -> None:
-    """Simulate GPipe."""
+    """Append to `work` the worked example: simulation of GPipe and its bubble."""
     work.text(
         f"p = {RANKS} ranks, m = {MICRO_BATCHES} micro-batches, forward F = 1, backward B = 2 (in a rank's share)."
     )
@@ -22,7 +22,7 @@ def show_gpipe(work: Work) -> None:
 
 
 def show_1f1b(work: Work) -> None:
-    """Simulate 1F1B beside GPipe."""
+    """Append to `work` the worked example: simulation of 1F1B, its peak activation memory beside GPipe's."""
     work.text(
         f"p = {RANKS}, m = {MICRO_BATCHES}, F = 1, B = 2. Rank r runs p − r forwards, then one backward and one "
         "forward in turn, then the backwards that are left."
@@ -38,7 +38,7 @@ def show_1f1b(work: Work) -> None:
 
 
 def show_interleaved(work: Work) -> None:
-    """Simulate interleaved 1F1B with two and four chunks a rank."""
+    """Append to `work` the worked example: simulation of interleaved 1F1B with two and four model chunks a rank."""
     work.text(
         f"p = {RANKS}, m = {MICRO_BATCHES}, v = 2 chunks: rank r holds stages r and r + {RANKS}, a chunk takes 1/2. "
         f"In the chart capital letters are the chunk of stage r, small ones that of stage r + {RANKS}."
@@ -62,7 +62,11 @@ def show_interleaved(work: Work) -> None:
 
 
 def _show(work: Work, name: str, picture: str) -> ScheduleReport:
-    """Append chart, busy and idle time of a schedule; return its report. picture: file in docs/pictures."""
+    """Append to `work` the Gantt chart of a pipeline schedule on 4 ranks with 8 micro-batches and its busy and idle
+    time; return the simulation's report.
+
+    name: schedule, such as "gpipe". picture: name of its SVG file in docs/pictures, without ".svg".
+    """
     report = schedule(name, RANKS, MICRO_BATCHES)
     names = ("1f1b", "interleaved") if picture == "schedules-1f1b" else (name,)
     drawing = draw_text(report.timeline(), 78)
@@ -80,7 +84,8 @@ def _show(work: Work, name: str, picture: str) -> ScheduleReport:
 
 
 def _sweep(work: Work, name: str) -> None:
-    """Append a table of the bubble over ranks and micro-batches, closed form and simulated."""
+    """Append to `work` a table of a schedule's bubble for several numbers of ranks and micro-batches, by closed form
+    and as simulated. name: schedule, such as "gpipe"."""
     rows = []
     for p, m in ((4, 4), (4, 8), (4, 32), (8, 8), (8, 32)):
         timing = schedule(name, p, m).timing

@@ -17,7 +17,8 @@ GRADIENT = np.array([[1.0, 0.0, 1.0, 2.0], [1.0, 1.0, 0.0, 1.0]])
 
 
 def split_columns(work: Work) -> None:
-    """Compute X W with the columns of W on two ranks, forward and backward."""
+    """Append to `work` the worked example of a column-parallel linear layer: Y = X W with the columns of W split over
+    two ranks, forward, and backward with its all-reduce."""
     halves = np.split(W, 2, axis=1)
     work.table("X (2 tokens) and W; rank 0 holds columns 0 and 1 of W, rank 1 columns 2 and 3:", *_show_operands())
     parts = [X @ half for half in halves]
@@ -42,7 +43,8 @@ def split_columns(work: Work) -> None:
 
 
 def split_rows(work: Work) -> None:
-    """Compute X W with the rows of W, and the columns of X, on two ranks."""
+    """Append to `work` the worked example of a row-parallel linear layer: Y = X W with the rows of W and the columns of
+    X split over two ranks, whose partial products an all-reduce sums."""
     work.table("X (2 tokens) and W; rank 0 holds rows 0 and 1 of W, rank 1 rows 2 and 3:", *_show_operands())
     parts = [x @ w for x, w in zip(np.split(X, 2, axis=1), np.split(W, 2, axis=0), strict=True)]
     total = _add_up(
@@ -70,13 +72,18 @@ def split_rows(work: Work) -> None:
 
 
 def _show_operands() -> tuple[tuple[str, str], list[tuple[str, str]]]:
-    """Return head and rows of a table with X and W."""
+    """Return (column names, rows) of a table that shows the example's activations X and weights W, both module
+    constants."""
     rows = [(format_vector(X[at]) if at < len(X) else "", format_vector(row)) for at, row in enumerate(W)]
     return ("rows of X", "rows of W"), rows
 
 
 def _add_up(work: Work, parts: list[Floats], words: str) -> Floats:
-    """Show partial results of two ranks and their sum, by the ring all-reduce; return the sum. words: shown first."""
+    """Append to `work` a table with two ranks' partial results and their sum, computed by the ring all-reduce; return
+    the sum.
+
+    parts: the ranks' arrays, of one shape [2 tokens, features]. words: text above the table.
+    """
     checked = check_program("all-reduce", "ring", 2)
     sums = [execute(checked, [part.reshape(2, -1)[:, at].tolist() for part in parts])[-1].values[0]
             for at in range(parts[0].size // 2)]  # fmt: skip
@@ -95,7 +102,8 @@ def _add_up(work: Work, parts: list[Floats], words: str) -> Floats:
 
 
 def _show_split(name: str) -> str:
-    """Return a sentence on how the parameter table splits a weight over tp2, by its local shape."""
+    """Return a sentence on how a weight of the preset "llama-tiny" is split under tensor parallelism of two, with its
+    full and local shapes. name: the weight's."""
     entry = parameter_table(preset("llama-tiny")).entry(name)
     whole, local = (" × ".join(map(str, shape)) for shape in (entry.shape, entry.local_shape(Layout(tp=2))))
     kind = "column-split (the disk holds Wᵀ, so that its rows are cut)" if entry.split["tp"] == 0 else "row-split"

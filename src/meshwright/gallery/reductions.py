@@ -15,7 +15,7 @@ ALPHA, BANDWIDTH = 5e-6, 25e9  # seconds a message, bytes per second of a link
 
 
 def reduce_on_ring(work: Work) -> None:
-    """Run the ring all-reduce of four vectors."""
+    """Append to `work` the worked example: the ring all-reduce of four ranks' vectors, number by number."""
     checked = check_program("all-reduce", "ring", 4)
     work.text(
         "Rank 0 holds 1 2 3 4, rank 1 ten times that, rank 2 a hundred times, rank 3 a thousand times. In each "
@@ -36,7 +36,7 @@ def reduce_on_ring(work: Work) -> None:
 
 
 def reduce_on_tree(work: Work) -> None:
-    """Run the binomial-tree all-reduce of four vectors."""
+    """Append to `work` the worked example: the binomial-tree all-reduce of four ranks' vectors, number by number."""
     checked = check_program("all-reduce", "binomial-tree", 4)
     work.text(
         "The whole vector is one chunk: ranks hold 1, 10, 100 and 1000. Pairs add up to rank 0, then the sum is "
@@ -56,7 +56,8 @@ def reduce_on_tree(work: Work) -> None:
 
 
 def _show_round(work: Work, one: Round, suffix: str = "") -> None:
-    """Append the table of all ranks' vectors after a round."""
+    """Append to `work` a table with every rank's vector after one round (sends that run at the same time) of a
+    collective. one: the round. suffix: text added to the table's title."""
     into = {arrow.target: arrow for arrow in one.arrows}
     rows = []
     for rank, values in enumerate(one.values):
@@ -67,7 +68,8 @@ def _show_round(work: Work, one: Round, suffix: str = "") -> None:
 
 
 def find_crossover(work: Work) -> None:
-    """Compare ring and tree on 8 ranks over the size of the vector, by closed form and simulation."""
+    """Append to `work` the worked example: the vector size at which ring and tree all-reduce on 8 ranks take equally
+    long, by closed form and by simulation."""
     n, beta = 8, 1 / BANDWIDTH
     levels = log2(n)
     size = (2 * (n - 1) - 2 * levels) * ALPHA / ((2 * levels - 2 * (n - 1) / n) * beta)
@@ -97,13 +99,15 @@ def find_crossover(work: Work) -> None:
 
 
 def _time(algorithm: str, ranks: int, size: int, topology: str = "switch") -> CollectiveReport:
-    """Return the simulated all-reduce of `size` bytes with latency `ALPHA` and bandwidth `BANDWIDTH`."""
+    """Simulate an all-reduce; return its report. size: bytes of the vector. topology: network, such as "switch" or
+    "nodes:2x4". Every link has latency `ALPHA` (seconds) and bandwidth `BANDWIDTH` (bytes per second), unless the
+    topology sets its own."""
     options = CollectiveOptions(latency=ALPHA, bandwidth=BANDWIDTH, crossovers=False)
     return collective("all-reduce", algorithm, ranks, size, topology, options)
 
 
 def reduce_on_two_tiers(work: Work) -> None:
-    """Compare a flat ring with the hierarchical all-reduce on two nodes of four ranks."""
+    """Append to `work` the worked example: a flat ring against the hierarchical all-reduce, on two nodes of four ranks."""
     size, nodes, each = 1 << 26, 2, 4
     reports = {name: _time(name, nodes * each, size, "nodes:2x4") for name in ("ring", "hierarchical-scatter")}
     network = reports["ring"].timing.network

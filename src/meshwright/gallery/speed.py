@@ -12,7 +12,7 @@ DAY = 86400.0
 
 
 def time_gpt3(work: Work) -> None:
-    """Compute FLOPs and days of GPT-3's training."""
+    """Append to `work` the worked example: FLOPs of GPT-3's training, and its days on 1,024 GPUs."""
     tokens, parameters, config = 300e9, 175e9, preset("gpt3-175b")
     rough = 6 * parameters * tokens
     exact = training_flops_per_token(config, 2048) * tokens
@@ -42,7 +42,8 @@ def time_gpt3(work: Work) -> None:
 
 
 def time_llama(work: Work) -> None:
-    """Compute the days of Llama 65B's training from its tokens per second, and the utilisation of Llama-2-7B's."""
+    """Append to `work` the worked example: days of Llama 65B's training from its published tokens per second, and the
+    model FLOPs utilisation of Llama-2-7B's training."""
     days = 1.4e12 / (380 * 2048) / DAY
     work.text(f"65B: 1.4·10¹² tokens / (380 tokens/s · 2,048 GPUs) = {days:.1f} days.")
     peak = peak_flops("a100-80", "bf16")
@@ -67,7 +68,8 @@ def time_llama(work: Work) -> None:
 
 
 def compute_mfu(work: Work) -> None:
-    """Compute PaLM 540B's model FLOPs utilisation as its appendix does."""
+    """Append to `work` the worked example: model FLOPs utilisation (MFU) of PaLM 540B by the formula of its paper's
+    appendix, and of Llama-3-8B on H100 under three conventions."""
     parameters, layers, heads, head_dim, sequence = 540.35e9, 118, 48, 256, 2048
     rate, chips, peak = 238.3e3, 6144, 275e12
     dense, attention = 6 * parameters, 12 * layers * heads * head_dim * sequence

@@ -9,8 +9,8 @@ from meshwright.gallery.explanation import Explanation, Figure, Step, Table, Tex
 
 
 def render_text(explanation: Explanation, width: int = 80) -> str:
-    """Return an explanation as lines of at most `width` characters, longer only where a word, a command or a drawing
-    is."""
+    """Return a worked example as text for a terminal, in lines of at most `width` characters (longer only for a long
+    word, command or drawing)."""
     parts = [explanation.title, "=" * min(len(explanation.title), width)]
     parts += [_wrap(f"Published: {explanation.published}", width), _wrap(f"Source: {explanation.source}", width)]
     parts += [f"\n{_render_step(step, width)}" for step in explanation.steps]
@@ -23,7 +23,8 @@ def render_text(explanation: Explanation, width: int = 80) -> str:
 
 
 def render_list(titles: Mapping[str, str], width: int = 80) -> str:
-    """Return the list of examples as text. titles: name -> title."""
+    """Return the list of worked examples as text for a terminal. titles: example's name -> title. width: characters per
+    line."""
     first = max(map(len, titles)) + 2
     lines = []
     for name, title in titles.items():
@@ -36,12 +37,13 @@ def render_list(titles: Mapping[str, str], width: int = 80) -> str:
 
 
 def _wrap(words: str, width: int) -> str:
-    """Return a paragraph wrapped to `width`, without breaking words."""
+    """Return a paragraph wrapped to lines of at most `width` characters, without breaking words."""
     return "\n".join(textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False))
 
 
 def _render_step(step: Step, width: int) -> str:
-    """Return one step of an explanation as text."""
+    """Return one step (paragraph, table or figure) of an explanation as text for a terminal. width: characters per
+    line."""
     if isinstance(step, Text):
         return _wrap(step.words, width)
     if isinstance(step, Table):
@@ -51,7 +53,8 @@ def _render_step(step: Step, width: int) -> str:
 
 
 def _render_table(table: Table, width: int) -> str:
-    """Return a table as aligned columns, or, where those are wider than `width`, as one line per cell."""
+    """Return a table as text with aligned columns, or with one line per cell if the columns are wider than `width`
+    characters."""
     head, rows = table.head, table.rows
     columns = list(zip(head, *rows, strict=True))
     sizes = [max(map(len, column)) for column in columns]
@@ -72,6 +75,6 @@ def _render_table(table: Table, width: int) -> str:
 
 
 def _indented(line: str, width: int) -> str:
-    """Return a line wrapped to `width` with a hanging indent two deeper than its own."""
+    """Wrap one line to `width` characters; continuation lines are indented by two more spaces than the line."""
     deeper = " " * (len(line) - len(line.lstrip()) + 2)
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=deeper, break_long_words=False) or [""])
