@@ -26,9 +26,9 @@ GroupKey = tuple[int, str]  # number of the world on this rank, name of the grou
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One communication call of one rank. order: among all ranks' calls, from 1. number: among the rank's, from 1.
-    operation: such as "all_reduce", "send to 1". group: global ranks. shape: such as "float32[4, 8]". bytes: of the
-    whole vector. place: code location."""
+    """One communication call of one rank. order: position among all ranks' calls, from 1. number: position among this
+    rank's calls, from 1. operation: such as "all_reduce", "send to 1". group: global ranks. shape: such as "float32[4,
+    8]". bytes: of the call's inputs or outputs on this rank, whichever is larger. place: code location."""
 
     order: int
     rank: int
@@ -41,7 +41,8 @@ class Event:
 
 
 class Meeting:
-    """Collective call of one group, complete when all its ranks have made it. ranks: global ranks of the group."""
+    """Collective call of one group that ranks are joining; complete when all have made it. operation: such as
+    "all_reduce". ranks: global ranks of the group."""
 
     def __init__(self, operation: str, ranks: tuple[int, ...]) -> None:
         self.operation, self.ranks = operation, ranks
@@ -56,8 +57,11 @@ class Meeting:
 
 @dataclass(slots=True)
 class Letter:
-    """One end of a message between two ranks. part: with its tensor. result: what the receiver gets, once both ends
-    are posted. sender: rank in the group of the sender, at the receiving end."""
+    """One end of a message between two ranks.
+
+    part: this end's call, with its tensor. result: copy of the sent tensor, once both ends are posted; None before.
+    sender: index of the sending rank in the group (-1 at the receiving end until matched).
+    """
 
     part: Part
     result: torch.Tensor | None = None
@@ -65,8 +69,8 @@ class Letter:
 
 
 class EmulatedWork(dist.Work):
-    """Handle of a call in flight. Its results are written to the output tensors when it is waited for, not before, so
-    that a forgotten `wait` shows in every run."""
+    """Handle of a communication call in flight. Its results are written to the output tensors only when it is waited
+    for, so that a forgotten `wait` shows in every run."""
 
     def __init__(self, board: Board, ready: Callable[[], bool], describe: Callable[[], str], finish: Any) -> None:
         """Store what to wait for. ready: True once the call is complete. finish: writes the results."""
@@ -80,7 +84,8 @@ class EmulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True if the call is complete; if it is not, another rank runs first, so that polling ends."""
+        """Return True if the call is complete; if not, let another rank run first, so that a polling program makes
+        progress."""
         if not self._ready():
             self._board.scheduler.poll(self._ready, self._describe)
         if self._ready():
@@ -93,7 +98,7 @@ class EmulatedWork(dist.Work):
         return self._ready()
 
     def synchronize(self) -> None:
-        """Wait for the call."""
+        """Wait for the call's completion, as `wait`."""
         self.wait()
 
     def get_future(self) -> Any:
@@ -105,12 +110,12 @@ class EmulatedWork(dist.Work):
         return future
 
     def _source_rank(self) -> int:
-        """Return the index in the group of the rank whose message was received."""
+        """Return the index in the group of the rank that sent the received message."""
         assert self.letter is not None
         return self.letter.sender
 
     def _deliver(self) -> None:
-        """Write the results to the outputs, once."""
+        """Write the results to the output tensors, at the first call only."""
         if self._finish is not None:
             self._outputs, self._finish = self._finish(), None
 
@@ -119,8 +124,12 @@ class EmulatedWork(dist.Work):
 
 
 class Board:
-    """Meeting place of the ranks' calls. scheduler: of the ranks. on_call: called before each call with its rank,
-    number and the caller's frame. Attribute `events`: all calls in order."""
+    """Matches the calls of all ranks: collective calls of a group, and sent with received messages.
+
+    scheduler: scheduler of the ranks. Attributes: `events`: all calls in order; `on_call`: function called before each
+    call with (rank, number of the call on that rank, the caller's frame); `on_event`: function called with each
+    recorded call.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -135,7 +144,8 @@ class Board:
     def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
         """Post this rank's part in a collective call of `group` (an `EmulatedGroup`); return the handle.
 
-        Raises EmulationFailed if another rank of the group makes another call, or one of another shape.
+        operation: such as "all_reduce". op: name of the reduction. root: rank in the group. Raises EmulationFailed if
+        another rank of the group makes another call, or one of another shape.
         """
         group.calls += 1
         self._record(group, operation, part)
@@ -163,7 +173,8 @@ class Board:
         return EmulatedWork(self, lambda: meeting.results is not None, describe, finish)
 
     def send(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
-        """Post a message to the rank at index `peer` of the group; the handle is complete once it is received."""
+        """Post a message to the rank at index `peer` of `group` (an `EmulatedGroup`); return the handle, complete once
+        it is received. part: with the tensor. tag: must equal the receiver's."""
         there = group.ranks[peer]
         self._record(group, f"send to {there}", part)
         letter = Letter(part, sender=group.rank())
@@ -179,7 +190,8 @@ class Board:
         return EmulatedWork(self, lambda: letter.result is not None, lambda: where, lambda: part.inputs)
 
     def receive(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
-        """Post the receipt of a message from the rank at index `peer` of the group, or from any rank (-1)."""
+        """Post the receipt of a message from the rank at index `peer` of `group` (an `EmulatedGroup`; -1: any rank);
+        return the handle. part: with the tensor to fill. tag: must equal the sender's."""
         whom = "any rank" if peer < 0 else f"rank {group.ranks[peer]}"
         self._record(group, f"recv from {whom.removeprefix('rank ')}", part)
         letter = Letter(part)
@@ -202,7 +214,8 @@ class Board:
         return work
 
     def _match(self, sent: Letter, received: Letter, group: Any) -> None:
-        """Hand a sent message to the rank that waits for it."""
+        """Deliver a sent message to the rank that waits for it. Raises EmulationFailed if dtype or number of elements
+        differ."""
         source, target = sent.part.inputs[0], received.part.outputs[0]
         if source.numel() != target.numel() or source.dtype != target.dtype:
             raise EmulationFailed(
@@ -213,7 +226,8 @@ class Board:
         sent.result = received.result = source.detach().clone()
 
     def _record(self, group: Any, operation: str, part: Part) -> None:
-        """Count and record a call of the running rank, after its breakpoint, if any."""
+        """Count the running rank's call and append it to `events`; before that, call `on_call`, which may open the
+        debugger. Sets number and place of `part`."""
         scheduler = self.scheduler
         scheduler.check_stopped()
         rank = scheduler.current()
@@ -233,7 +247,8 @@ class Board:
             self.on_event(event)
 
     def _check_match(self, meeting: Meeting, operation: str, group: Any, part: Part) -> None:
-        """Raise EmulationFailed if this rank's call differs from those that other ranks made at the same point."""
+        """Raise EmulationFailed if this rank's collective call differs, in operation or `part.form`, from those that
+        other ranks of the group have made at the same position. meeting: the call as made so far."""
         for at, other in meeting.parts.items():
             if (meeting.operation, other.form) != (operation, part.form):
                 raise EmulationFailed(

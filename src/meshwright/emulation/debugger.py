@@ -12,7 +12,8 @@ from meshwright.errors import UserError
 
 
 class RankDebugger(pdb.Pdb):
-    """Debugger of one rank, which its prompt names. output: where it prints, past the ranks' prefixed output."""
+    """pdb debugger of one emulated rank, whose prompt shows the rank. output: stream that it prints to, in place of
+    `sys.stdout`, whose lines get the rank as prefix."""
 
     def __init__(self, rank: int, output: IO[str]) -> None:
         # Readline serves a terminal alone; signal handlers belong to the main thread, in which no rank runs.
@@ -22,7 +23,7 @@ class RankDebugger(pdb.Pdb):
         self.prompt = f"(rank {rank}) "
 
     def open_at(self, frame: FrameType) -> None:
-        """Open the prompt at the line that `frame` is about to finish, such as a communication call."""
+        """Open the debugger's prompt in `frame`, at its current line, such as a communication call."""
         self.reset()
         frames = [frame]
         while frames[-1].f_back is not None:
@@ -37,9 +38,9 @@ class RankDebugger(pdb.Pdb):
 
 
 def parse_breakpoint(text: str, ranks: int) -> tuple[int, int]:
-    """Return (rank, number of its communication call) from "RANK" or "RANK:CALL"; the first call unless said.
+    """Parse "RANK" or "RANK:CALL"; return (rank, number of its communication call, from 1), call 1 if none is given.
 
-    ranks: number of ranks. Raises UserError for another form, or a rank that there is not.
+    ranks: number of ranks. Raises UserError for another form or a rank out of range.
     """
     rank, _, call = text.partition(":")
     if not rank.isdecimal() or (_ and not call.isdecimal()) or call == "0":
@@ -50,7 +51,8 @@ def parse_breakpoint(text: str, ranks: int) -> tuple[int, int]:
 
 
 def break_before(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int, int, FrameType | None], None]:
-    """Return a function for `Board.on_call` that opens the debugger before one call. breakpoint: (rank, call)."""
+    """Return a function for `Board.on_call` that opens the debugger before one communication call. breakpoint: (rank,
+    number of the call on that rank, from 1). output: stream for the debugger's prompt."""
 
     def on_call(rank: int, call: int, frame: FrameType | None) -> None:
         """Open the debugger if this is the call."""
@@ -61,7 +63,8 @@ def break_before(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int,
 
 
 def make_breakpoint_hook(current: Callable[[], int], output: IO[str]) -> Callable[..., Any]:
-    """Return a function for `sys.breakpointhook` that opens the debugger of the running rank. current: returns it."""
+    """Return a function for `sys.breakpointhook` that opens the debugger of the rank that runs. current: returns that
+    rank. output: stream for the debugger's prompt."""
 
     def hook(*_: Any, **__: Any) -> None:
         """Stop at the line after the caller's."""

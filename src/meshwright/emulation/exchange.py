@@ -25,9 +25,12 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(slots=True)
 class Part:
-    """One rank's part in a call. inputs: tensors that it brings. outputs: tensors that receive its results. shown:
-    tensor whose shape reports show. form: what must be equal on all ranks (root, reduction, shape), as text. place:
-    code location of the call. number: of the call among this rank's."""
+    """One rank's part in a communication call.
+
+    inputs: tensors that it sends. outputs: tensors that receive its results. shown: tensor whose shape reports print.
+    form: text that must be equal on all ranks (root, reduction, shape). place: code location of the call. number: count
+    of the rank's calls, this one included.
+    """
 
     inputs: Tensors
     outputs: Tensors
@@ -38,7 +41,8 @@ class Part:
 
 
 def copy_results(outputs: Tensors, results: Tensors) -> None:
-    """Copy a call's results to its output tensors. Autograd does not see it, as it does not see a backend's writes."""
+    """Copy a call's results into its output tensors, without a record in autograd, as a real backend writes them.
+    Shapes may differ, numbers of elements may not (ValueError)."""
     for output, result in zip(outputs, results, strict=True):
         if output.numel() != result.numel():
             raise ValueError(f"a result of shape {list(result.shape)} does not fit into {list(output.shape)}")
@@ -54,16 +58,18 @@ def name_reduction(op: ReduceOp | ReduceOp.RedOpType) -> str:
 
 
 def _reduce(tensors: Tensors, op: str) -> torch.Tensor:
-    """Return the reduction `op` of one tensor per rank, in rank order."""
+    """Return the reduction of `tensors`, one per rank, computed in rank order. op: name such as "SUM"."""
     total = reduce(REDUCTIONS[op], tensors) if len(tensors) > 1 else tensors[0].clone()
     return total / len(tensors) if op == "AVG" else total
 
 
 @torch.no_grad()
 def compute_results(operation: str, parts: Sequence[Part], op: str, root: int) -> list[list[torch.Tensor]]:
-    """Return the results of a call, [rank in group][output]; no result shares memory with an input.
+    """Compute the results of a collective call: return [rank in group][output], tensors that share no memory with the
+    inputs.
 
-    operation: such as "all_reduce". parts: by rank in the group. op: name of the reduction. root: rank in the group.
+    operation: such as "all_reduce". parts: each rank's tensors, [rank in group]. op: name of the reduction, such as
+    "SUM". root: rank in the group, for operations that have one.
     """
     inputs = [[tensor.detach() for tensor in part.inputs] for part in parts]
     ranks = range(len(parts))

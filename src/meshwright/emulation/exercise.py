@@ -20,8 +20,12 @@ Result = torch.Tensor | tuple[torch.Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class WrongTensor:
-    """Tensor that differs from one device's. name: as the exercise calls it. rank: first rank that holds wrong values;
-    None: no rank holds some of them. relative_error: infinite if the shape is wrong or values are missing."""
+    """Tensor of an exercise that differs from one device's.
+
+    name: its key in the returned dictionary. rank: first rank that holds wrong values; None: no rank holds some of the
+    elements. relative_error: ‖a - b‖ / ‖b‖; infinite if the shape is wrong or elements are missing. reason: text for
+    the user.
+    """
 
     name: str
     rank: int | None
@@ -35,7 +39,12 @@ class WrongTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExerciseResult:
-    """Result of a check. wrong: tensors that differ, in the order of computation. compared: number of tensors."""
+    """Result of an exercise's check: the tensors of its `distributed()` on all ranks compared with those of its
+    `one_device()`.
+
+    wrong: tensors that differ, in the order in which one_device() returns them. compared: number of tensors. worst:
+    largest relative error ‖a - b‖ / ‖b‖ of any tensor on any rank.
+    """
 
     wrong: tuple[WrongTensor, ...]
     compared: int
@@ -43,12 +52,13 @@ class ExerciseResult:
 
     @property
     def passed(self) -> bool:
-        """True if every rank computes what one device computes."""
+        """True if all tensors agree with one device's."""
         return not self.wrong
 
 
 def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callable[[], Mapping[str, Any]]:
-    """Return the function `name` of an exercise. Raises UserError if the script has none."""
+    """Return the function `name` of an exercise script. namespace: global variables of the script. script: its path,
+    for the error. Raises UserError if there is none."""
     function = namespace.get(name)
     if not callable(function):
         raise UserError(
@@ -59,12 +69,12 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
 
 
 def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, Result]]) -> ExerciseResult:
-    """Compare the ranks' results with one device's.
+    """Compare an exercise's results on all ranks with those on one device; a tensor is wrong above a relative error ‖a
+    - b‖ / ‖b‖ of `TOLERANCE`, or if no rank returns some of its elements.
 
-    truth: name -> tensor, in the order of computation. ranks: by rank, name -> what the rank holds of it: the whole
-    tensor, or (part, index) where the part is `tensor[index]` of the whole. The relative error is ‖a - b‖ / ‖b‖. Raises
-    UserError if a rank returns a name that one device does not, a function anything but tensors by name, or
-    `one_device()` none.
+    truth: results of `one_device()`: name -> tensor, in the order of computation. ranks: results of `distributed()`:
+    [rank], name -> the whole tensor, or (part, index) for the part `tensor[index]` of it. Raises UserError if a rank
+    returns a name that is not in `truth`, a function returns anything but tensors by name, or `truth` is empty.
     """
     _check_returned("one_device() returns", truth, None)
     if not truth:
@@ -96,8 +106,11 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 
 
 def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
-    """Raise UserError unless a function of an exercise returned tensors by name. says: beginning of the message. truth:
-    the whole tensors by name, for what a rank returned, which may be (part, index); None for those themselves."""
+    """Raise UserError unless a function of an exercise returned tensors by name.
+
+    says: beginning of the message. returned: what the function returned. truth: for distributed(), the whole tensors by
+    name, in which case (part, index) is allowed too; None for one_device().
+    """
     if not isinstance(returned, Mapping):
         raise UserError(f"{says} {shorten_repr(returned)}: it must return a dictionary of tensors by name")
     for name, held in returned.items():
@@ -117,7 +130,8 @@ def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] 
 
 
 def _compare(part: torch.Tensor, right: torch.Tensor) -> tuple[float, str]:
-    """Return (relative error, text of it) of what a rank holds."""
+    """Return (relative error, reason as text) of a rank's tensor `part` against `right`, the same elements of one
+    device's tensor; the error is infinite if the shapes differ."""
     if part.shape != right.shape:
         return math.inf, f"shape {list(part.shape)}, one device has {list(right.shape)}"
     scale = float(right.double().norm())

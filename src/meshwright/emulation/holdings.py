@@ -19,8 +19,11 @@ from meshwright.emulation.board import describe_tensor
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Copies of one tensor that are equal. name: such as "0.weight". shape: such as "float32[4, 8]". ranks: that hold
-    this copy. checksum: CRC-32 of its bytes, in hexadecimal."""
+    """One distinct copy of a named tensor, held by one or more ranks.
+
+    name: such as "Linear.weight" (class of the module and parameter) or a global variable. shape: with dtype,
+    "float32[4, 8]". ranks: ranks that hold equal bytes. checksum: CRC-32 of the bytes, in hexadecimal.
+    """
 
     name: str
     shape: str
@@ -29,7 +32,7 @@ class Holding:
 
 
 class ModuleLog:
-    """Record of the modules that each rank makes. Modules stay alive as long as it does."""
+    """Record of the `torch.nn.Module`s that each rank makes; it keeps them alive."""
 
     def __init__(self) -> None:
         self._modules: dict[int, dict[int, torch.nn.Module]] = {}
@@ -37,8 +40,8 @@ class ModuleLog:
 
     @contextmanager
     def watching(self, current: Callable[[], int]) -> Iterator[None]:
-        """Context manager that records modules as parameters and children are added to them. current: returns the rank
-        that runs."""
+        """Return a context in which modules are recorded once parameters or children are added to them. current:
+        returns the rank that runs."""
 
         def add(module: Any, *_: Any) -> None:
             """Record a module that gets a parameter."""
@@ -59,13 +62,17 @@ class ModuleLog:
                 handle.remove()
 
     def roots(self, rank: int) -> list[torch.nn.Module]:
-        """Return the modules of a rank that are no part of another one, in the order in which they were made."""
+        """Return the top-level modules of a rank (no submodules), in the order in which they were made."""
         return [module for key, module in self._modules.get(rank, {}).items() if key not in self._children]
 
 
 def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Holding]:
-    """Return what the ranks hold: parameters and buffers of their modules, and the tensors of their scripts' global
-    variables. namespaces: global variables of each rank's script."""
+    """List the tensors that the ranks hold: parameters and buffers of their modules, and tensors in their scripts'
+    global variables.
+
+    log: modules of each rank. namespaces: [rank], global variables of the rank's script. Returns one entry for each
+    distinct copy of a tensor, with the ranks that hold it.
+    """
     found: dict[str, dict[tuple[str, str], list[int]]] = {}
     for rank, variables in enumerate(namespaces):
         roots = log.roots(rank)
@@ -82,7 +89,8 @@ def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Hold
 
 
 def _add(found: dict[str, dict[tuple[str, str], list[int]]], rank: int, tensors: Any) -> None:
-    """Add a rank's named tensors to `found`: name -> (shape, checksum) -> ranks."""
+    """Add a rank's tensors to `found`, which maps name -> (shape, checksum) -> ranks that hold equal copies. tensors:
+    pairs (name, tensor)."""
     for name, tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
         key = (describe_tensor(local), compute_checksum(local))
@@ -96,7 +104,7 @@ def compute_checksum(tensor: torch.Tensor) -> str:
 
 
 def format_holdings(holdings: list[Holding]) -> str:
-    """Return the holdings as text, one line for each tensor: which ranks hold equal copies."""
+    """Return a table as text, one line for each distinct copy of a tensor, with the ranks that hold it."""
     names = list(dict.fromkeys(holding.name for holding in holdings))
     width = max((len(name) for name in names), default=0)
     lines = ["who holds what (ranks with equal checksums hold equal values)"]

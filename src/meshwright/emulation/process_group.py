@@ -46,30 +46,32 @@ class EmulatedGroup(_ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Devices whose tensors the group takes."""
+        """Devices whose tensors the group accepts: the CPU."""
         return [torch.device("cpu")]
 
     def getBackendName(self) -> str:
-        """Return a name that is no backend of torch, which looks for the C++ object of those."""
+        """Return the backend's name. It must not be one that torch knows, such as "gloo": torch would look for a C++
+        backend object."""
         return "emulated"
 
     def name(self) -> str:
-        """Return a name that is no backend of torch, which looks for the C++ object of those."""
+        """Return the backend's name. It must not be one that torch knows, such as "gloo": torch would look for a C++
+        backend object."""
         return "emulated"
 
     def shutdown(self) -> None:
-        """Do nothing: there are no connections."""
+        """Do nothing: there are no connections to close."""
 
     def abort(self) -> None:
-        """Do nothing: there are no connections."""
+        """Do nothing: there are no connections to abort."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: a deadlock is found without a time-out."""
+        """Do nothing: the emulation detects deadlocks without timeouts."""
 
     # --- collectives
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """Reduce each tensor over the ranks, in place."""
+        """All-reduce each tensor of the list over the ranks, in place. opts: with the reduction; None: sum."""
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
         part = Part(tensors, tensors, tensors[0], f"{op} {' '.join(map(describe_tensor, tensors))}")
         return self.board.join(self, "all_reduce", part, op)
@@ -77,14 +79,14 @@ class EmulatedGroup(_ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> EmulatedWork:
-        """Reduce a tensor to the root."""
+        """Reduce each rank's tensors[0] over the ranks into that of the root (`opts.rootRank`)."""
         op = name_reduction(opts.reduceOp)
         outputs = tensors if opts.rootRank == self._rank else []
         form = f"{op} {describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
         return self.board.join(self, "reduce", Part(tensors, outputs, tensors[0], form), op, opts.rootRank)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """Overwrite the tensor of every rank with the root's."""
+        """Overwrite the tensor of every rank with that of the root (`opts.rootRank`)."""
         root = 0 if opts is None else opts.rootRank
         form = f"{tensors[0].dtype} {tensors[0].numel()} from {self.ranks[root]}"
         return self.board.join(self, "broadcast", Part(tensors, tensors, tensors[0], form), root=root)
@@ -92,45 +94,49 @@ class EmulatedGroup(_ProcessGroup):
     def allgather(
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Gather one tensor of each rank on all of them."""
+        """Gather one tensor of each rank on all of them: outputs[0][i] receives rank i's tensors[0]."""
         self._check_count(outputs[0], "all_gather")
         return self.board.join(self, "all_gather", Part(tensors, outputs[0], tensors[0], str(tensors[0].dtype)))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
-        """Gather one tensor of each rank on all of them, joined in one tensor."""
+        """Gather every rank's `tensor` on all ranks into `output`, concatenated in rank order."""
         chunks = self._cut(output, tensor.numel(), "all_gather")
         return self.board.join(self, "all_gather", Part([tensor], chunks, tensor, describe_tensor(tensor)))
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Gather several tensors, each as `all_gather_single` does; return when all are gathered."""
+        """Gather several tensors, each as `all_gather_single` does; return one handle for all."""
         return self._join_works([self.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _allgather_base = all_gather_single
 
     def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any) -> EmulatedWork:
-        """Gather one tensor of each rank on the root."""
+        """Gather one tensor of each rank on the root (`opts.rootRank`): there outputs[0][i] receives rank i's
+        tensors[0]."""
         mine = outputs[0] if opts.rootRank == self._rank else []
         form = f"{describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
         return self.board.join(self, "gather", Part(tensors, mine, tensors[0], form), root=opts.rootRank)
 
     def scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
-        """Give each rank one of the root's tensors."""
+        """Send one tensor of the root (`opts.rootRank`) to each rank: outputs[0] on rank i receives the root's
+        tensors[0][i]."""
         mine = tensors[0] if opts.rootRank == self._rank else []
         form = f"{describe_tensor(outputs[0])} from {self.ranks[opts.rootRank]}"
         return self.board.join(self, "scatter", Part(mine, outputs, outputs[0], form), root=opts.rootRank)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
-        """Reduce one tensor for each rank, and give it to that rank."""
+        """Reduce over the ranks and scatter: outputs[0] on rank i receives the reduction of all ranks'
+        tensors[0][i]."""
         self._check_count(tensors[0], "reduce_scatter")
         op = name_reduction(opts.reduceOp)
         form = f"{op} {' '.join(map(describe_tensor, tensors[0]))}"
         return self.board.join(self, "reduce_scatter", Part(tensors[0], outputs, outputs[0], form), op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
-        """Reduce the slice of `tensor` for each rank, and give it to that rank."""
+        """Reduce over the ranks and scatter: `output` on rank i receives the reduction of the i-th of n equal slices of
+        all ranks' `tensor`."""
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
         chunks = self._cut(tensor, output.numel(), "reduce_scatter")
         form = f"{op} {describe_tensor(tensor)}"
@@ -139,7 +145,7 @@ class EmulatedGroup(_ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Reduce and scatter several tensors, each as `reduce_scatter_single` does; return when all are done."""
+        """Reduce and scatter several tensors, each as `reduce_scatter_single` does; return one handle for all."""
         pairs = zip(outputs, tensors, strict=True)
         return self._join_works([self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs])
 
@@ -147,7 +153,7 @@ class EmulatedGroup(_ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """Send tensors[i] to rank i, receive outputs[i] from it."""
+        """Send tensors[i] to rank i of the group, and receive outputs[i] from it."""
         self._check_count(outputs, "all_to_all")
         self._check_count(tensors, "all_to_all")
         return self.board.join(self, "all_to_all", Part(tensors, outputs, tensors[0], str(tensors[0].dtype)))
@@ -160,49 +166,52 @@ class EmulatedGroup(_ProcessGroup):
         sizes: list[int],
         opts: Any = None,
     ) -> EmulatedWork:
-        """Send slice i of `tensor` (dim 0) to rank i, receive slice i of `output` from it. sizes: rows of the slices;
-        empty: equal ones."""
+        """Send slice i of `tensor` (along dim 0) to rank i, and receive slice i of `output` from it. sizes,
+        output_sizes: rows of each slice of `tensor` and `output`; empty: equal slices."""
         part = Part(self._split(tensor, sizes), self._split(output, output_sizes), tensor, str(tensor.dtype))
         return self.board.join(self, "all_to_all", part)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> EmulatedWork:
-        """Meet the other ranks."""
+        """Wait for all ranks of the group, as a call in flight: the returned handle is complete once all have
+        called."""
         return self.board.join(self, "barrier", Part((), (), None))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Meet the other ranks, and return when all have come."""
+        """Wait for all ranks of the group; the arguments, torch.distributed's, are ignored."""
         self.barrier().wait()
 
     # --- messages
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> EmulatedWork:
-        """Send a tensor to the rank at index `peer`."""
+        """Send tensors[0] to the rank at index `peer` of the group; `tag` must equal the receiver's."""
         return self.board.send(self, Part(tensors, (), tensors[0]), peer, tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> EmulatedWork:
-        """Receive a tensor from the rank at index `peer`."""
+        """Receive into tensors[0] from the rank at index `peer` of the group; `tag` must equal the sender's."""
         return self.board.receive(self, Part((), tensors, tensors[0]), peer, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> EmulatedWork:
-        """Receive a tensor from any rank: of those that have sent, the first."""
+        """Receive into tensors[0] from any rank of the group: the first message sent to this rank with this `tag`."""
         return self.board.receive(self, Part((), tensors, tensors[0]), -1, tag)
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        """Refuse: groups are made by `torch.distributed.new_group`."""
+        """Raise UserError: only `torch.distributed.new_group` is emulated for making groups."""
         raise UserError("split_group is not emulated; use torch.distributed.new_group")
 
     merge_remote_group = split_group
 
     def _cut(self, whole: torch.Tensor, part: int, operation: str) -> list[torch.Tensor]:
-        """Return views of one slice per rank of a contiguous tensor. part: elements of the tensor at its other end."""
+        """Return views of a contiguous tensor's n equal slices, one per rank, flattened. whole: the tensor. part:
+        expected elements of a slice (those of the call's other tensor); ValueError if it differs. operation: name for
+        the error."""
         if whole.numel() != part * len(self.ranks):
             raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")
         return list(whole.data.view(-1).view(len(self.ranks), -1).unbind()) if part else [whole.data] * len(self.ranks)
 
     def _split(self, tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-        """Return views of the slices along dim 0. sizes: rows; empty: equal slices."""
+        """Return views of a tensor's slices along dim 0, one per rank. sizes: rows of each; empty: equal slices."""
         if not sizes and tensor.shape[0] % len(self.ranks):
             raise ValueError(f"all_to_all: {tensor.shape[0]} rows are not divisible by {len(self.ranks)} ranks")
         sizes = list(sizes) or [tensor.shape[0] // len(self.ranks)] * len(self.ranks)
@@ -212,12 +221,12 @@ class EmulatedGroup(_ProcessGroup):
         return [tensor.data[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def _check_count(self, tensors: list[torch.Tensor], operation: str) -> None:
-        """Raise ValueError unless there is one tensor for each rank."""
+        """Raise ValueError unless the list has one tensor for each rank of the group. operation: name for the error."""
         if len(tensors) != len(self.ranks):
             raise ValueError(f"{operation}: {len(tensors)} tensors for {len(self.ranks)} ranks")
 
     def _join_works(self, works: list[EmulatedWork]) -> EmulatedWork:
-        """Return one handle for several calls."""
+        """Return one handle for several calls, complete when all are. works: their handles."""
         return EmulatedWork(
             self.board,
             lambda: all(work.is_success() for work in works),
@@ -234,22 +243,23 @@ class EmulatedStore(_Store):
         self._board, self._values = board, board.store
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
+        """Store `value`, text as UTF-8, under a key."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, as soon as a rank has stored it."""
+        """Return the value of a key; if it is missing, let other ranks run until one stores it."""
         self.wait([key])
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key; return the sum."""
+        """Add `amount` to the integer stored under a key (0 if missing); return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Replace the value of a key if it is `expected`, or missing and `expected` empty; return the value then."""
+        """Set a key to `desired` if its value is `expected` (or if it is missing and `expected` is empty); return the
+        value that the key then has, b"" if it is missing."""
         current = self._values.get(key, b"")
         if current == (expected.encode() if isinstance(expected, str) else expected):
             self.set(key, desired)
@@ -268,8 +278,8 @@ class EmulatedStore(_Store):
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
+        """Return the number of stored keys."""
         return len(self._values)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: a deadlock is found without a time-out."""
+        """Do nothing: the emulation detects deadlocks without timeouts."""

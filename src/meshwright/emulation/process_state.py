@@ -30,7 +30,8 @@ PYTHON = tuple(
 
 
 class World:
-    """Process groups of one rank: the fields of torch.distributed's `_World`, which keeps them for a process."""
+    """torch.distributed's process groups of one rank: has the fields of its private class `_World`, which exists once
+    per process."""
 
     def __init__(self) -> None:
         self.default_pg: Any = None
@@ -47,9 +48,9 @@ class World:
 
 
 class ProcessState:
-    """State of one rank that a process has once: torch.distributed's world, environment variables, `__main__`,
-    `sys.argv`, the modules of the script's directory, random states, default dtype, and the mesh axes and call records
-    of `comm`."""
+    """State that a process has once, kept for each rank because all ranks share a process: torch.distributed's world,
+    environment variables, `__main__`, `sys.argv`, the modules of the script's directory, random states, default dtype,
+    and the mesh axes and call records of `comm`."""
 
     def __init__(self, world: Any, environment: dict[Any, Any], main: ModuleType, arguments: list[str]) -> None:
         self.world, self.environment, self.main, self.arguments = world, environment, main, arguments
@@ -65,7 +66,7 @@ class ProcessState:
 
     @classmethod
     def of_process(cls) -> ProcessState:
-        """Return the state of the calling program."""
+        """Return the state of the program that calls this, outside all emulated ranks."""
         return cls(c10d._world, _environment().__dict__["_data"], sys.modules["__main__"], sys.argv)
 
     @classmethod
@@ -88,7 +89,7 @@ class ProcessState:
         return state
 
     def save(self) -> None:
-        """Store what the program may have changed while this state was loaded."""
+        """Store this rank's state from that of the process, after the rank has run."""
         self.world = c10d._world
         self.main, self.arguments = sys.modules["__main__"], sys.argv
         if self.directory:
@@ -101,7 +102,7 @@ class ProcessState:
         self.numpy_random = self.numpy_random.read_again()
 
     def load(self) -> None:
-        """Make this the state of the process."""
+        """Make this rank's state that of the process, before the rank runs."""
         c10d._world = self.world
         self._load_environment()
         sys.modules["__main__"], sys.argv = self.main, self.arguments
@@ -133,7 +134,8 @@ def _environment() -> Any:
 
 
 def _is_below(module: ModuleType, directory: str) -> bool:
-    """Return True if a module is a file of the script's directory, and of no package that is installed there."""
+    """Return True if a module was imported from a file of the script's `directory`, and does not belong to a package
+    installed there."""
     file = getattr(module, "__file__", None) or ""
     python = (path for path in PYTHON if path.startswith(directory))  # not one in which the script itself lies
     installed = (
@@ -146,9 +148,12 @@ def _is_below(module: ModuleType, directory: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NumpyRandom:
-    """State of NumPy's global generator. words: its memory, which is copied and compared 50 times as fast as the state
-    is read; empty for another generator than MT19937. state: as `numpy.random.get_state` returns it. generator: the bit
-    generator, which a program may replace."""
+    """State of NumPy's global random generator.
+
+    words: memory of an MT19937 generator, empty for another kind; copying and comparing it is 50 times as fast as
+    reading `state`. state: as `numpy.random.get_state` returns it. generator: the bit generator object, which a program
+    may replace.
+    """
 
     words: bytes
     state: dict[str, Any]
@@ -156,24 +161,25 @@ class NumpyRandom:
 
     @classmethod
     def read(cls) -> NumpyRandom:
-        """Return the present state."""
+        """Return the current state of NumPy's global generator."""
         return cls(_copy_generator_memory(), np.random.get_state(legacy=False), _numpy.get_bit_generator())
 
     @classmethod
     def seeded(cls, seed: int) -> NumpyRandom:
-        """Return the state after `numpy.random.seed(seed)`."""
+        """Return the state that `numpy.random.seed(seed)` gives the global generator."""
         seeded = np.random.RandomState(seed)
         return cls(b"", seeded.get_state(legacy=False), seeded._bit_generator)
 
     def read_again(self) -> NumpyRandom:
-        """Return the present state; this one, if nothing was drawn since it was written."""
+        """Return the current state of NumPy's global generator: this object itself if no number was drawn since it was
+        written."""
         # A drawn normal leaves a second one for the next call, which takes it without a change of the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]
         return self if same and _numpy.get_bit_generator() is self.generator else self.read()
 
     def write(self) -> None:
-        """Make this the state of the global generator."""
+        """Set NumPy's global generator to this state."""
         if _numpy.get_bit_generator() is not self.generator:
             _numpy.set_bit_generator(self.generator)
         if not self.words or self.state["has_gauss"] or self.words != _copy_generator_memory():
@@ -181,7 +187,8 @@ class NumpyRandom:
 
 
 def _copy_generator_memory() -> bytes:
-    """Return the memory of NumPy's global generator: of MT19937, 624 words and the position in them; else nothing."""
+    """Return a copy of the memory of NumPy's global generator if it is MT19937 (624 words and the position in them),
+    else b""."""
     generator = _numpy.get_bit_generator()
     if not isinstance(generator, np.random.MT19937):
         return b""

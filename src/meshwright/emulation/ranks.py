@@ -29,10 +29,10 @@ _emulations: list[EmulatedRanks] = []
 
 
 class EmulatedRanks:
-    """Ranks that are threads of this process, one running at a time. Use it as a context manager.
+    """Ranks that are threads of this process, of which one runs at a time. Use it as a context manager.
 
-    world_size: number of ranks. initialized: initialize torch.distributed on each. Attribute `states`: process state of
-    each rank.
+    world_size: number of ranks. initialized: initialize torch.distributed on each. Attribute `states`: [rank], the
+    rank's process state.
     """
 
     def __init__(self, world_size: int, *, initialized: bool = True) -> None:
@@ -74,18 +74,22 @@ class EmulatedRanks:
         return self.scheduler.failure
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call `function(*arguments)` on every rank, each with its own copy of the arguments; return the results by
-        rank. Raises the first error of a rank, after the others have ended, and EmulationFailed for a deadlock; then
-        make new ranks, as calls that were under way stay incomplete."""
+        """Call `function(*arguments)` on every rank, each with its own copy of the arguments; return the results,
+        [rank].
+
+        Raises the first error of a rank, after the others have ended, and EmulationFailed for a deadlock. After an
+        error make new ranks: calls that were in flight stay incomplete.
+        """
         copies: Sequence[tuple[Any, ...]] = [copy.deepcopy(arguments) for _ in range(self.world_size)]
         return self.run_each([partial(function, *of_rank) for of_rank in copies])
 
     def run_each(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call tasks[r] on rank r; return the results by rank. Raises as `run`."""
+        """Call tasks[r]() on rank r; return the results, [rank]. Raises the same errors as `run`."""
         return self.scheduler.run([partial(_run_task, task) for task in tasks])
 
     def _install(self, stack: contextlib.ExitStack) -> None:
-        """Give torch.distributed the emulated groups and store, and switch off what threads cannot do."""
+        """Replace what torch.distributed, torch and Python offer a process by what emulated ranks need, until `stack`
+        is closed."""
         threads = torch.get_num_threads()
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)  # as the ranks that Meshwright starts
@@ -109,14 +113,16 @@ class EmulatedRanks:
         stack.callback(isolate, False)
 
     def _meet(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        """Yield the store, rank and world size of the running rank, in place of torch.distributed's rendezvous."""
+        """Yield (store, rank, world size) for the running rank; replaces torch.distributed's rendezvous. The arguments,
+        torch's, are ignored."""
         yield self._store, self.scheduler.current().index, self.world_size
 
     def _make_group(
         self, size: int, rank: int, ranks: list[int], backend: Any, store: Any, group_name: Any, **options: Any
     ) -> tuple[Any, Any]:
-        """Make a process group as torch.distributed's `_new_process_group_helper` does. size, rank: of the group.
-        ranks: global ranks in it, empty for the default group."""
+        """Make a process group for the running rank; replaces torch.distributed's `_new_process_group_helper`, whose
+        arguments it takes. size, rank: number of ranks and rank in the group. ranks: its global ranks, empty for the
+        default group. Returns (group, store)."""
         world: Any = c10d._world
         tag = options.get("pg_tag")
         if tag and (existing := c10d._find_pg_by_ranks_and_tag(tag, ranks)):
@@ -137,7 +143,8 @@ class EmulatedRanks:
         return group, store
 
     def _make_event_wait(self) -> Callable[..., bool]:
-        """Return a method in place of `threading.Event.wait`, by which programs poll, that lets other ranks run."""
+        """Return a replacement of `threading.Event.wait`: with a timeout, as programs use it to poll, it lets other
+        ranks run."""
         wait, scheduler = threading.Event.wait, self.scheduler
 
         def wait_or_yield(event: threading.Event, timeout: float | None = None) -> bool:
@@ -152,8 +159,8 @@ class EmulatedRanks:
         return wait_or_yield
 
     def _make_signal(self) -> Callable[[int, Any], Any]:
-        """Return a function in place of `signal.signal`, which leaves handlers of rank threads out: signals are
-        delivered to the main thread alone."""
+        """Return a replacement of `signal.signal` that installs no handlers for rank threads, as Python allows them in
+        the main thread only."""
         set_handler = signal.signal
 
         def set_or_ignore(number: int, handler: Any) -> Any:
@@ -168,7 +175,7 @@ class EmulatedRanks:
         return set_or_ignore
 
     def _leave_uncompiled(self, model: Any = None, **_: Any) -> Any:
-        """Return a model or function as it is, in place of `torch.compile`."""
+        """Return a model or function unchanged; replaces `torch.compile`."""
         if not self._uncompiled:
             self._uncompiled = True
             print_message("meshwright: torch.compile is not emulated: what it is given runs uncompiled")
@@ -176,13 +183,13 @@ class EmulatedRanks:
 
 
 def _run_task(task: Callable[[], Any]) -> Any:
-    """Run a rank's task; backward passes run in its own thread."""
+    """Call `task` on a rank and return its result; autograd runs backward passes in the rank's own thread."""
     with torch.autograd.set_multithreading_enabled(False):
         return task()
 
 
 def _refuse_rendezvous(*_: Any, **__: Any) -> None:
-    """Refuse a rendezvous of processes, other than by `init_process_group`."""
+    """Raise UserError: emulated ranks have no rendezvous other than `torch.distributed.init_process_group`."""
     raise UserError(
         "emulated ranks meet in torch.distributed.init_process_group alone; mw.fit and mw.train set up processes: "
         "start such a script with meshwright run --ranks N"
@@ -190,8 +197,8 @@ def _refuse_rendezvous(*_: Any, **__: Any) -> None:
 
 
 def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
-    """Return a cached property as `functools.cached_property` does from Python 3.12: before, all instances of a class
-    share a lock, and a rank that communicates in a property would hold it while it waits for the others."""
+    """Replace `functools.cached_property.__get__` by that of Python 3.12, without a lock: with it, a rank that
+    communicates in a property would hold the lock while it waits for the others."""
     if instance is None:
         return self
     if self.attrname not in instance.__dict__:
@@ -200,7 +207,7 @@ def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
 
 
 def _refuse_spawn(*_: Any, **__: Any) -> None:
-    """Refuse to start processes."""
+    """Raise UserError: replaces `torch.multiprocessing.spawn`, as emulated ranks are threads."""
     raise UserError(
         "the script starts processes (torch.multiprocessing.spawn); emulated ranks are threads: write it for torchrun, "
         "which starts the script once for each rank"

@@ -24,14 +24,14 @@ class EmulationFailed(CheckFailed):
 
 
 class RankStopped(BaseException):
-    """Raised in the waiting ranks after another rank has failed, so that they end; not an Exception, so that programs
-    do not handle it."""
+    """Raised in waiting ranks after another rank has failed, to end them; a BaseException, so that programs do not
+    catch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Condition for which a rank waits. ready: returns True once the rank can go on. describe: returns a text such as
-    "recv from rank 1 (its call 3, ring.py:14)". polled: the program asks again and again in place of waiting."""
+    """What a rank waits for. ready: returns True once the rank can go on. describe: returns text such as "recv from
+    rank 1 (its call 3, ring.py:14)". polled: True if the program polls (asks again and again) instead of blocking."""
 
     ready: Callable[[], bool]
     describe: Callable[[], str]
@@ -40,8 +40,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """First error of a run. rank: where it was raised; None: on no single rank (a deadlock). error: the exception.
-    text: its traceback, without the frames of the emulation."""
+    """First error of a run.
+
+    rank: rank that raised it; None: no single rank (a deadlock). error: the exception. text: its traceback, without the
+    frames of the emulation.
+    """
 
     rank: int | None
     error: BaseException
@@ -49,7 +52,8 @@ class Failure:
 
 
 class RankThread:
-    """Thread of one emulated rank. index: the rank. state: process state of the rank, swapped in while it runs."""
+    """Thread of one emulated rank. index: the rank. state: its process state, which is loaded into the process while it
+    runs."""
 
     def __init__(self, index: int, state: Any) -> None:
         self.index, self.state = index, state
@@ -63,11 +67,10 @@ class RankThread:
 
 
 class Scheduler:
-    """Runner of functions on all rank threads in a deterministic order.
+    """Scheduler that runs a function on each rank's thread, one thread at a time, in a deterministic order.
 
-    states: process state of each rank, with methods `save` and `load`. outside: that of the calling program. Only the
-    running rank's thread touches the attributes; the lock is for an interrupt, after which the program goes on while a
-    rank still computes.
+    states: [rank], the rank's process state, with methods `save` and `load`. outside: state of the calling program,
+    restored after each run.
     """
 
     def __init__(self, states: list[Any], outside: Any) -> None:
@@ -82,8 +85,11 @@ class Scheduler:
         self._lock = threading.Lock()
 
     def run(self, tasks: list[Callable[[], Any]]) -> list[Any]:
-        """Run tasks[r] on rank r for all ranks; return the results by rank. Raises the first error of a rank, or
-        EmulationFailed for a deadlock, and if an earlier run was interrupted while a rank computed."""
+        """Run tasks[r]() on rank r for all ranks; return the results, [rank].
+
+        Raises the first error of a rank, or EmulationFailed for a deadlock or if an earlier run was interrupted while a
+        rank computed.
+        """
         if self._abandoned:
             raise EmulationFailed("the ranks were interrupted: make new ones")
         for rank, task in zip(self.ranks, tasks, strict=True):
@@ -123,8 +129,8 @@ class Scheduler:
         return rank
 
     def wait(self, ready: Callable[[], bool], describe: Callable[[], str], polled: bool = False) -> None:
-        """Let the other ranks run until `ready()` is True; called by the running rank. Arguments as in `Wait`. Raises
-        RankStopped if another rank failed meanwhile."""
+        """Let the other ranks run until `ready()` is True; called by the running rank. ready, describe, polled: as in
+        `Wait`. Raises RankStopped if another rank failed meanwhile."""
         rank = self.current()
         self.check_stopped()
         if not ready():
@@ -136,8 +142,8 @@ class Scheduler:
             self.check_stopped()
 
     def yield_baton(self) -> None:
-        """Let the next rank that can go on run, and return when it is this rank's turn again; for a program that polls.
-        If all ranks poll or wait, that is no deadlock that can be found."""
+        """Let the next rank that can go on run, and return when it is this rank's turn again; for programs that poll. A
+        deadlock in which all ranks poll this way is not detected."""
         turns = iter((False,))
         self.wait(lambda: next(turns, True), lambda: "polling")
 
@@ -159,7 +165,8 @@ class Scheduler:
             raise RankStopped
 
     def sleep(self, seconds: float) -> None:
-        """Let another rank run in place of `time.sleep`; sleep if none can go on, or in a thread that is no rank's."""
+        """Replace `time.sleep`: let another rank run; sleep for `seconds` only if none can go on, or in a thread that
+        is no rank's."""
         rank = self.running
         if rank is None or rank.thread is not threading.current_thread() or self._closed:
             _sleep(seconds)
@@ -170,12 +177,12 @@ class Scheduler:
             _sleep(seconds)
 
     def check_stopped(self) -> None:
-        """Raise RankStopped if a rank has failed."""
+        """Raise RankStopped if the run has failed (an error on a rank, or a deadlock)."""
         if self.failure is not None:
             raise RankStopped
 
     def fail(self, error: BaseException, rank: int | None) -> None:
-        """Record the first error of the run. rank: where it was raised; None: a deadlock."""
+        """Record the first error of the run; later ones are ignored. rank: rank that raised it; None: a deadlock."""
         if self.failure is None:
             self.failure = Failure(rank, error, format_error(error))
 
@@ -189,7 +196,7 @@ class Scheduler:
                 rank.thread.join()
 
     def _serve(self, rank: RankThread) -> None:
-        """Run the tasks of one rank, each when the baton arrives (main function of its thread)."""
+        """Main function of a rank's thread: run the rank's task each time that it is resumed with one."""
         while True:
             rank.resume.acquire()
             if self._closed:
@@ -206,8 +213,8 @@ class Scheduler:
                 return
 
     def _pass_baton(self, rank: RankThread) -> bool:
-        """Store the process state of `rank` and resume the next rank. Return False, with the state untouched, if the
-        run was interrupted while `rank` computed."""
+        """Save the process state of `rank` and resume the next rank that can go on. Returns False, without doing
+        either, if the run was interrupted (Ctrl-C) while `rank` computed."""
         with self._lock:
             if not self._abandoned:
                 rank.state.save()
@@ -215,7 +222,8 @@ class Scheduler:
             return not self._abandoned
 
     def _resume_after(self, rank: RankThread) -> None:
-        """Resume the next rank after `rank` that can go on; if there is none, end the run: done, or a deadlock."""
+        """Resume the next rank, in cyclic order after `rank`, that can go on. If all have finished, end the run; if all
+        wait, record a deadlock."""
         count = len(self.ranks)
         others = [self.ranks[(rank.index + distance) % count] for distance in range(1, count + 1)]
         waiting = [other for other in others if other.task is not None]
@@ -249,7 +257,7 @@ class Scheduler:
 
 
 def _is_stuck(rank: RankThread) -> bool:
-    """Return True if a rank waits for a call that is not complete, or polls it."""
+    """Return True if a rank waits for a communication call that is not complete, or polls one."""
     return rank.wait is not None and (rank.wait.polled or not rank.wait.ready())
 
 

@@ -29,8 +29,12 @@ from meshwright.terminal import print_message
 
 @dataclass(frozen=True, slots=True)
 class ScriptOptions:
-    """Options of an emulated script. breakpoint: "RANK" or "RANK:CALL", before which the debugger opens. show: print
-    each communication call, and at the end who holds what. check: compare the exercise with one device."""
+    """Options for a script on emulated ranks.
+
+    breakpoint: "RANK" or "RANK:CALL": open the debugger before this rank's first, or CALL-th, communication call; None:
+    never. show: print each communication call, and at the end which rank holds which tensors. check: compare the
+    script's `distributed()` on all ranks with its `one_device()`.
+    """
 
     breakpoint: str | None = None
     show: bool = False
@@ -39,8 +43,12 @@ class ScriptOptions:
 
 @dataclass(slots=True)
 class ScriptReport:
-    """Report of an emulated script. failure: lines of the first error, empty without one. exit_code: of the command.
-    events: calls in order; holdings: tensors of each rank at the end, with `show`. exercise: result of a check."""
+    """Result of running a script on emulated ranks.
+
+    ranks: number of ranks. failure: text of the first error, empty if there is none; failed_rank: rank that raised it
+    (None: no single rank). exit_code: for the command. events: communication calls in order. holdings: tensors of each
+    rank at the end, if `ScriptOptions.show`. exercise: comparison with one device, if `ScriptOptions.check`.
+    """
 
     ranks: int
     failure: str = ""
@@ -51,7 +59,7 @@ class ScriptReport:
     exercise: ExerciseResult | None = None
 
     def summary(self) -> str:
-        """Return the result of a check as text; empty without one."""
+        """Return the result of an exercise's check as one line; empty if none was made."""
         if self.exercise is None:
             return ""
         wrong, compared = self.exercise.wrong, self.exercise.compared
@@ -61,7 +69,8 @@ class ScriptReport:
         return f"FAILED: the first wrong tensor is {wrong[0]}{after}"
 
     def to_json_dict(self, show: bool) -> dict[str, Any]:
-        """Return the JSON document of the command. show: with all calls and holdings."""
+        """Return the JSON document of `meshwright run --emulate --json`. show: include all communication calls and held
+        tensors."""
         document: dict[str, Any] = {
             "ranks": self.ranks, "passed": self.exit_code == 0, "calls": len(self.events),
             "failure": self.failure or None, "failed_rank": self.failed_rank,
@@ -75,7 +84,8 @@ class ScriptReport:
 
 
 class RankOutput(io.TextIOBase):
-    """Standard output of all ranks: writes each line to `output` with the rank that printed it, "[rank 2] "."""
+    """Replacement of `sys.stdout` for all ranks: writes each line to `output` with the rank that printed it as prefix,
+    "[rank 2] "."""
 
     def __init__(self, output: IO[str], current: Callable[[], int | None]) -> None:
         """Store where to write. current: returns the rank that runs, None between runs."""
@@ -83,7 +93,8 @@ class RankOutput(io.TextIOBase):
         self._lines: dict[int | None, str] = {}
 
     def write(self, text: str) -> int:
-        """Write the complete lines of `text`; keep the rest until its line ends."""
+        """Write the complete lines in `text` with the running rank as prefix; keep the rest until its line ends.
+        Returns the length of `text`."""
         rank = self._current()
         *lines, self._lines[rank] = (self._lines.get(rank, "") + text).split("\n")
         for line in lines:
@@ -91,11 +102,11 @@ class RankOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the output; lines that have not ended stay."""
+        """Flush the output stream; incomplete lines are kept back."""
         self.output.flush()
 
     def fileno(self) -> int:
-        """Return the file descriptor of the output."""
+        """Return the file descriptor of the output stream."""
         return self.output.fileno()
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +114,7 @@ class RankOutput(io.TextIOBase):
         return getattr(self.output, name)
 
     def finish(self) -> None:
-        """Write the last lines of all ranks, even if they have not ended."""
+        """Write the incomplete last lines of all ranks."""
         for rank, line in list(self._lines.items()):
             if line:
                 self.output.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
@@ -112,9 +123,11 @@ class RankOutput(io.TextIOBase):
 
 
 def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: ScriptOptions) -> ScriptReport:
-    """Run a script once for each of `ranks` emulated ranks, as torchrun would start it; return the report.
+    """Run a script on `ranks` emulated ranks (threads of this process), as torchrun would start it on processes; return
+    the report.
 
-    arguments: of the script. Raises UserError for a breakpoint or an exercise of the wrong form.
+    path: the script. arguments: its command-line arguments. Raises UserError for an invalid breakpoint, or with
+    `options.check` for a script without the functions of an exercise.
     """
     before = None if options.breakpoint is None else parse_breakpoint(options.breakpoint, ranks)
     try:
@@ -169,8 +182,12 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
 
 
 def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[ModuleType], path: Path) -> ExerciseResult:
-    """Run an exercise's `distributed()` on all ranks and `one_device()` on rank 0's copy of the script, alone, both in
-    float64; return the comparison."""
+    """Run an exercise script's `distributed()` on all ranks, then its `one_device()` alone on rank 0, both in float64;
+    return the comparison.
+
+    emulated: the ranks. code: compiled script. modules: [rank], the module in which the rank executes it. path: of the
+    script, for errors.
+    """
 
     def run(module: ModuleType) -> Any:
         """Run the exercise on one rank."""
@@ -191,7 +208,7 @@ def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[Modul
 
 
 def make_main_module(path: Path) -> ModuleType:
-    """Return an empty `__main__` module for a script."""
+    """Return an empty `__main__` module in which the script at `path` can be executed."""
     module = ModuleType("__main__")
     module.__file__ = str(path)
     module.__dict__["__builtins__"] = __builtins__
@@ -199,7 +216,8 @@ def make_main_module(path: Path) -> ModuleType:
 
 
 def _execute(code: CodeType, module: ModuleType, name: str) -> None:
-    """Run a script's code in a module called `name`. An exit with code 0 is its end."""
+    """Execute a script's code in `module`, with `__name__` set to `name`; `sys.exit(0)` ends it normally. Raises
+    ScriptEnded for another exit code."""
     module.__dict__["__name__"] = name
     try:
         exec(code, module.__dict__)
@@ -209,7 +227,7 @@ def _execute(code: CodeType, module: ModuleType, name: str) -> None:
 
 
 class ScriptEnded(MeshwrightError):
-    """Raised when the script exits with a non-zero exit code."""
+    """Raised when the script calls `sys.exit` with a non-zero exit code."""
 
     def __init__(self, code: object) -> None:
         """Keep the exit code that the script passed to `sys.exit`; 1 if it is not an integer."""
@@ -218,8 +236,11 @@ class ScriptEnded(MeshwrightError):
 
 
 def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
-    """Return (text, rank, exit code) of a run's first error: one line or a report for an error that Meshwright raises,
-    else the traceback of its rank."""
+    """Return (text, rank, exit code) for the report of a failed run.
+
+    failure: first error recorded on the ranks; None: none was recorded, rank is None. error: exception that ended the
+    run. text: one line or report for an error that the emulation raises, else the traceback of the rank.
+    """
     if failure is None:
         return str(error), None, 1
     where = "" if failure.rank is None else f"[rank {failure.rank}] "
@@ -231,6 +252,6 @@ def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str
 
 
 def format_event(event: Event) -> str:
-    """Return one communication call as a line: order, rank, operation, group, shape, bytes, code location."""
+    """Return one line on a communication call: order, rank, operation, group, shape, bytes, code location."""
     call = f"{event.operation:<14} ranks {format_ranks(event.group):<8} {event.shape:<18} {event.bytes:>9,} B"
     return f"#{event.order:<4} rank {event.rank}  {call}  {event.place}"

@@ -9,10 +9,11 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Group of ranks that make the same calls in the same order: a process group, or two of its ranks that exchange
-    messages.
+    """Group of ranks that must make the same calls in the same order: a process group, or two of its ranks that
+    exchange point-to-point messages.
 
-    ranks: global ranks of the process group; pair: (sender, receiver) of the messages, None for collectives.
+    ranks: global ranks of the process group. pair: (sender, receiver) of the messages as global ranks; None for
+    collectives.
     """
 
     ranks: tuple[int, ...]
@@ -70,7 +71,7 @@ class Call:
         operation: Name of the collective, such as "all_reduce".
         axis: Mesh axis, such as "data".
         group: Ranks that take part in the call.
-        index: Position among the calls of the group, counted from 1.
+        index: Position among the rank's calls in this group, counted from 1.
         payload_bytes: Size of its data on this rank in bytes.
         form: Dtype and shape of its data, such as "float32[128, 64]".
         place: File, line and function of the code that makes the call.
@@ -94,7 +95,8 @@ class Call:
 
     @property
     def what(self) -> str:
-        """Text with operation, site (label of the calling line) and axis: `all_reduce data.gradients over data`."""
+        """Text with operation, site (label of the calling line) and mesh axis: `all_reduce data.gradients over
+        data`."""
         return f"{self.operation} {self.site} over {self.axis}"
 
     @property

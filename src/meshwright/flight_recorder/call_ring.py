@@ -45,7 +45,8 @@ _INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "fl
 
 
 def _compute_records_offset(groups: int) -> int:
-    """Return the byte offset of the call records in a ring's file, behind the header and `groups` counters of calls."""
+    """Return the byte offset of the call records in a ring's file: behind the header and `groups` counters, one per
+    registered group."""
     return _COUNTS + 8 * groups
 
 
@@ -55,8 +56,8 @@ def compute_file_bytes(capacity: int = CAPACITY) -> int:
 
 
 def create_memory_file(rank: int, ranks: int) -> int:
-    """Create the file for the ring of rank `rank` of `ranks` in anonymous memory, which exists as long as a process
-    holds it open; return its file descriptor."""
+    """Create the ring buffer file of one rank in anonymous memory (memfd), which exists as long as a process holds it
+    open; return its file descriptor. rank: global rank. ranks: world size."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("meshwright-calls", os.MFD_CLOEXEC)
     else:
@@ -67,8 +68,8 @@ def create_memory_file(rank: int, ranks: int) -> int:
 
 
 def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
-    """Create the file for the ring of rank `rank` of `ranks` at `path`, replacing an old one; return its file
-    descriptor. Raises OSError if the disk is full."""
+    """Create the ring buffer file of one rank at `path`, replacing an old one; return its open file descriptor. rank:
+    global rank. ranks: world size. Raises OSError if the disk is full."""
     with suppress(FileNotFoundError):
         os.unlink(path)  # not overwritten: another process may still map the old one
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -82,7 +83,8 @@ def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
 
 
 def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
-    """Allocate the ring buffer file of rank `rank` of `ranks` and write its header. descriptor: of the open file."""
+    """Allocate the ring buffer file of one rank and write its header. descriptor: file descriptor, open for writing.
+    rank: global rank. ranks: world size."""
     size = compute_file_bytes()
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)  # now: a full disk would kill the writer later, by SIGBUS
@@ -125,12 +127,12 @@ class CallWriter:
 
     @property
     def number(self) -> int:
-        """Number of calls that this process has recorded so far."""
+        """Number of calls that this process has recorded since its start."""
         return self._number
 
     def _add_name(self, text: str) -> int:
-        """Add a text (site, group, code location, shape) to the file's heap and return its number, by which records
-        refer to it; 0, the number of the empty text, if the heap is full."""
+        """Store a text (site, group, code location, shape) in the file's text area; return the number by which call
+        records refer to it, 0 (the empty text) if the area is full."""
         if (known := self._numbers.get(text)) is not None:
             return known
         data = text.encode()[:60_000]
@@ -145,8 +147,8 @@ class CallWriter:
         return number
 
     def _add_form(self, dtype: Any, shape: Any) -> int:
-        """Add dtype and shape as text, such as "float32[128, 64]", to the heap and return its number; 0 if the heap's
-        space for such texts is full."""
+        """Store dtype and shape as text, such as "float32[128, 64]", in the file's text area; return the number by
+        which call records refer to it, 0 if the space for such texts is full."""
         text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
             self._form_bytes = FORM_BYTES  # permanently, else small shapes would be named and large ones not
@@ -210,7 +212,7 @@ class CallWriter:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = monotonic_ns()
 
     def give_up(self) -> None:
-        """Record that a call of this rank timed out and that the process is about to end."""
+        """Record that a call of this rank timed out and that the process is about to end because of it."""
         self._words[_GAVE_UP] = 1
 
     def read(self) -> RankCalls:
@@ -218,8 +220,8 @@ class CallWriter:
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:
-        """Return the heap number of the code location (file, line, function) that makes the current collective call:
-        the innermost stack frame outside comm/, flight_recorder/ and torch."""
+        """Return the number, in the file's text area, of the code location (file, line, function) that makes the
+        current collective call: the innermost stack frame outside comm/, flight_recorder/ and torch."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = id(frame.f_code)
@@ -239,8 +241,8 @@ class CallWriter:
 
 
 def _is_internal_file(file: str) -> bool:
-    """Return True if frames of this source file lie between the caller and the recorder: comm/, flight_recorder/,
-    torch, generated code."""
+    """Return True if a source file belongs to comm/, flight_recorder/, torch or generated code, whose stack frames are
+    skipped in the search for the code that makes a call."""
     return file.startswith((*_INTERNAL, "<")) or "/torch/" in file or "torchinductor" in file
 
 
@@ -306,8 +308,11 @@ def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
 
 
 def _parse_names(data: bytes, start: int) -> list[str]:
-    """Return the texts on the heap of a ring's file by number, up to the first incomplete one. data: bytes of the file;
-    start: offset of the heap."""
+    """Return the texts stored in a ring file's text area (sites, groups, shapes ...), indexed by the numbers by which
+    call records refer to them, up to the first incomplete one.
+
+    data: bytes of the file. start: byte offset of the text area.
+    """
     names = []
     while start + _NAME.size <= len(data):
         length, check = _NAME.unpack_from(data, start)

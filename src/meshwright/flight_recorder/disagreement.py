@@ -28,11 +28,12 @@ _Signature = tuple[str, ...]
 
 
 def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
-    """Return the verdict on a hang: which rank caused it and why. seen: states of the ranks; now: seconds of the
-    monotonic clock.
+    """Diagnose a hang: return the verdict that says which ranks caused it and why.
 
-    None if all ranks make the same calls, no rank waits in a call, none is behind others while some process has died,
-    timed out or been stopped, and no process is stopped (SIGSTOP).
+    None if nothing is wrong: all ranks make the same calls, no rank waits in a call, none is behind others while some
+    process has died, timed out or been stopped, and no process is stopped (SIGSTOP).
+
+    seen: state of each rank, read at time `now` (seconds of the monotonic clock).
     """
     ranks = {each.rank: each for each in seen if each.calls is not None}
     return (
@@ -44,14 +45,15 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
 
 
 def _find_mismatch(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on the earliest call, of any group, in which the ranks differ; None if all agree. ranks: rank
-    -> its state; now: seconds of the monotonic clock."""
+    """Return the verdict on the earliest call of any group in which the ranks' calls differ by operation, site, dtype
+    or shape; None if all agree. ranks: rank -> its state; now: seconds of the monotonic clock."""
     found = [divergence for group in _list_groups(ranks) if (divergence := _find_divergence(ranks, group)) is not None]
     return min(found, key=lambda divergence: divergence.began).make_verdict(ranks, now) if found else None
 
 
 def _list_groups(ranks: Mapping[int, RankState]) -> list[Group]:
-    """Return the groups of all recorded calls, each once. ranks: rank -> its state."""
+    """Return the distinct groups (process groups, or pairs that exchange messages) of all recorded calls. ranks: rank
+    -> its state."""
     return list(dict.fromkeys(call.group for seen in ranks.values() for call in list_calls(seen) if call.group.ranks))
 
 
@@ -76,8 +78,11 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
-    """Return `here` (rank -> its call at one index of a group) with the operation, site and shape that a full heap lost
-    filled in by majority of the other ranks' calls; calls without a clear majority are left out."""
+    """Return `here` with the texts (operation, site, shape) that a call lacks, because the recorder's text memory was
+    full, copied from the majority of the other ranks' calls; calls without a clear majority are left out.
+
+    here: rank -> its call at one index of a group.
+    """
     if all(call.form and call.operation != "?" for call in here.values()):
         return here
     whole = [call for call in here.values() if call.form and call.operation != "?"]
@@ -111,10 +116,10 @@ def _make_signature(call: Call) -> _Signature:
 
 @dataclass(frozen=True, slots=True)
 class _Divergence:
-    """First call in which the ranks of a group differ.
+    """First call of a group in which its ranks differ.
 
-    group: the group; index: position of the call in it, from 1; here: rank -> its call at `index`; calls: rank -> index
-    -> call, for all recorded calls of the group.
+    group: ranks that must make equal calls. index: position of the differing call among the group's calls, from 1.
+    here: rank -> its call at `index`. calls: rank -> index -> call, all recorded calls of the group.
     """
 
     group: Group
@@ -183,9 +188,13 @@ class _Divergence:
         return [_make_signature(longest[at]) for at in sorted(longest) if at < self.index]
 
     def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
-        """Predict the signature (operation, site, dtype and shape) of the group's next call after its common calls and
-        then the signatures `then`: the one that followed the longest matching run of earlier calls; None if there is
-        none or it is ambiguous. among: allowed signatures (None: all)."""
+        """Predict the signature (operation, site, dtype and shape) of the group's next call from its repeating pattern
+        of calls: the signature that followed the longest earlier run equal to the latest calls.
+
+        The history are the calls that all ranks of the group made alike, followed by `then`, further signatures to
+        assume. among: allowed results (None: all). None if there is no earlier run, or two equally long runs continue
+        differently.
+        """
         history = [*self._list_common_calls(), *then]
         best, follower = 0, None
         for end in range(1, len(history)):
@@ -200,8 +209,9 @@ class _Divergence:
         return follower
 
     def _is_made_later(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank skipped the `expected` call (its signature): the call that the rank made instead is
-        one that others make, or should make, a little later."""
+        """Return True if the rank skipped the `expected` call: the call that it made instead is one that other ranks
+        make, or are predicted to make, within the next `LOOK_AHEAD` calls. expected: signature (operation, site, dtype
+        and shape)."""
         wrong = _make_signature(self.here[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))
@@ -221,7 +231,7 @@ class _Divergence:
         return False
 
     def _has_extra_call(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank made a call that the others did not: its next one has the `expected` signature
-        (operation, site, dtype and shape)."""
+        """Return True if the rank made one call more than the others: its call after the differing one has the
+        `expected` signature (operation, site, dtype and shape)."""
         after = self.calls[rank].get(self.index + 1)
         return after is not None and _make_signature(after) == expected

@@ -34,8 +34,8 @@ def read_process_state(process: int) -> str:
 class Snapshot:
     """State of all ranks at one time, from which the hang report is written.
 
-    seen: state of each rank; now: seconds of the monotonic clock; when: date and time as text; stacks: rank -> lines of
-    its stack dump.
+    seen: state of each rank. now: time of the snapshot in seconds of the monotonic clock. when: date and time as text.
+    stacks: rank -> lines of its Python stack dump, where one was taken.
     """
 
     seen: list[RankState]
@@ -47,8 +47,8 @@ class Snapshot:
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
         """Return a snapshot of all ranks and their processes now.
 
-        rings: rank -> descriptor of the open file of its ring buffer of calls; ended: rank -> how its process died,
-        such as "was killed by signal 9 (SIGKILL)", for ranks known to have died.
+        rings: rank -> file descriptor of its ring buffer of calls. ended: rank -> how its process died, such as "was
+        killed by signal 9 (SIGKILL)", for ranks known to have died (None: none).
         """
         seen = []
         for rank, descriptor in sorted(rings.items()):
@@ -91,11 +91,12 @@ class Snapshot:
         if len(shown) < len(self.seen):
             lines.append(f"... and {len(self.seen) - len(shown)} ranks more")
         if verdict is not None and verdict.group is not None:
-            lines += ["", *self._format_calls(verdict.group, verdict.index, set(shown))]
+            lines += ["", *self._format_calls(verdict.group, verdict.index)]
         return "\n".join(lines) + "\n"
 
     def _format_rank(self, seen: RankState, odd: bool) -> list[str]:
-        """Return the lines of the paragraph on one rank. seen: its state; odd: True if the rank is blamed."""
+        """Return the report's lines on one rank: process, latest calls, stack. seen: the rank's state. odd: True if the
+        rank is blamed."""
         calls = seen.calls
         mark = ">" if odd else " "
         if calls is None:
@@ -126,9 +127,9 @@ class Snapshot:
         """Return the time from `moment` (seconds of the monotonic clock) to the snapshot as text, such as `12.3 s`."""
         return f"{self.now - (moment or self.now):.1f} s"
 
-    def _format_calls(self, group: Group, index: int, shown: set[int]) -> list[str]:
-        """Return lines on the calls of a group around the call `index` (counted from 1), each with the ranks that made
-        it. shown: ranks that the report prints."""
+    def _format_calls(self, group: Group, index: int) -> list[str]:
+        """Return lines on a group's calls just before and after the call `index` (counted from 1 in the group), each
+        with the ranks that made it."""
         made: dict[int, dict[str, list[int]]] = {}
         members = [each for each in self.seen if each.rank in group.members and each.calls is not None]
         for each in members:
@@ -148,19 +149,20 @@ class Snapshot:
 
 
 def _describe_call(call: Call) -> str:
-    """Return text on a call: `call 57 of ranks 0-3 (...)` with operation, dtype, shape and bytes."""
+    """Return text on a call: its number, group, operation, dtype, shape and bytes, `call 57 of ranks 0-3 (...)`."""
     size = f", {call.form}, {call.payload_bytes:,} bytes"
     return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.what}{size})"
 
 
 def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
-    """Return "all" if `ranks` are all ranks in `members` (states of a group's ranks), else text such as "ranks 0-3"."""
+    """Return "all" if `ranks` are all ranks in `members`, else text such as "ranks 0-3". members: states of a group's
+    ranks."""
     return "all" if len(ranks) == len(members) else f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks))}"
 
 
 def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
-    """Return the ranks that the report prints: all, or `MAX_RANKS` of them if there are more, blamed ranks and their
-    group first."""
+    """Return the ranks that the report prints: all, or `MAX_RANKS` of them if there are more, those that the verdict
+    blames and their group first. verdict: None if no cause was found."""
     if len(ranks) <= MAX_RANKS:
         return ranks
     wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []

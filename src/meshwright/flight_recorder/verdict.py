@@ -16,13 +16,13 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """State of a rank at one time.
+    """State of a rank when a hang is diagnosed.
 
     Attributes:
         rank: Global rank.
-        calls: Its latest collective calls; None if its ring cannot be read (on another host, or not started).
+        calls: Its latest collective calls; None if its record cannot be read (on another host, or not started).
         state: Process state letter of /proc, such as "S" (sleeping) or "T" (stopped); empty without /proc.
-        ended: How its process died, if known: "was killed by signal 9 (SIGKILL)".
+        ended: How its process died, if known: "was killed by signal 9 (SIGKILL)"; else empty.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class RankState:
 
     @property
     def gave_up(self) -> bool:
-        """True if the rank recorded that it timed out."""
+        """True if the rank recorded, before it ended, that one of its calls timed out."""
         return self.calls is not None and self.calls.gave_up
 
     @property
@@ -67,7 +67,7 @@ class Verdict:
             many, or made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority;
             "circle": ranks wait for each other; "late": a rank entered a call late; "link": the network carries no
             data.
-        odd: Ranks that the verdict blames.
+        odd: Global ranks that the verdict blames.
         group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
     """
 
@@ -84,8 +84,8 @@ class Verdict:
 
 
 def describe_position(seen: RankState) -> str:
-    """Return text on the rank's position among its collective calls, to end a sentence with: `in call 57 (...)`, `after
-    call 56 (...)`; empty if unknown."""
+    """Return the end of a sentence on the rank's latest call: `in call 57 (...)` or `after call 56 (...)`; empty if
+    unknown. seen: the rank's state."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""
@@ -93,7 +93,8 @@ def describe_position(seen: RankState) -> str:
 
 
 def list_calls(seen: RankState) -> tuple[Call, ...]:
-    """Return the latest calls of a rank, oldest first; empty if its ring cannot be read."""
+    """Return the latest recorded calls of a rank, oldest first; empty if they cannot be read. seen: the rank's
+    state."""
     return () if seen.calls is None else seen.calls.calls
 
 
@@ -116,15 +117,15 @@ def choose_is(ranks: Sequence[int]) -> str:
 
 
 def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
-    """Return the longest wait of some ranks as text: `have been waiting for 12.3 s`. calls: rank -> the call it waits
-    for; now: seconds of the monotonic clock."""
+    """Return the longest wait of the given ranks as text: `have been waiting for 12.3 s`. calls: rank -> the call it
+    waits in; now: seconds of the monotonic clock."""
     longest = now - min(calls[rank].waited or calls[rank].posted for rank in ranks)
     return f"{choose_has(ranks)} been waiting for {longest:.1f} s"
 
 
 def describe_activity(seen: RankState, now: float) -> str:
-    """Return text on the call that a rank waits in, or else on its last completed one. now: seconds of the monotonic
-    clock."""
+    """Return text on the call that a rank waits in, or else on its last completed one. seen: the rank's state; now:
+    seconds of the monotonic clock."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None
@@ -134,5 +135,5 @@ def describe_activity(seen: RankState, now: float) -> str:
 
 
 def describe_process(seen: RankState) -> str:
-    """Return text on the state of a rank's process, or on how it died."""
+    """Return text on the state of a rank's process, such as "sleeping", or on how it died. seen: the rank's state."""
     return f"it {seen.ended or 'has died'}" if seen.dead else f"its process is {seen.state_text}"

@@ -58,7 +58,7 @@ def _is_stopped(seen: RankState) -> bool:
 
 
 def _is_free(seen: RankState) -> bool:
-    """Return True if the rank does not wait in a collective call, so that only its own code can delay the others."""
+    """Return True if the rank does not wait in a collective call: it runs its own code. seen: the rank's state."""
     return seen.calls is None or seen.calls.waiting is None
 
 
@@ -96,7 +96,8 @@ def _blame_missing(
     blockers: Mapping[int, list[int]],
     now: float,
 ) -> Verdict:
-    """Return the verdict on the ranks `odd`, for which others wait although they themselves wait for no rank.
+    """Return the verdict that blames the ranks `odd`: others wait for them in a call, and they themselves wait for no
+    rank.
 
     ranks: rank -> its state; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds
     of the monotonic clock.
@@ -125,7 +126,7 @@ def _blame_missing(
 def _blame_unreadable(
     absent: list[int], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
 ) -> Verdict:
-    """Return the verdict if ranks wait for the ranks `absent`, whose calls cannot be read because they run on
+    """Return the verdict for ranks that wait for the ranks `absent`, whose calls cannot be read because they run on
     other hosts.
 
     waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the monotonic clock.
@@ -217,7 +218,7 @@ def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 
 def _count_calls(seen: RankState, group: Group) -> int:
-    """Return the number of calls that a rank has made in a group, 0 if unknown."""
+    """Return the number of calls that a rank has made in a group so far, 0 if unknown. seen: the rank's state."""
     return seen.calls.counts.get(group, 0) if seen.calls else 0
 
 
@@ -228,11 +229,11 @@ def _blame_lagging(
     slower: Mapping[int, Mapping[int, list[Group]]],
     now: float,
 ) -> Verdict:
-    """Return the verdict on ranks that have made fewer calls than others: it names the earliest call that the first of
-    them has not made.
+    """Return the verdict that blames ranks which have made fewer calls than others; its text names the earliest call
+    that the first of them has not made.
 
-    ranks: rank -> its state; odd: the lagging ranks; kind: "dead", "stopped" or "behind"; slower: rank -> ranks that
-    are behind it -> groups in which they are; now: seconds of the monotonic clock.
+    ranks: rank -> its state; odd: the ranks to blame; kind: why they are behind, "dead", "stopped" or "behind"; slower:
+    rank -> rank that is behind it -> groups in which it is behind; now: seconds of the monotonic clock.
     """
     first, missing = odd[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():

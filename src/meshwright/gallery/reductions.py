@@ -107,7 +107,8 @@ def _time(algorithm: str, ranks: int, size: int, topology: str = "switch") -> Co
 
 
 def reduce_on_two_tiers(work: Work) -> None:
-    """Append to `work` the worked example: a flat ring against the hierarchical all-reduce, on two nodes of four ranks."""
+    """Append to `work` the worked example: a flat ring against the hierarchical all-reduce, on two nodes of four
+    ranks."""
     size, nodes, each = 1 << 26, 2, 4
     reports = {name: _time(name, nodes * each, size, "nodes:2x4") for name in ("ring", "hierarchical-scatter")}
     network = reports["ring"].timing.network
