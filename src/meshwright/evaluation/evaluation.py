@@ -97,8 +97,11 @@ def run_evaluation(
 def _evaluate_on_device(
     directory: Path, tokens: PackedDataset, device: str, progress: Callable[[int, int], None]
 ) -> tuple[float, int]:
-    """Return (sum of token losses in nats, number of target tokens) of the model in `directory` on one device. tokens:
-    packed rows to evaluate. progress: called with (rows done, all rows)."""
+    """Evaluate the model in `directory` on one device; return (sum of token losses in nats, number of target tokens).
+
+    tokens: packed rows (sequences filled with documents). device: "cpu" or "cuda". progress: called with (rows done,
+    all rows).
+    """
     engine = build_offline_engine(directory, Mesh.single(device=device), "float32", scoring=True)
     batches = tokens.iterate_batches(_choose_rows_per_batch(tokens))
     return _sum_losses(engine, batches, lambda done: progress(done, tokens.rows))
@@ -107,10 +110,12 @@ def _evaluate_on_device(
 def _evaluate_on_rank(
     directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str], instruction_set: str | None
 ) -> tuple[float, int]:
-    """Run on each rank of `layout` (notation): return (sum of token losses in nats, number of target tokens) of this
-    data-parallel replica's batches on the replica's first rank, (0, 0) on its other ranks. directory: model; data:
-    recipe or source; sequence: context length in tokens; overrides: "table.key=value" for the recipe;
-    instruction_set: that of the kernels, equal on all ranks."""
+    """Evaluate one data-parallel replica's share of the data; run on each rank of a layout. Returns (sum of token
+    losses in nats, number of target tokens) on the replica's first rank, (0, 0) on its others.
+
+    directory: model. layout: notation. data: recipe or source. sequence: context length in tokens. overrides:
+    "table.key=value" for the recipe. instruction_set: CPU kernels to use, equal on all ranks.
+    """
     mesh = Mesh.create(Layout.parse(layout))
     engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True, instruction_set=instruction_set)
     config = config_from_path(directory)
@@ -124,9 +129,9 @@ def _evaluate_on_rank(
 def _sum_losses(
     engine: Engine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
 ) -> tuple[float, int]:
-    """Return (sum of the losses of all target tokens in nats, number of target tokens). The loss of a token is its
-    negated prompt log-probability from the inference engine, the value that a server returns with `echo`. progress:
-    called with the number of rows done after each batch."""
+    """Score batches with the inference engine; return (sum of the losses of all target tokens in nats, their number). A
+    token's loss is its negated log-probability in the prompt, as a server returns it with `echo`. progress: called with
+    the number of rows done after each batch."""
     losses, rows = array("d"), 0
     for batch in batches:
         requests, counted = _build_requests(batch)
@@ -141,8 +146,11 @@ def _sum_losses(
 
 
 def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[int]]]:
-    """Build one request for each document in each row of the batch that has targets; returns (requests, {request id:
-    positions in its prompt whose log-probabilities count}). The prompt ends with the last target."""
+    """Build one scoring request for each document in each row of the batch that has target tokens.
+
+    Returns (requests, {request id: positions in its prompt whose log-probabilities count}). A prompt ends with the
+    document's last target.
+    """
     requests: list[Request] = []
     counted: dict[str, list[int]] = {}
     sampling = Sampling(max_tokens=0, prompt_logprobs=0)
@@ -160,7 +168,8 @@ def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[in
 
 
 def _choose_rows_per_batch(tokens: PackedDataset) -> int:
-    """Return the number of packed rows in a batch of about `TOKENS_AT_ONCE` tokens."""
+    """Return the number of packed rows (sequences filled with documents) in a batch, for about `TOKENS_AT_ONCE`
+    tokens."""
     return max(1, TOKENS_AT_ONCE // tokens.sequence)
 
 
@@ -211,7 +220,11 @@ def prepare_held_out(
 
 
 def _count_lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
-    """Return the number of documents whose text changes when it is encoded to tokens and decoded again."""
+    """Return the number of documents whose text changes when it is encoded to tokens and decoded again.
+
+    prepared: prepared data, from which the tokenizer is taken. tokens: the evaluated split, from which the original
+    texts are read.
+    """
     tokenizer, lossy = prepared.tokenizer, 0
     for texts in _batch_texts(tokens.iterate_texts(), 256):
         encoded = tokenizer.encode(texts)
@@ -220,6 +233,6 @@ def _count_lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
 
 
 def _batch_texts(texts: Iterator[str], size: int) -> Iterator[list[str]]:
-    """Yield lists of `size` consecutive texts; the last list may be shorter."""
+    """Yield lists of `size` consecutive texts from an iterator; the last list may be shorter."""
     while batch := list(itertools.islice(texts, size)):
         yield batch

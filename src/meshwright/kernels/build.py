@@ -66,8 +66,8 @@ def cache_directory() -> Path:
 
 
 def compute_version(compiler: str, instruction_set: str) -> str:
-    """Return the hex sha256 of kernel sources, compiler version and flags, the version of a library. Raises `OSError`
-    or `CalledProcessError` if the compiler does not run."""
+    """Return the version of a compiled library: the hex SHA-256 of kernel sources, compiler version and flags. Raises
+    `OSError` or `CalledProcessError` if the compiler does not run."""
     described = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     digest = hashlib.sha256(described + repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode())
     for path in SOURCES:
@@ -93,8 +93,8 @@ def build(instruction_set: str) -> tuple[Path, str] | None:
 
 
 def _is_intact(library: Path) -> bool:
-    """Return True if the file `library` is this user's, nobody else can write it, and its sha256 equals the one that
-    was written beside it."""
+    """Return True if the file `library` is this user's, nobody else can write it, and its SHA-256 equals the stored
+    one."""
     try:
         status = library.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -110,8 +110,8 @@ def _checksum_path(library: Path) -> Path:
 
 
 def _compile(compiler: str, instruction_set: str, library: Path) -> None:
-    """Compile the library for `instruction_set` to the file `library` in the cache, atomically, and then write its
-    checksum. Several processes may do so at once."""
+    """Compile the kernels for `instruction_set` into the file `library`, and write its checksum beside it; atomic, so
+    that several processes may do so at once. compiler: path of the C++ compiler."""
     sources = [str(path) for path in SOURCES if path.suffix == ".cpp"]
     options = [f"-m{option}" for option in INSTRUCTION_SETS[instruction_set]]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

@@ -47,12 +47,12 @@ def load_kernels(instruction_set: str | None = None) -> Kernels | None:
 
 
 def choose_instruction_set() -> str | None:
-    """Return the name of the instruction set whose kernels are the fastest on this processor; None where no kernels can
-    be built. Measured at the first call, if there is more than one, and stored on disk for later processes;
-    the most capable one where MESHWRIGHT_PROBE=0 forbids to measure.
+    """Return the instruction set whose kernels are the fastest on this processor, "amx", "avx512_bf16", "avx512" or
+    "avx2"; None if no kernels can be built.
 
-    The environment variable named by `INSTRUCTION_SET_VARIABLE` overrides it. Raises UserError if that names an
-    instruction set that the processor lacks.
+    If there are several, the first call benchmarks them and stores the result on disk; with MESHWRIGHT_PROBE=0 it takes
+    the most capable one without measuring. The environment variable named by `INSTRUCTION_SET_VARIABLE` overrides the
+    choice; UserError if the processor lacks the one it names.
     """
     supported = build.supported_instruction_sets()
     if named := os.environ.get(INSTRUCTION_SET_VARIABLE):
@@ -85,7 +85,7 @@ def choose_instruction_set() -> str | None:
 
 
 def describe_processor() -> dict[str, str]:
-    """Return the fields of /proc/cpuinfo that identify the processor's model, by field name."""
+    """Return the fields of /proc/cpuinfo that identify the processor's model: {field name: value}."""
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     return {name: fields.get(name, "") for name in _PROCESSOR_FIELDS}
@@ -98,8 +98,12 @@ def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, float]]:
-    """Return {instruction set: {case: smallest processor seconds of several runs}}. Cases: bfloat16 matrix products and
-    attention at the shapes of decode and prefill, on one thread. The candidates are measured in turns."""
+    """Benchmark the libraries of several instruction sets on one thread; return {instruction set: {case: processor
+    seconds, smallest of several runs}}.
+
+    candidates: {instruction set: library}. Cases: bfloat16 matrix products and attention at the shapes of decode and
+    prefill. The candidates are measured in turns.
+    """
     runs = {name: _make_cases(kernels) for name, kernels in candidates.items()}
     seconds = {name: dict.fromkeys(cases, float("inf")) for name, cases in runs.items()}
     for _ in range(_TURNS):
@@ -112,8 +116,9 @@ def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, fl
 
 
 def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
-    """Return {case: function that runs it once}: matrix products of T rows with a [1536, 1536] weight, and attention of
-    the last T tokens of one sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value heads."""
+    """Return the benchmark cases for choosing an instruction set, {case: function that runs it once}: matrix products
+    of T rows with a [1536, 1536] weight, and attention of the last T tokens of a sequence of 1,024 tokens, with 8 query
+    heads of size 64 and 2 key-value heads; T as in decode and in prefill."""
     random, heads, kv_heads, size, context = np.random.default_rng(0), 8, 2, 64, 1024
     matrix = kernels.pack(random.standard_normal((1536, 1536), np.float32), "bfloat16")
     keys, values = (kernels.empty(shape, np.uint16) for shape in LayerCache.shapes(context // 16, kv_heads, size))
@@ -132,8 +137,8 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Batch (`StepArrays`) on which kernels are timed: the last `tokens` tokens of one sequence whose context has
-    `context` tokens, those included. Its token numbers mean nothing."""
+    """Batch of one sequence (`StepArrays`) for timing kernels: its last `tokens` tokens are processed, with a context
+    of `context` tokens, these included. Token ids are arbitrary."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)
@@ -144,8 +149,8 @@ class _LastTokens:
 
 
 def _open_library(instruction_set: str) -> Kernels | None:
-    """Return the library for one instruction set, compiled now or loaded from the cache; None where it cannot be built,
-    or the system denies AMX."""
+    """Return the compiled library for one instruction set, from the cache or compiled now; None if it cannot be built,
+    or if the system denies the use of AMX."""
     if (built := build.build(instruction_set)) is None:
         return None
     path, version = built

@@ -22,8 +22,12 @@ _PACKED_ROWS = 256  # that a thread packs at once
 
 
 class Kernels:
-    """The library for one instruction set. `instruction_set`: "amx", "avx512_bf16", "avx512" or "avx2"; `version`:
-    start of the sha256 of sources, compiler and flags: equal versions give equal bits on equal processors."""
+    """Compiled CPU library for one instruction set, with its thread pool: packs weights and executes lists of
+    operations.
+
+    instruction_set: "amx", "avx512_bf16", "avx512" or "avx2". version: start of the SHA-256 of sources, compiler and
+    flags; equal versions give equal bits on equal processors.
+    """
 
     def __init__(self, library: ctypes.CDLL, instruction_set: str, version: str) -> None:
         self.instruction_set, self.version = instruction_set, version[:16]
@@ -45,8 +49,8 @@ class Kernels:
         self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return a zeroed array whose data are aligned to 64 bytes, in huge pages where the system has them. A page
-        becomes resident when it is first written."""
+        """Allocate a zeroed array aligned to 64 bytes, in huge pages where the system has them. A page takes physical
+        memory when it is first written."""
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
         rounded = -(-size // 64) * 64
@@ -91,14 +95,14 @@ class Kernels:
         return packed
 
     def end_packing(self) -> None:
-        """Give back the threads and the memory with which `pack` packs; it takes them anew when it is called again."""
+        """Free the threads and memory that `pack` uses; its next call allocates them again."""
         if self._packers is not None:
             self._packers.shutdown()
         self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
-        """Return zeros of `shape` in the memory that thread `number` uses again and again: while the KV pool is made
-        resident, mapping memory anew takes long."""
+        """Return a zeroed uint32 array of `shape` in which `pack` pads rows of a weight before it permutes them.
+        number: index of the packing thread, whose next call reuses the memory (and overwrites the array)."""
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)
@@ -122,7 +126,7 @@ class Kernels:
         return out
 
     def op_list(self) -> OpList:
-        """Return a new, empty list of operations, which this library executes."""
+        """Return a new, empty list of operations for this library to execute."""
         return OpList(self.execute)
 
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
@@ -133,7 +137,8 @@ class Kernels:
 
 
 def _round_to_bfloat16(values: Array) -> Array:
-    """Return an array of float32 values, rounded to nearest even, or of bfloat16 bits (uint16) as bfloat16 bits."""
+    """Round float32 values to bfloat16 (to nearest even); return the bits as uint16. An array of bfloat16 bits is
+    returned unchanged."""
     if values.dtype == BFLOAT16:
         return values
     bits = values.view(np.uint32)
@@ -141,7 +146,8 @@ def _round_to_bfloat16(values: Array) -> Array:
 
 
 def _map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory of `size` bytes that begins at a huge page, in huge pages where the system has them."""
+    """Map zeroed memory of `size` bytes, aligned to a huge page, in huge pages where the system has them; return uint8
+    [size]."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

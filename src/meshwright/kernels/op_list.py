@@ -43,8 +43,9 @@ _ROUTER = {"softmax": 0, "sigmoid": 1}
 
 
 class OpList:
-    """Operations that the compiled library executes in order, each on all threads, with a barrier after each. An
-    operation takes one or more entries (structs `Op`); `len` is the number of entries."""
+    """List of the operations of a forward step, which the compiled library executes in order, each on all threads with
+    a barrier after it. An operation takes one or more entries (structs `structures.Op`); `len()` is the number of
+    entries."""
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
@@ -63,8 +64,9 @@ class OpList:
         return self._array
 
     def append(self, op: AnyOp) -> int:
-        """Append an operation; return the index of its first entry, a bound for `run`. Most operations take one entry,
-        a mixture-of-experts layer several. Raises `ValueError` where the shapes of its arrays do not fit each other."""
+        """Append an operation; return the index of its first entry, which `run` takes as a bound. A mixture-of-experts
+        layer takes several entries, other operations one. Raises `ValueError` if the shapes of its arrays do not
+        fit."""
         begin = len(self._ops)
         self._ops.extend(_LOWER[type(op)](op))
         self._held.append(op)
@@ -107,9 +109,11 @@ def _cache(cache: LayerCache) -> structures.Cache:
 def _op(
     kind: str, out: Float32, x: Float32 | None, *, width: int, in_width: int | None = None, **fields: Any
 ) -> structures.Op:
-    """Return the ctypes struct of an operation of the kind named `kind` ("linear" ...), which writes rows of `width`
-    elements to `out` and reads rows of `in_width` (default: `width`) elements from `x`. fields: its further fields of
-    `structures.Op`. Raises `ValueError` if the rows of the buffers have other widths."""
+    """Return the ctypes struct of one operation. Raises `ValueError` if the buffers' rows have other widths.
+
+    kind: key of `KIND`, such as "linear". out: buffer to write, with rows of `width` elements. x: buffer to read, with
+    rows of `in_width` elements (None: `width`). fields: further fields of `structures.Op`.
+    """
     for array, columns in ((out, width), (x, width if in_width is None else in_width)):
         if array is not None and array.shape[1] != columns:
             raise ValueError(f"{kind}: a buffer has rows of {array.shape[1]} elements, expected {columns}")
@@ -121,7 +125,8 @@ def _op(
 
 
 def _lower_embed(op: Embed) -> list[structures.Op]:
-    """Convert an embedding lookup (of token IDs or positions) to its one entry of the list."""
+    """Convert an embedding lookup (by token ID or position) to its entry for the compiled library; returns a list of
+    one."""
     if isinstance(op.table, np.ndarray):
         wide = BFLOAT16 if op.table.dtype == BFLOAT16 else np.dtype(np.float32)
         (n, k), data = op.table.shape, address(op.table, wide)
@@ -133,7 +138,7 @@ def _lower_embed(op: Embed) -> list[structures.Op]:
 
 
 def _lower_norm(op: Norm) -> list[structures.Op]:
-    """Convert an RMSNorm or LayerNorm to its one entry of the list."""
+    """Convert an RMSNorm or LayerNorm to its entry for the compiled library; returns a list of one."""
     size = len(op.weight)
     return [
         _op(
@@ -151,7 +156,7 @@ def _lower_norm(op: Norm) -> list[structures.Op]:
 
 
 def _lower_linear(op: Linear) -> list[structures.Op]:
-    """Convert a linear layer to its one entry of the list."""
+    """Convert a linear layer to its entry for the compiled library; returns a list of one."""
     return [
         _op(
             "linear",
@@ -168,7 +173,8 @@ def _lower_linear(op: Linear) -> list[structures.Op]:
 
 
 def _lower_rope_store(op: RopeStore) -> list[structures.Op]:
-    """Convert QK norm, rotary embedding and the write to the KV cache to their one entry of the list."""
+    """Convert QK norm, rotary embedding and the write to the KV cache to their entry for the compiled library; returns
+    a list of one."""
     cache, size = _cache(op.cache), op.cache.head_dim
     rotated = 0 if op.cosine is None else 2 * op.cosine.shape[1]
     return [
@@ -190,7 +196,8 @@ def _lower_rope_store(op: RopeStore) -> list[structures.Op]:
 
 
 def _lower_attention(op: Attention) -> list[structures.Op]:
-    """Convert the attention over the KV cache to its one entry of the list; without a window, 2^40 tokens."""
+    """Convert attention over the KV cache to its entry for the compiled library; returns a list of one. No window
+    becomes a window of 2^40 tokens."""
     cache, size = _cache(op.cache), op.cache.head_dim
     return [
         _op(
@@ -208,8 +215,11 @@ def _lower_attention(op: Attention) -> list[structures.Op]:
 
 
 def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> list[structures.Op]:
-    """Convert an activation to its one entry of the list. rows: what a row of its buffers belongs to, "tokens",
-    "outputs" or "assignments" (of tokens to experts). fields: further fields of `structures.Op`, such as `routing`."""
+    """Convert an activation to its entry for the compiled library; returns a list of one.
+
+    rows: meaning of a buffer's rows: "tokens", "outputs" (tokens whose logits are wanted) or "assignments" (pairs of
+    token and expert). fields: further fields of `structures.Op`, such as `routing`.
+    """
     width = op.out.shape[1]
     wide = 2 * width if op.gated else width
     mode = _ACTIVATION[op.kind]
@@ -229,9 +239,9 @@ def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> li
 
 
 def _lower_experts(op: Experts) -> list[structures.Op]:
-    """Convert a mixture-of-experts layer to its seven entries of the list: router product, top-k choice, sorting by
-    expert, up projections, activation, down projections, weighted sum. Raises `ValueError` if its workspace has other
-    sizes."""
+    """Convert a mixture-of-experts layer to its seven entries for the compiled library: router product, top-k choice,
+    sorting by expert, up projections, activation, down projections, weighted sum. Raises `ValueError` if its workspace
+    has other sizes."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
         raise ValueError(
@@ -256,15 +266,15 @@ def _lower_experts(op: Experts) -> list[structures.Op]:
 
 
 def _lower_gate(op: Gate) -> list[structures.Op]:
-    """Convert the sigmoid gate of a shared expert to its one entry of the list."""
+    """Convert the sigmoid gate of a shared expert to its entry for the compiled library; returns a list of one."""
     matrix = structures.Matrix(k=op.x.shape[1])
     weight = address(op.weight, np.float32, op.x.shape[1])
     return [_op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)]
 
 
 def _lower_take_rows(op: TakeRows) -> list[structures.Op]:
-    """Convert a `TakeRows` operation, which copies the rows of the batch whose logits are wanted, to its one entry of
-    the list that the C++ kernels run."""
+    """Convert a `TakeRows` operation, which copies the rows whose logits are wanted, to its entry for the compiled
+    library; returns a list of one."""
     return [_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])]
 
 

@@ -25,12 +25,12 @@ Rows = Literal["tokens", "outputs"]
 
 
 class StepArrays(Protocol):
-    """The ragged batch of one step of S sequences, arrays int32 and C-contiguous: T tokens, sequence after sequence,
-    those of sequence s at the indices starts[s] to starts[s + 1] (exclusive). `serving.scheduler.StepBatch` is one.
+    """Ragged batch of one forward step over S sequences: int32 arrays, C-contiguous.
 
-    A token's position p is its index in its sequence. Its key and value of a layer with block table w are in the KV
-    block block_tables[w, s, p // 16] at offset p % 16, in `slots` as one number: block * 16 + offset. Of one block
-    table, the first dimension may be left out. `output_rows`: tokens whose logits are wanted.
+    tokens, positions: [T] ids and indices in their sequence; sequence s has the tokens starts[s] to starts[s + 1]
+    (exclusive). slots: [T], place of the token's key and value in the KV cache: block * 16 + offset. block_tables: [W,
+    S, blocks], KV blocks of each sequence for each of W block tables (kinds of attention); the first dimension may be
+    left out for W = 1. output_rows: [R], tokens whose logits are wanted. `serving.scheduler.StepBatch` is one.
     """
 
     tokens: Int32  # [T]
@@ -43,9 +43,12 @@ class StepArrays(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """KV cache of one layer in B blocks of 16 tokens, float32 or bfloat16 bits (uint16), zeroed when allocated. `keys`:
-    [B, K, D, 16]; `values`: [B, K, 16, D rounded up to a multiple of 16]; `head_dim`: D; `table`: number of the block
-    table that says which blocks are a sequence's. Layers of different block tables may share arrays."""
+    """KV cache of one layer: B blocks of 16 tokens for K key-value heads of size D, float32 or bfloat16 bits (uint16),
+    zeroed when allocated.
+
+    keys: [B, K, D, 16]. values: [B, K, 16, D rounded up to a multiple of 16]. head_dim: D. table: number of the block
+    table that lists each sequence's blocks; layers with different block tables may share arrays.
+    """
 
     keys: Array
     values: Array
@@ -63,8 +66,9 @@ class LayerCache:
 class Embed:
     """Embedding lookup: out[t] = table[id - first], zeros for an ID outside the table; `accumulate`: added to out[t].
 
-    `table`: [V, H] float32 or bfloat16 bits, or the packed matrix of a tied head, which is not copied; `ids`: token
-    IDs, or "positions" for learned positions; `first`: first ID of the table, above 0 for a vocabulary-parallel slice.
+    `out`: [T, H]; `table`: [V, H] float32 or bfloat16 bits, or the packed matrix of a tied head, which is not copied;
+    `ids`: token IDs, or "positions" for learned positions; `first`: first ID of the table, above 0 for a
+    vocabulary-parallel slice.
     """
 
     out: Float32
@@ -152,8 +156,8 @@ class Activation:
 
 
 class ExpertsWorkspace:
-    """Temporary buffers of the mixture-of-experts layers; all layers share one workspace. Sized for `tokens` tokens of
-    a step, each with `top_k` of `experts` experts, of intermediate size `width`. `nbytes`: bytes of all buffers."""
+    """Temporary buffers of the mixture-of-experts layers of a model, shared by all layers. tokens: maximum tokens of a
+    step. top_k: experts per token, of `experts` experts of intermediate size `width`. nbytes: bytes of all buffers."""
 
     def __init__(self, tokens: int, experts: int, top_k: int, hidden: int, width: int) -> None:
         rows = tokens * top_k
@@ -204,7 +208,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class TakeRows:
-    """Copy of the rows whose logits are wanted: out[r] = x[output_rows[r]]; `out`: [R, H], `x`: [T, H]."""
+    """Copy of the rows whose logits are wanted: out[r] = x[output_rows[r]]. out: [R, H], x: [T, H]; H hidden size."""
 
     out: Float32
     x: Float32

@@ -33,8 +33,11 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 class Matrix(ctypes.Structure):
-    """Struct `Matrix` of structures.h: `count` weight matrices of one shape [n, k]. packed: in panels of 16 columns (of
-    n); else one matrix, row-major. stride: bytes from one matrix to the next. bfloat16: element type; else float32."""
+    """ctypes struct `Matrix` of structures.h: `count` weight matrices of one shape [n, k].
+
+    packed: True if stored in panels of 16 rows of n (see `PackedMatrix`), else row-major. stride: bytes from one matrix
+    to the next. bfloat16: True if the elements are bfloat16, else float32.
+    """
 
     _fields_ = [
         ("data", _POINTER),
@@ -48,8 +51,11 @@ class Matrix(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """Struct `Cache` of structures.h: KV cache of one layer, addresses of keys and values with the shapes of
-    `operations.LayerCache`. bfloat16: element type; else float32. table: number of the layer's block table."""
+    """ctypes struct `Cache` of structures.h: KV cache of one layer.
+
+    Addresses of keys and values, with the shapes of `operations.LayerCache`. bfloat16: True if the elements are
+    bfloat16, else float32. table: number of the layer's block table.
+    """
 
     _fields_ = [
         ("keys", _POINTER),
@@ -62,10 +68,13 @@ class Cache(ctypes.Structure):
 
 
 class Routing(ctypes.Structure):
-    """Struct `Routing` of structures.h: expert routing of a step. weights, experts: addresses of the weights and
-    indices [tokens, top_k] of each token's experts, chosen among `count`. order: assignments (token * top_k + rank) to
-    the `held` experts of this rank, which begin at expert `first`, sorted by expert. ends: exclusive end of each
-    expert's in `order`."""
+    """ctypes struct `Routing` of structures.h: assignment of a step's tokens to experts.
+
+    weights, experts: addresses of float32 weights and int32 expert indices, [tokens, top_k]. count: number of all
+    experts; first, held: first expert of this rank and number of its experts. order: assignments (token * top_k + k) to
+    this rank's experts, sorted by expert. ends: exclusive end of the assignments of each of this rank's experts in
+    `order`.
+    """
 
     _fields_ = [
         ("weights", _POINTER),
@@ -82,7 +91,8 @@ class Routing(ctypes.Structure):
 
 
 class Op(ctypes.Structure):
-    """Struct `Op` of structures.h: one operation of a forward step, such as a linear layer, for the compiled library.
+    """ctypes struct `Op` of structures.h: one operation of a forward step, such as a linear layer, for the compiled
+    library.
 
     kind: number of the operation in `op_list.KIND`; each kind reads only the fields that it needs. mode: its variant,
     such as RMSNorm or LayerNorm. rows: 0 one row per token, 1 per output row, 2 per (token, expert) assignment. out,
@@ -119,9 +129,11 @@ class Op(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """Struct `Step` of structures.h: the ragged batch of one step, addresses of the int32 arrays of
-    `operations.StepArrays` and their sizes. table_width: blocks of a row of `block_tables`. outputs: length of
-    `output_rows`."""
+    """ctypes struct `Step` of structures.h: the ragged batch of one forward step.
+
+    Fields are the addresses of the int32 arrays of `operations.StepArrays` and their sizes. table_width: entries in a
+    row of `block_tables`. outputs: length of `output_rows`.
+    """
 
     _fields_ = [
         ("tokens", _POINTER),
@@ -138,10 +150,10 @@ class Step(ctypes.Structure):
 
 
 def address(array: Array | None, dtype: npt.DTypeLike, size: int | None = None) -> int | None:
-    """Return the address of the data of a C-contiguous array of type `dtype` with `size` elements (None: any number);
-    for the array None return None, a null pointer.
+    """Return the memory address of a C-contiguous array, None (a null pointer) for None.
 
-    Raises `ValueError` for an array of another type, size or memory layout.
+    dtype, size: required element type and number of elements (None: any). Raises `ValueError` for an array of another
+    type, size or memory layout.
     """
     if array is None:
         return None

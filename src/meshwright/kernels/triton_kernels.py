@@ -12,9 +12,10 @@ import triton.language as tl
 def add_norm(
     x, delta, weight, out, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the RMSNorm of one row of `x` to `out`. ADD: first add the row of `delta` to `x` in place.
+    """Write the RMSNorm of one row of `x` [rows, size] to `out`. ADD: first add the row of `delta` to `x` in place
+    (residual).
 
-    Grid: (rows). size: elements of a row. BLOCK: power of 2 >= size.
+    Grid: (rows). weight: [size]. BLOCK: power of 2 >= size.
     """
     places = tl.arange(0, BLOCK)
     inside = places < size
@@ -33,11 +34,12 @@ def rotate_and_store(
     qkv, keys, values, positions, slots, cosine, sine, query_norm, key_norm, epsilon, heads, kv_heads,
     SIZE: tl.constexpr, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Apply QK norm (NORM) and RoPE (ROTATE) to one head of one token in `qkv`. A query is written back, a key or a
-    value to its token's slot of the KV cache; values are copied unchanged.
+    """Apply QK norm (if NORM) and RoPE (if ROTATE) to one head of one token in `qkv` [tokens, heads + 2 kv_heads,
+    SIZE]. A query is written back in place; a key or value goes to the token's slot in the KV cache, values unchanged.
 
-    Grid: (tokens, heads + 2 kv_heads), a token's query heads first, then keys, then values. SIZE: head size. HALF:
-    power of 2 >= SIZE / 2.
+    Grid: (tokens, heads + 2 kv_heads): query heads, then key heads, then value heads. keys, values: cache [slots,
+    kv_heads, SIZE]. positions, slots: int32 [tokens]. cosine, sine: [positions, SIZE / 2]. query_norm, key_norm:
+    RMSNorm weights [SIZE]. HALF: power of 2 >= SIZE / 2.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = tl.arange(0, HALF)
@@ -78,12 +80,16 @@ def attend_sections(
     window, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of one tile of queries for one key-value head over sections of SECTION keys of its context
-    (split-K): for each section the highest score and sum of exp(score - highest) go to `stats`, the weighted sum of
-    values to `partial`.
+    """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K).
 
-    Grid: (tiles, key-value heads, P); program p of P computes every P-th section. A tile has at most `most` tokens of
-    one sequence. STEP: keys of an iteration. BLOCK: tokens of a KV block.
+    For each section, the highest score and the sum of exp(score - highest) go to `stats` [rows, 2], the weighted sum of
+    values to `partial` [rows, SIZE], with one row per (tile, token in the tile, query head, section).
+
+    Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. A tile is at most `most` consecutive tokens
+    of one sequence; tiles: int32 [3, ...] with rows `stride` apart: first token, number of tokens, row of `tables`
+    (block tables, `table_width` entries a row). sections: maximum number of sections of a sequence. width: elements of
+    a row of `qkv`. window: keys that a query attends to, 0: all. GROUP: query heads per key-value head. ROWS: (token,
+    head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens of a KV block. PADDED names: powers of 2.
     """
     tile, kv = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile), tl.load(tiles + stride + tile)
@@ -134,8 +140,11 @@ def merge_sections(
     partial, stats, positions, tiles, out, stride, most, sections, window,
     SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial attention results of `attend_sections`, section after section in order, to the output of one
-    query head of one token (a log-sum-exp merge). Grid: (tiles x `most` tokens, query heads)."""
+    """Merge the partial results of `attend_sections` over all sections, in order, into the attention output of one
+    query head of one token (log-sum-exp merge); writes `out` [tokens, query heads, SIZE].
+
+    Grid: (tiles x `most` tokens, query heads). Other arguments as in `attend_sections`.
+    """
     place, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile, token = place // most, place % most
     first = tl.load(tiles + tile)
@@ -223,8 +232,10 @@ def add_splits(
 
 @triton.jit
 def gate(up, out, width, BLOCK: tl.constexpr):
-    """Compute SwiGLU for BLOCK elements of a row: out = silu(first half of the row of `up`) * second half. Grid: (rows,
-    blocks). width: elements of half a row."""
+    """Compute SwiGLU for BLOCK elements of a row: out = silu(first half of the row of `up`) * second half.
+
+    Grid: (rows, blocks of a row). up: [rows, 2 width]. out: [rows, width].
+    """
     row, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < width
     value = tl.load(up + row * 2 * width + places, inside, 0.0).to(tl.float32)

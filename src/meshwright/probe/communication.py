@@ -21,9 +21,9 @@ _SITE = "probe"
 
 
 def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
-    """Return (scope, axis) for every kind of process group whose collectives are timed. Collective.
+    """Make every kind of process group whose collectives are timed; return (scope, axis) for each. Collective.
 
-    Scope "inside": groups of consecutive ranks of a host, one axis for each size that divides the host's ranks;
+    Scope "inside": groups of consecutive ranks of a host, one axis for each group size that divides the host's ranks;
     "across": groups of one rank of each host; "world": all ranks. mesh: from `probe.rank.make_probe_mesh`.
     """
     inside = [size for size in range(2, mesh.tp.size + 1) if mesh.tp.size % size == 0]
@@ -36,11 +36,12 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 
 
 def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float) -> list[float]:
-    """Time a collective on a float32 vector and return this rank's seconds per call in each of `BATCHES` batches.
+    """Time a collective on a float32 vector; return this rank's seconds per call, [`BATCHES`] (one value per batch of
+    calls).
 
-    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of
-        the full (unsharded) vector. seconds: time budget.
-    All ranks call this with equal arguments, and all groups of the axis run the collective at once.
+    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message is returned. size:
+    bytes of the full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups
+    of the axis run the collective at once.
     """
     device = mesh.device
     call, calls_each = _make_call(axis, operation, size, device)
@@ -79,8 +80,8 @@ def slowest_median(by_rank: list[list[float]]) -> float:
 
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """Return (function that runs the collective `operation` once on a float32 vector of `size` bytes, number of
-    messages that it sends one after another: 2 for "send-receive", else 1)."""
+    """Return (function that runs the collective once over `axis`, number of messages that it sends one after another: 2
+    for "send-receive", else 1). operation: such as "all-reduce". size: bytes of its float32 vector."""
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)
     mine = whole[axis.rank * share : (axis.rank + 1) * share]

@@ -16,9 +16,11 @@ THRESHOLD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """Rank or host that is slower than the others. what: measured work, "products" (matrix products) or "memory"
-    (passes over memory). host: name of the host. rank: global rank, None for a whole host. ratio: its time divided by
-    that of the others."""
+    """Rank or host that is slower than the others.
+
+    what: measured work, "products" (matrix products) or "memory" (passes over memory). host: its name. rank: global
+    rank, None for a whole host. ratio: its time divided by the others' median time.
+    """
 
     what: str
     host: str
@@ -58,8 +60,11 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
 
 
 def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the slowdown of each of n ranks or hosts, [n]: at each measurement point its time divided by the median of
-    the others' times, then the median over the points; 1 if n is 1. seconds: [n][points]."""
+    """Compute how much slower each of n ranks or hosts is; return ratios [n], 1 for a usual one.
+
+    seconds: [n][points], duration of each measurement point. A ratio is the median over the points of its time divided
+    by the median of the others' times; 1 if n is 1.
+    """
     if len(seconds) < 2:
         return [1.0] * len(seconds)
     points = list(zip(*seconds, strict=True))

@@ -65,13 +65,13 @@ _ATTENTION = [_Attention(size, kv_block) for kv_block in (None, *RING_PIECES) fo
 
 
 def _list_attention(axes: Sequence[str]) -> list[_Attention]:
-    """Return the attention kernels to time; ring attention only if "cp" is in `axes`, the parallel axes of the plan."""
+    """Return the attention kernels to time. axes: mesh axes of the plan; with "cp" ring attention is included."""
     return [one for one in _ATTENTION if one.kv_block is None or "cp" in axes]
 
 
 def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
-    """Return the measurement points of a layer's kernels: forward and backward of norm, rotary embedding, activation,
-    loss and attention, in every precision and size of `plan`."""
+    """Return the measurement points of a transformer layer's operations: forward and backward of norm, rotary
+    embedding, activation, loss and attention, in every precision and size of `plan`."""
     found = []
     for precision in plan.precisions:
         dtype = DTYPES[precision]
@@ -108,8 +108,11 @@ ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs a kernel once: its forward pass, which saves activations, or, if `back`, its backward
-    pass alone. made: creates the inputs on a device and returns the function that computes forward."""
+    """Return a function that runs a layer operation once: its forward, which saves activations, or only its backward if
+    `back`.
+
+    made: function that allocates the inputs on a device and returns the forward function.
+    """
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:
@@ -125,8 +128,8 @@ def _run_forward(forward: Callable[[], Any]) -> None:
 
 
 def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Create the inputs of the elementwise kernel `name` ("norm", "rotary" or "activation") for `tokens` tokens, and
-    the function that runs its forward pass."""
+    """Allocate the inputs of a layer operation for `tokens` tokens; return a function that runs its forward. name:
+    "norm", "rotary" or "activation"."""
     if name == "norm":
         module = RMSNorm(HIDDEN, 1e-5, device=device, dtype=dtype)
         nn.init.ones_(module.weight)
@@ -142,7 +145,7 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that computes the cross-entropy over the logits of `tokens` tokens or, if `back`, overwrites
+    """Return a function that computes the cross entropy of `tokens` tokens from random logits or, if `back`, overwrites
     the logits with their gradient."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
@@ -151,8 +154,8 @@ def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.d
 
 
 def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Create the inputs of an attention kernel, Q, K and V for `rows` sequences, and the function that runs its forward
-    pass."""
+    """Allocate random Q, K and V of `rows` sequences for an attention kernel; return a function that runs its
+    forward."""
     leaves = [
         _make_leaf(dtype, device, rows, kernel.tokens, heads, kernel.head_size) for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
@@ -163,7 +166,7 @@ def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: t
 
 
 def _make_leaf(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:
-    """Create a random tensor of this shape that requires a gradient."""
+    """Return a random tensor of this shape, dtype and device that requires a gradient."""
     return torch.randn(shape, device=device).to(dtype).requires_grad_()
 
 

@@ -27,11 +27,11 @@ def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", 
 
 
 def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
-    """Return True if matrix products reach 1.2 times the FLOP/s in bf16 that they reach in float32, which pays for the
-    casts; measured only on CPUs with bf16 instructions.
+    """Return True if matrix products on `device` reach at least 1.2 times the FLOP/s in bf16 that they reach in
+    float32, so that bf16 pays for its casts.
 
-    True on GPUs, False on other CPUs. The shortest times of several turns are compared, since other load only lengthens
-    them.
+    Measured only on CPUs with bf16 instructions; True on GPUs, False on other CPUs. The shortest times of several turns
+    are compared, since other load only lengthens them.
     """
     device = torch.device(device)
     if device.type == "cuda":

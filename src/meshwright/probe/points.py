@@ -21,13 +21,14 @@ PASSES = {"copy": 2, "add": 3, "silu": 2}
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPoint:
-    """One kernel at one size and precision, whose duration is measured.
+    """One timed measurement: a matrix product, memory pass or layer operation at one size and precision.
 
-    kind: "product" (matrix product), "pass" (elementwise kernel over memory) or "kernel" (of a transformer layer).
-    name: of the pass or kernel; for a product "forward", "input-gradient" or "weight-gradient".
-    precision: such as "bf16". sizes: (tokens, out, in) of a product, else (elements,).
-    make: for a layer's kernel, allocates its inputs on a device and returns a function that runs it once, as `kernels`
-        separate kernels, each of which reads and writes `kernel_bytes` bytes; None for others.
+    kind: "product" (matrix product), "pass" (elementwise operation over memory) or "kernel" (operation of a transformer
+    layer, such as norm or attention). name: of the pass or operation; for a product "forward", "input-gradient" or
+    "weight-gradient". precision: such as "bf16". sizes: (tokens, out, in) of a product, else (elements,). make: for
+    kind "kernel": allocates the inputs on a device and returns a function that runs the operation once; None for
+    others. kernels: number of device kernels that one run launches. kernel_bytes: bytes that each of these reads and
+    writes.
     """
 
     kind: str
@@ -40,8 +41,8 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written by one run of a pass, or by each of the kernels that one run of a layer's kernel
-        launches."""
+        """Memory traffic (read + written) in bytes: of one run of a pass; for a layer operation, of each of the device
+        kernels that it launches."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -51,17 +52,20 @@ class MeasurementPoint:
 class MeasurementPlan:
     """Plan of a probe: what it measures, at which sizes and for how long.
 
-    shapes: (tokens, out, in) of matrix products
-    pass_sizes: elements of the tensors of passes over memory
-    vector_bytes: bytes of the full vector of collectives, and of copies between host and GPU
-    precisions: of products, passes and kernels, such as "bf16"
-    disk_bytes: bytes written to the disk (0: not measured)
-    point_seconds: time for each measurement point, in seconds
-    kernel_sizes: elements of the tensors of a layer's kernels
-    steps: training steps of the reference model under each layout; rounds: repetitions in which the layouts alternate
-    axes: axes with reference steps, out of "tp" and "cp"; without "cp" no ring attention is timed
-    single_rank: True to also measure one rank alone
-    compare_seconds: seconds for comparing the ranks with each other, to find slow ones (0: not compared)
+    Attributes:
+        shapes: (tokens, output size, input size) of matrix products.
+        pass_sizes: Numbers of elements of the tensors of memory passes (elementwise operations).
+        vector_bytes: Bytes of the full vector of collectives, and of copies between host and GPU.
+        precisions: Precisions of products, passes and layer operations, such as "bf16".
+        disk_bytes: Bytes written to the disk (0: not measured).
+        point_seconds: Seconds of measuring for each measurement point.
+        kernel_sizes: Numbers of elements of the tensors of layer operations (norm, attention ...).
+        steps: Training steps of the reference model under each layout.
+        rounds: Repetitions of these, in which the layouts alternate.
+        axes: Mesh axes under which the reference model is trained, of "tp" and "cp"; without "cp" no ring attention is
+            timed.
+        single_rank: True to also measure one rank alone.
+        compare_seconds: Seconds for comparing the ranks with each other, to find slow ones (0: not compared).
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -106,10 +110,10 @@ class MeasurementPlan:
 
     @classmethod
     def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> MeasurementPlan:
-        """Return the plan for predicting a single run on CPUs, which takes about 10 seconds.
+        """Return the plan for predicting a single training run on CPUs; measuring takes about 10 seconds.
 
-        precisions: those of the run. axes: those of "tp" and "cp" that the run uses, whose ranks communicate in every
-        layer.
+        precisions: precisions of the run, such as "bf16". axes: those of "tp" and "cp" that the run uses, whose ranks
+        communicate in every layer.
         """
         sides = ((64, 64), (256, 64), (64, 256), (256, 256), (1024, 256), (256, 1024), (1024, 1024))
         shapes = [(tokens, *side) for tokens in (256, 2048) for side in sides]
@@ -129,8 +133,8 @@ class MeasurementPlan:
         )
 
     def list_points(self) -> list[MeasurementPoint]:
-        """Return the measurement points of matrix products and memory passes. fp32 copies are always among them, since
-        they price the optimizer."""
+        """Return the measurement points of matrix products and memory passes at all precisions and sizes of the plan.
+        Copies in fp32 are always among them, since they predict the optimizer's time."""
         products = [
             MeasurementPoint("product", form, precision, shape)
             for precision in self.precisions
@@ -152,7 +156,7 @@ class ReferenceKernel:
     """Small matrix product (256 x 512 by 512 x 512, float32) timed beside every measurement, to correct it for the
     CPU's current speed: cores shared with other tenants can lose a third of theirs for seconds.
 
-    device: on which the measurements run; only on a CPU the product is timed.
+    device: device of the measurements; on other devices than CPUs the product is not timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,8 +164,7 @@ class ReferenceKernel:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Measure the current duration of the product in seconds, median of five calls; 1.0 without measurement on
-        devices other than CPUs."""
+        """Time the product now: return seconds, the median of five calls; always 1.0 on devices other than CPUs."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
@@ -174,7 +177,7 @@ def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
 
 
 def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any]:
-    """Allocate the tensors of a measurement point on `device` and return a function that runs it once."""
+    """Allocate the tensors of a measurement point on `device`; return a function that runs it once."""
     dtype = DTYPES[point.precision]
     if point.make is not None:
         return point.make(device)
@@ -209,15 +212,15 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
-    """Return the seconds that one run of a measurement point takes (for a layer's kernel divided by its number of
-    launched kernels), measured by `time_call` in about `seconds`."""
+    """Return the seconds of one run of a measurement point, measured by `time_call` in about `seconds`; for a layer
+    operation that launches several device kernels, the mean per kernel."""
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds) / point.kernels
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Return the seconds per call of `call`: median of at least three batches in about `seconds`; a single call if it
-    takes longer than that. A batch repeats the call between two synchronizations with the device."""
+    """Return the seconds of one `call()`: the median of at least three batches, in about `seconds` of measuring; of a
+    single call if it takes longer than that. A batch repeats the call between two synchronizations with `device`."""
     call()  # kernels are chosen and packed here
     once = _time_batch(call, device, 1)
     if once > seconds:

@@ -52,8 +52,8 @@ def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: f
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host of a rank. cores: number of CPU cores that its ranks share. directory: directory on the disk to be measured.
-    starts: start-up durations that are already known, name -> seconds."""
+    """Facts about this rank's host. cores: number of CPU cores that its ranks share. directory: directory on the disk
+    to be measured. starts: name of a start-up phase -> its seconds, measured before."""
 
     cores: int
     directory: Path
@@ -68,10 +68,11 @@ def measure(
     kernels: Sequence[MeasurementPoint] = (),
     steps: Callable[[ReferenceKernel, float], Sequence[ReferenceStep]] = lambda kernel, usual_seconds: (),
 ) -> dict[str, Any]:
-    """Measure the machine as `plan` says; collective call of all ranks.
+    """Measure the machine as `plan` says; collective call of all ranks, with the result on each.
 
-    log: receives progress lines on rank 0. kernels: measurement points of a layer's kernels, timed with all ranks at
-        once. steps: function that measures reference training steps, given the reference kernel and its usual seconds.
+    mesh: from `make_probe_mesh`. host: this rank's host. log: receives progress lines on rank 0. kernels: measurement
+    points of layer operations, timed with all ranks at once. steps: function (reference kernel, its usual seconds) ->
+    measured training steps of the reference model.
 
     Returns JSON: "measured" (`Measured.tables`), "hosts" [ranks], "ratios" ("products" and "memory" -> slowdown of each
     rank, [ranks]), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and memory_bytes) and "seconds"
@@ -144,10 +145,12 @@ def measure(
 def _time_points(
     mesh: Mesh, points: list[MeasurementPoint], busy: int, threads: int, seconds: float, kernel: ReferenceKernel
 ) -> tuple[list[list[float]], float]:
-    """Time every measurement point while the first `busy` ranks of each host compute with `threads` threads each.
+    """Time every measurement point while the first `busy` ranks of each host compute, with `threads` threads each, and
+    the others idle.
 
-    seconds: time for each point. kernel: reference kernel, timed beside. Returns (seconds of one run, [ranks][points],
-    empty for idle ranks, scaled to the reference kernel's usual speed; usual seconds of the reference kernel).
+    seconds: time for each point. kernel: reference matrix product, timed beside to correct for the CPU's current speed.
+    Returns (seconds of one run [ranks][points], empty for idle ranks, corrected to the usual speed; usual seconds of
+    the reference product).
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -193,14 +196,18 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
 
 
 def _smooth(times: list[float]) -> list[float]:
-    """Return the running median of five consecutive times of the reference kernel (seconds): other load lasts for
-    seconds, one time is measured in milliseconds."""
+    """Return the running median over five consecutive times of the reference matrix product, in seconds: interference
+    by other load lasts seconds, a single outlier is noise."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 
 def _group_products(points: list[MeasurementPoint], seconds: list[float], ranks: int, threads: int) -> list[Products]:
-    """Group timed matrix products by precision and name ("forward" ...) for the hardware profile. seconds: duration of
-    each point. ranks: number that computed at once on a host. threads: of each rank."""
+    """Group timed matrix products by precision and name ("forward", "input-gradient" ...) for the hardware profile
+    (file of measured rates).
+
+    points: measurement points. seconds: duration of each. ranks: number of ranks that computed at once on a host.
+    threads: threads of each rank.
+    """
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -217,8 +224,12 @@ def _group_products(points: list[MeasurementPoint], seconds: list[float], ranks:
 
 
 def _group_passes(points: list[MeasurementPoint], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
-    """Group timed memory passes and layer kernels by precision and name for the hardware profile. seconds: duration of
-    each point. ranks: number that computed at once on a host. threads: of each rank."""
+    """Group timed memory passes and layer operations by precision and name for the hardware profile (file of measured
+    rates).
+
+    points: measurement points. seconds: duration of each. ranks: number of ranks that computed at once on a host.
+    threads: threads of each rank.
+    """
     found = []
     timed = list(zip(points, seconds, strict=True))
     for precision in dict.fromkeys(point.precision for point in points):
@@ -237,8 +248,8 @@ def _group_passes(points: list[MeasurementPoint], seconds: list[float], ranks: i
 
 
 def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[Collective]:
-    """Time every collective, on every kind of process group, at every size of the plan. log: receives progress
-    lines."""
+    """Time every collective operation on every kind of process group (inside a host, across hosts, all ranks) at every
+    vector size of the plan; return one record per combination. log: receives progress lines."""
     found = []
     for place, axis in make_axes(mesh):
         log(f"collectives among {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
@@ -254,8 +265,8 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
 
 
 def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str, Curve]]:
-    """Time copies between pinned host memory and a GPU; return [("to-device" or "to-host", curve of seconds over
-    bytes)], [] on CPUs."""
+    """Time copies between pinned host memory and a GPU; return [(direction, "to-device" or "to-host", and curve of
+    seconds over bytes)], empty on CPUs."""
     if device.type != "cuda":
         return []
     found = []
@@ -308,7 +319,7 @@ def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
 
 
 def _gather_hosts(mesh: Mesh) -> list[str]:
-    """All-gather the name of each rank's host; return [ranks]."""
+    """All-gather the host names of all ranks; return [ranks]."""
     name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     return [
         bytes(map(int, rank)).rstrip(b"\0").decode(errors="replace") or "this host"

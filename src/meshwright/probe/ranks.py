@@ -82,8 +82,9 @@ def probe(
 
 
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
-    """Measure as one of the ranks that torchrun, Kubernetes or SLURM started; return the result of `probe`, on every
-    rank, with its own "rank". device: "auto", "cpu" or "cuda"; directory: where the disk is measured."""
+    """Measure the machine as one of the ranks that torchrun, Kubernetes or SLURM started; return the result of `probe`
+    on every rank, with "rank" set to its own number. device: "auto", "cpu" or "cuda". directory: on the disk to
+    measure."""
     start = rendezvous.read_place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
@@ -148,12 +149,12 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Callable that measures the reference training steps, the last of all measurements; if they fail, the other
-    results are kept.
+    """Callable that runs the last measurement, the reference training steps, so that the other results are kept if it
+    fails.
 
     measure: function that does the measurement. start: this rank. store: key-value store of the process group, None for
     a single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix time)} of the first failure, None
-    without one. The rank that fails ends, which releases the others from their collective calls.
+    without one. A rank that fails ends its process, which releases the others from their collective calls.
     """
 
     def __init__(
@@ -191,8 +192,8 @@ class _GuardedSteps:
 
 
 def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
-    """Return the default measurement plan for the device `kind` ("cpu" or "cuda"). overrides: field -> value that
-    replaces it."""
+    """Return the default measurement plan for a device with some fields replaced. kind: "cpu" or "cuda". overrides:
+    field -> value."""
     from meshwright.probe.points import MeasurementPlan
 
     usual = MeasurementPlan.default(kind)
@@ -203,8 +204,8 @@ def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
 
 
 def _count_host_ranks(start: Place, store: Any) -> int:
-    """Return the number of ranks on each host; every rank calls this. store: of the rendezvous. Raises `UserError`
-    unless hosts have equally many ranks, consecutive on each host."""
+    """Return the number of ranks on each host; collective. start: this rank. store: key-value store of all ranks.
+    Raises `UserError` unless all hosts have equally many ranks with consecutive numbers."""
     store.set(f"meshwright/host/{start.rank}", socket.gethostname())
     hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]
     size = hosts.count(hosts[0])
@@ -216,12 +217,12 @@ def _count_host_ranks(start: Place, store: Any) -> int:
 
 
 def _print_progress(line: str) -> None:
-    """Print a progress line on standard error."""
+    """Print a progress line to standard error."""
     print_message(f"probe: {line}")
 
 
 def _ignore_progress(line: str) -> None:
-    """Do nothing with a progress line: the caller prints one line for the whole probe."""
+    """Discard a progress line: the caller prints one line for the whole probe."""
 
 
 if __name__ == "__main__":

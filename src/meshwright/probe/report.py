@@ -16,7 +16,8 @@ _DIGITS = 4  # more would be noise
 
 
 def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the TOML tables of the hardware profile. found: result of `probe.ranks.probe`. device: "cpu" or "cuda"."""
+    """Return the hardware profile, which the planner reads, as TOML tables {name: table}. found: result of
+    `probe.ranks.probe`. device: "cpu" or "cuda"."""
     measured = read(found["measured"], "probe")
     hosts: list[str] = found["hosts"]
     per_node = measured.ranks
@@ -34,8 +35,8 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
 
 
 def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the table `device` of the hardware profile: for a GPU of the catalogue its name and the reported memory,
-    else measured rates. reported: {"name", "memory_bytes"} of the device. device: "cpu" or "cuda"."""
+    """Return the table `device` of the hardware profile: for a GPU in the project's device catalogue its name and the
+    reported memory, else measured rates. reported: {"name", "memory_bytes"} of the device. device: "cpu" or "cuda"."""
     known = find_device(reported["name"]) if device == "cuda" else None
     if known is not None:
         return {"like": known.name, "memory_bytes": reported["memory_bytes"]}
@@ -49,8 +50,8 @@ def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: 
 
 
 def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str, float]:
-    """Return {precision: highest FLOP/s of one rank in matrix products}. ranks: take the measurements with this number
-    of ranks computing at once on a host (None: `measured.ranks`)."""
+    """Return {precision: highest FLOP/s of one rank in matrix products}. ranks: number of ranks that computed at once
+    on a host (None: `measured.ranks`)."""
     wanted = measured.ranks if ranks is None else ranks
     rates: dict[str, float] = {}
     for each in measured.products:
@@ -64,9 +65,9 @@ def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str
 
 
 def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None:
-    """Return the bytes per second, read plus written, at which one rank copies the largest measured tensor; None if not
-    measured. ranks: take the measurements with this number of ranks copying at once on a host (None: `measured.ranks`).
-    """
+    """Return the memory bandwidth of one rank in bytes per second (read plus written), from copies of the largest
+    measured tensor; None if not measured. ranks: number of ranks that copied at once on a host (None:
+    `measured.ranks`)."""
     wanted = (measured.ranks if ranks is None else ranks, measured.threads)
     for each in measured.passes:
         if (each.name, each.precision) == ("copy", "fp32") and (each.ranks, each.threads) == wanted:
@@ -75,8 +76,11 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
-    """Return bandwidth (10^9 bytes per second) and latency (seconds) between two ranks, from send-receive; {} if not
-    measured. which: prefix of the two keys. place: "inside" (ranks of one host) or "across" (of different hosts)."""
+    """Return bandwidth and latency between two ranks, from timed messages: {WHICH_gb_per_second: 10^9 bytes per second,
+    WHICH_latency_seconds: seconds}; {} if not measured.
+
+    which: prefix of the keys. place: "inside" (ranks of one host) or "across" (of different hosts).
+    """
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:
         return {}
@@ -89,7 +93,7 @@ def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
 
 
 def fit_link(curve: Curve) -> tuple[float, float]:
-    """Return (bandwidth in bytes per second, latency in seconds) of a link. The latency is the shortest time; the
+    """Fit bandwidth and latency of a link; return (bytes per second, seconds). The latency is the shortest time; the
     bandwidth is that of the largest message after the latency is subtracted. curve: seconds over message bytes."""
     latency = min(curve.seconds)
     beyond = max(curve.seconds[-1] - latency, 0.05 * curve.seconds[-1])
@@ -97,7 +101,7 @@ def fit_link(curve: Curve) -> tuple[float, float]:
 
 
 def format_cluster_file(tables: Mapping[str, Any], head: Sequence[str]) -> str:
-    """Format the tables of the hardware profile as TOML text, below the lines `head` as comments."""
+    """Format the hardware profile as TOML text. tables: its TOML tables. head: comment lines above them."""
     plain = {key: value for key, value in tables.items() if key != "measured"}
     measured = tables["measured"]
     lists = {key: value for key, value in measured.items() if isinstance(value, list)}
@@ -123,8 +127,8 @@ def _round_floats(value: Any) -> Any:
 
 
 def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the JSON document of `meshwright probe --json`. found: result of the probe. tables: of the hardware
-    profile. path: file that these were written to."""
+    """Return the JSON document of `meshwright probe --json`. found: result of `probe.ranks.probe`. tables: TOML tables
+    of the hardware profile. path: file into which they were written."""
     return {
         "cluster_file": path,
         **tables,
@@ -138,7 +142,8 @@ def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str
 
 
 def format_failure(found: Mapping[str, Any]) -> str:
-    """Return a line about failed reference training steps: rank, host and error. found: result of the probe."""
+    """Return one line on reference training steps that failed: rank, host and error. found: result of
+    `probe.ranks.probe`."""
     rank, line = found["failed"]["rank"], found["failed"]["line"]
     return (
         f"training steps of the reference model failed on rank {rank} (on {found['hosts'][rank]}), and predicted times "
@@ -147,8 +152,8 @@ def format_failure(found: Mapping[str, Any]) -> str:
 
 
 def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> str:
-    """Return the result as text for the terminal, one line for each quantity, then warnings. found: result of the
-    probe. tables: of the hardware profile. path: file that these were written to."""
+    """Return the measured rates as text for the terminal, one line for each quantity, then warnings. found: result of
+    `probe.ranks.probe`. tables: TOML tables of the hardware profile. path: file into which they were written."""
     measured = read(found["measured"], "probe")
     ranks, threads = measured.ranks, measured.threads
     hosts = len(set(found["hosts"]))

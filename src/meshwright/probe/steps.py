@@ -26,12 +26,12 @@ _SITE = "probe"
 def measure_reference_steps(
     mesh: Mesh, plan: MeasurementPlan, kernel: ReferenceKernel, usual_seconds: float
 ) -> list[ReferenceStep]:
-    """Measure the reference model's step time under each reference layout; collective call with equal results on all
-    ranks.
+    """Measure the step time of the reference model (a small transformer for calibration) under each reference layout;
+    collective call with equal results on all ranks.
 
     mesh: from `probe.rank.make_probe_mesh`. kernel: reference matrix product, timed between steps to correct for the
-        processor's current speed. usual_seconds: its duration on the undisturbed machine.
-    Layouts alternate in `plan.rounds` rounds, so that disturbances affect all of them.
+    CPU's current speed. usual_seconds: its duration on the undisturbed machine. Layouts alternate in `plan.rounds`
+    rounds, so that disturbances affect all of them.
     """
     found, steps = [], plan.steps
     layouts: list[Layout] = []
@@ -55,7 +55,8 @@ def measure_reference_steps(
 
 
 class _ReferenceRun:
-    """Reference model under one layout, with random data, ready to train. world: mesh of all ranks."""
+    """Reference model (a small transformer for calibration) under one layout, with random data, ready to train. world:
+    mesh of all ranks."""
 
     def __init__(self, layout: Layout, world: Mesh) -> None:
         self.layout = layout
@@ -67,7 +68,7 @@ class _ReferenceRun:
         self.batch = self._make_batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
 
     def _make_batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
-        """Return one micro-batch for this rank: `rows` random sequences of `sequence` tokens. vocabulary: number of
+        """Return [one micro-batch] for this rank: `rows` random sequences of `sequence` tokens. vocabulary: number of
         distinct token ids."""
         generator = torch.Generator().manual_seed(self.mesh.dp.rank)
         tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
