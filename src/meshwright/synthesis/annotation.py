@@ -39,7 +39,7 @@ Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # what an annotato
 
 
 class ImportedRow(NamedTuple):
-    """One annotator's answer for one record, as imported from an annotation tool.
+    """One annotator's answer for one data record, read from one row (JSON line) that an annotation tool exported.
 
     answer: "labelled", or why there is no value: "unlabelled", "unanswered", "rejected" or "ignored". value: the
     labels, spans or rewritten response; None without an answer. fields: the tool's other JSON fields, kept for the next
@@ -52,7 +52,7 @@ class ImportedRow(NamedTuple):
 
 
 def format_record(sides: Exchange) -> str:
-    """Return the text of a record that annotators read: its prompt and response (`sides`) under headings."""
+    """Return the text of a record for annotators: its prompt and response (`sides`) under headings."""
     return f"{_PROMPT}{sides.prompt}{_RESPONSE}{sides.response}"
 
 
@@ -85,7 +85,8 @@ def import_rows(
     tool: str,
     leave_out_rejected: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
-    """Merge the rows that annotators made in a tool into their records; returns (records in order, summary as JSON).
+    """Merge the rows (JSON lines) that an annotation tool exported into their data records; return (records in order,
+    summary as JSON).
 
     records, rows: (position for errors such as "a.jsonl:17", record or row). tool: "doccano" or "prodigy".
     leave_out_rejected: leave out records that annotators rejected. A label or span is set if more than half of a
@@ -154,16 +155,16 @@ def check_tool_and_task(tool: str, task: str) -> None:
 
 
 def _make_task_text(task: str, sides: Exchange) -> str:
-    """Return the text that annotators see for a task: for "rewrite" the prompt, else prompt and response. sides: both
-    of the record.
-    """
+    """Return the text that annotators see of a record: its prompt for the task "rewrite", else prompt and response.
+    sides: both of these."""
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
 def _make_doccano_label(task: str, said: Annotation, sides: Exchange) -> list[Any]:
-    """Return the value of doccano's field `label`: for the task "classify" label names, for "spans" [start, end, act]
-    in the exported text, for "rewrite" the response. said: the record's present annotation; sides: its prompt and
-    response.
+    """Return the value of doccano's field `label` for a record: label names for the task "classify", [start, end, act]
+    in the exported text for "spans", the response for "rewrite".
+
+    said: the record's present annotation. sides: its prompt and response.
     """
     match task:
         case "classify":
@@ -175,9 +176,8 @@ def _make_doccano_label(task: str, said: Annotation, sides: Exchange) -> list[An
 
 
 def _make_prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record:
-    """Return the JSON fields that Prodigy's interface for a task ("classify", "spans" or "rewrite") reads. said: the
-    record's present annotation; sides: its prompt and response.
-    """
+    """Return the JSON fields that Prodigy reads for a record under a task. task: "classify", "spans" or "rewrite".
+    said: the record's present annotation. sides: its prompt and response."""
     match task:
         case "classify":
             options = [{"id": label, "text": label.replace(":", ": ").replace("-", " ")} for label in LABELS]
@@ -190,9 +190,8 @@ def _make_prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record
 
 
 def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
-    """Return (task, record name) from the field "record" of a row. where: the row's position, with which the
-    `UserError` for a missing or invalid field begins.
-    """
+    """Return (task, name of the data record) from the field "record" of a row. where: position of the row, for the
+    `UserError` for a missing or invalid field."""
     task, _, name = str(row.get(NAME, "")).partition(" ")
     if task not in TASKS or not name:
         raise UserError(
@@ -202,8 +201,10 @@ def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
 
 
 def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> ImportedRow:
-    """Parse one row exported by doccano for a task. sides: prompt and response of its record; before: the record's
-    annotation when it was exported; where: the row's position, for errors. Raises `UserError`.
+    """Parse one row (JSON line) exported by doccano; return the annotator's answer.
+
+    task: "classify", "spans" or "rewrite". sides: prompt and response of the record. before: the record's annotation
+    before the import. where: position of the row, for the `UserError`.
     """
     label = row.get("label", row.get("entities"))
     if not isinstance(label, list):
@@ -221,8 +222,10 @@ def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotati
 
 
 def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> ImportedRow:
-    """Parse one row exported by Prodigy for a task. sides: prompt and response of its record; before: the record's
-    annotation when it was exported; where: the row's position, for errors. Raises `UserError`.
+    """Parse one row (JSON line) exported by Prodigy; return the annotator's answer.
+
+    task: "classify", "spans" or "rewrite". sides: prompt and response of the record. before: the record's annotation
+    before the import (not used for Prodigy). where: position of the row, for the `UserError`.
     """
     fields = {key: value for key, value in row.items() if key not in _OWN["prodigy"]}
     match row.get("answer"):
@@ -252,17 +255,19 @@ _READ = {"doccano": _parse_doccano_row, "prodigy": _parse_prodigy_row}
 
 
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
-    """Raise `UserError` if the text of a row differs from the exported one, line ends aside. sides: prompt and response
-    of the row's record; where: the row's position, with which the error begins.
-    """
+    """Raise `UserError` unless a row has the text that was exported (line ends may differ). task: "classify", "spans"
+    or "rewrite". sides: prompt and response of the record. where: position of the row, for the error."""
     text = _make_task_text(task, sides)
     if row.get("text") not in (text, text.replace("\r\n", "\n").replace("\r", "\n")):
         raise UserError(f"{where}: the text is not the one that was exported, so what is said of it is of another text")
 
 
 def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where: str) -> Value:
-    """Parse `said`, the labels ("classify") or spans of one row; returns a frozenset of labels or a tuple of spans.
-    sides: prompt and response of the row's record; where: the row's position, for errors. Raises `UserError`.
+    """Parse the labels or spans in one row of an annotation tool; return a frozenset of label names or a tuple of
+    `Span`.
+
+    row: the row, with the annotated "text". task: "classify" (labels) or "spans". said: the row's JSON list of labels
+    or spans. sides: prompt and response of the annotated record. where: position of the row, for the `UserError`.
     """
     if task == "classify":
         if not all(isinstance(label, str) for label in said):
@@ -273,9 +278,11 @@ def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
-    """Convert a span of the exported text to one of the prompt or the response, clipped to that. one: JSON object or
-    list [start, end, label], in characters. seen: the text that annotators saw. sides: prompt and response. where: the
-    row's position, for errors. Raises `UserError` if the span touches both or neither.
+    """Convert a span of the exported text (prompt and response together) to a span of one of them, clipped to it.
+
+    one: JSON object or list [start, end, label], in characters. seen: the text that annotators saw. sides: prompt and
+    response of the record. where: position of the row, for errors. Raises `UserError` if the span touches both sides or
+    neither.
     """
     if isinstance(one, dict):
         start, end = one.get("start", one.get("start_offset")), one.get("end", one.get("end_offset"))
@@ -302,9 +309,8 @@ def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
 
 
 def _restore_position(text: str, place: int) -> int:
-    """Convert a character position: `place` counts in `text` with line ends LF, the result in `text` itself, whose line
-    ends may be CRLF.
-    """
+    """Convert a character position in a text with LF line ends to the position in the original `text`, whose line ends
+    may be CRLF. place: position in the LF version."""
     at = 0
     while place > 0:
         at += 2 if text.startswith("\r\n", at) else 1
@@ -313,24 +319,21 @@ def _restore_position(text: str, place: int) -> int:
 
 
 def _find_side_offsets(sides: Exchange) -> dict[str, int]:
-    """Return {"prompt": offset, "response": offset}: the characters at which both begin in the exported text of a
-    record. sides: its prompt and response.
-    """
+    """Return {"prompt": offset, "response": offset}: character positions at which they begin in the text that
+    `format_record` writes. sides: prompt and response of the record."""
     return {"prompt": len(_PROMPT), "response": len(_PROMPT) + len(sides.prompt) + len(_RESPONSE)}
 
 
 def _map_to_exported_text(span: Span, sides: Exchange) -> tuple[int, int]:
-    """Return the character range [start, end) in the exported text of a record for a span of its prompt or response.
-    sides: both of the record.
-    """
+    """Return the character range [start, end), in the text that `format_record` writes, of a span of the prompt or
+    response. sides: prompt and response of the record."""
     first = _find_side_offsets(sides)[span.side]
     return first + span.start, first + span.end
 
 
 def _take_majority(values: Sequence[Value]) -> Value | None:
-    """Return the rewritten text, or the set of labels or spans, that more than half of the annotators chose; None on a
-    tie or without values. values: one per annotator.
-    """
+    """Return the value (rewritten text, or the set of labels or spans) that more than half of the annotators chose;
+    None on a tie or without values. values: one per annotator."""
     if not values:
         return None
     half = len(values) / 2
@@ -349,8 +352,10 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the record's labels, spans or response before the import, whichever has the type of `like`; None if it has
-    none. before: its annotation; sides: its prompt and response.
+    """Return what the record has before the import: its label names, spans or response, whichever has the type of the
+    imported value `like`; None if it has none.
+
+    before: its annotation. sides: its prompt and response.
     """
     if isinstance(like, str):
         return sides.response
@@ -362,11 +367,12 @@ def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Valu
 def _replace_value(
     record: Record, value: Value, before: Annotation, source: str, fields: list[dict[str, Any]], where: str
 ) -> Record:
-    """Return a copy of the record with an imported value. With a new response, the labels of the old response are
-    removed.
+    """Return a copy of the record with a value that annotators decided on. With a new response, the labels of the old
+    response are removed.
 
-    value: labels, spans or rewritten response. before: the record's annotation. source: tool and task, such as "doccano
-    spans". fields: the tool's other JSON fields, one dict per annotator. where: position of the record, for errors.
+    value: labels, spans or rewritten response. before: the record's annotation before the import. source: tool and
+    task, such as "doccano spans". fields: the tool's other JSON fields, one dict per annotator. where: position of the
+    record, for errors.
     """
     said = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
     kept: Mapping[str, Any] = before.tool

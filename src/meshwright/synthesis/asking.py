@@ -24,8 +24,8 @@ _HOPELESS = 10  # requests refused before one is answered: the server will refus
 
 
 class Journal:
-    """Append-only file of the model's answers, so that a restarted run sends no request twice: one JSON line per
-    request, flushed to disk at once. Keys are SHA-256 hashes of the requests.
+    """Append-only file of the model's answers, by which a restarted run sends no request twice: one JSON line per
+    request, keyed by the request's SHA-256 and flushed to disk at once.
 
     A truncated last line is removed. Raises `UserError` for a file that is not a journal or is in use.
     """
@@ -70,7 +70,7 @@ class Journal:
 
     @property
     def answered(self) -> bool:
-        """True if at least one request was answered rather than refused."""
+        """True if the server answered at least one request instead of refusing it."""
         return any(answer is not None for answer in self._answers.values())
 
     def __contains__(self, name: str) -> bool:
@@ -84,7 +84,8 @@ class Journal:
         return self._answers[name]
 
     def put(self, name: str, answer: Completion | None) -> None:
-        """Append the answer to the request with the key `name` (None: the server refused it) and flush it to disk."""
+        """Append an answer and flush it to disk. name: key of its request. answer: None if the server refused the
+        request."""
         line = json.dumps({"request": name, "answer": answer}).encode() + b"\n"
         with self._lock:
             try:
@@ -131,11 +132,11 @@ class ChatClient:
         self.journal.close()
 
     def ask(self, requests: Sequence[ChatRequest], doing: str = "asking") -> list[Completion | None]:
-        """Return the answers to `requests` in order, None for refused ones; only requests that are not in the journal
-        are sent.
+        """Send requests to the model, several at a time; return the answers in the same order, None for refused ones.
+        Requests whose answer is in the journal (file of earlier answers) are not sent again.
 
-        doing: activity for the progress line, such as "labelling". Raises the endpoint's `NoAnswer`, and its
-        `RequestRefused` if all or the first ten requests are refused. Answers received before are in the journal.
+        doing: activity for the progress line, such as "labelling". Raises `NoAnswer` if the server stops answering, and
+        `RequestRefused` if it refuses all or the first ten requests; answers received until then are in the journal.
         """
         names = [self._request_key(request) for request in requests]
         open_ones = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
@@ -148,11 +149,11 @@ class ChatClient:
         return [self.journal[name] for name in names]
 
     def summarize_usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """Return as JSON: number of `requests` of the run, of these `sent` now (the others came from the journal),
-        `retries`, `refused`; `prompt_tokens`, `completion_tokens`, and `uncounted` answers, without token counts. With
-        prices also `cost`.
+        """Return as JSON: the number of `requests` of the run, of these `sent` now (the others were in the journal),
+        `retries` and `refused`; `prompt_tokens`, `completion_tokens`, and `uncounted` (answers without token counts);
+        with prices also `cost`.
 
-        price_in, price_out: price of a million prompt tokens and of a million answered tokens, in any currency.
+        price_in, price_out: price of a million prompt tokens and of a million completion tokens, in any currency.
         """
         said: dict[str, Any] = {
             "requests": len(self._used),
@@ -174,7 +175,7 @@ class ChatClient:
         return hashlib.sha256(canonical_json(request.to_json(self.endpoint.model))).hexdigest()
 
     def _count_usage(self, answer: Completion | None) -> None:
-        """Add an answer (None: refused) to the counts of `summarize_usage`."""
+        """Add one answer (None: the server refused the request) to the counts that `summarize_usage` returns."""
         if answer is None:
             self._refused += 1
             return
@@ -183,9 +184,8 @@ class ChatClient:
         self._completion_tokens += answer.completion_tokens or 0
 
     def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
-        """Send (journal key, request) pairs from daemon threads, so that an interrupt of the main thread exits at once
-        with the journal intact. doing: activity for the progress line.
-        """
+        """Send requests from daemon threads, so that an interrupt of the main thread exits at once with the journal
+        intact. requests: (key in the journal, request). doing: activity for the progress line."""
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:
             waiting.put(one)
@@ -232,9 +232,8 @@ class ChatClient:
         self._refusals.clear()
 
     def _send_one(self, name: str, request: ChatRequest, stop: threading.Event) -> None:
-        """Send the request with the journal key `name` and store its answer or refusal. stop: ends the pause between
-        retries.
-        """
+        """Send one request and store its answer or refusal in the journal. name: key of the request in the journal.
+        stop: event that ends the pause between retries."""
 
         def count_retry(reason: str) -> None:
             """Count a retry, and log the reason of the first one."""

@@ -78,9 +78,8 @@ def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -
 
 
 def _get_value(record: Mapping[str, Any], key: str) -> str:
-    """Return the value of a record under `key` ("a.b": key b inside a) as text of at most 60 characters; "none" if
-    there is none.
-    """
+    """Return the value of a record under `key` (with dots for nested keys, "a.b") as text of at most 60 characters;
+    "none" if there is none."""
     value: Any = record
     for name in [key] if key in record else key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -88,9 +87,8 @@ def _get_value(record: Mapping[str, Any], key: str) -> str:
 
 
 def _measure_group(said: list[Annotation], target: Mapping[str, Fraction]) -> dict[str, Any]:
-    """Measure one group of records, given by their annotations `said`; returns its entry in `groups` of
-    `measure_balance`. target: {act: desired share}.
-    """
+    """Measure how speech acts are distributed in one group of records; return its entry in `groups` of
+    `measure_balance`. said: the records' annotations. target: {act: desired share}."""
     judged = [one for one in said if one.judged]
     return {
         "records": len(said),
@@ -102,9 +100,10 @@ def _measure_group(said: list[Annotation], target: Mapping[str, Fraction]) -> di
 
 
 def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -> dict[str, Any]:
-    """Measure the speech acts of the prompts, or of the responses, of a group; returns `acts`, `labels`, `none`,
-    `entropy`, `effective` and `missing` as in `measure_balance`. acts: those of each record; target: {act: desired
-    share}.
+    """Measure how the speech acts of a group's prompts, or of its responses, are distributed; return `acts`, `labels`,
+    `none`, `entropy`, `effective` and `missing` as in `measure_balance`.
+
+    acts: speech acts of each record's prompt or response. target: {act: desired share}.
     """
     counts = {act: sum(act in held for held in acts) for act in ACTS}
     total = sum(counts.values())
@@ -122,10 +121,12 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
 
 
 def _count_refusals(said: list[Annotation]) -> dict[str, int]:
-    """Count labelled records, given by their annotations `said`, by whether the prompt should be refused and whether
-    the response refuses. Both judged: `refused`, `answered` (should be refused), `refused_harmless`,
-    `answered_harmless` (should not). Also `should_refuse`, `harmless`: prompts by judgement; `not_judged`: one or both
-    missing.
+    """Count labelled records by whether the prompt should be refused and whether the response refuses; return
+    {judgement: records}.
+
+    said: the records' annotations. Keys, if both are judged: `refused`, `answered` (should be refused),
+    `refused_harmless`, `answered_harmless` (should not). Also `should_refuse`, `harmless`: prompts by judgement;
+    `not_judged`: one or both missing.
     """
     pairs = [(one.should_refuse, one.refuses) for one in said]
     return {

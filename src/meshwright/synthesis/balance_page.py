@@ -11,14 +11,17 @@ from meshwright.synthesis.speech_acts import ACTS, SIDES
 
 
 def render_balance_page(title: str, report: Mapping[str, Any]) -> str:
-    """Return a self-contained HTML page of a balance report. title: name of the data in the heading. report: JSON of
-    `measure_balance`.
+    """Return a self-contained HTML page on how evenly speech acts are distributed over labelled records.
+
+    title: name of the data, for the heading. report: JSON of `balance.measure_balance`: counts, shares and targets of
+    each act by group.
     """
     return page(f"Speech acts of {title}", element("h1", f"Speech acts of {title}"), *_render_sections(report))
 
 
 def _render_sections(report: Mapping[str, Any]) -> Iterator[Markup]:
-    """Yield the sections of the page, group after group. report: JSON of `measure_balance`."""
+    """Yield the HTML sections of the page: for each group of records its counts, speech acts and refusals. report: JSON
+    of `balance.measure_balance`."""
     yield paragraph("A bar is the share of an act among the labels of its side; the mark is its target.", muted=True)
     for name, group in report["groups"].items():
         guessed = f"; {group['guessed']:,} by a model's guess that nobody has looked at" if group["guessed"] else ""
@@ -33,8 +36,10 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]) -> Iterator[Markup]:
-    """Yield heading, figures and table of the speech acts of a group's prompts or responses. name: "prompt" or
-    "response". side: its JSON in the report (`acts`, `entropy`, `effective` ...). target: {act: desired share}.
+    """Yield heading, figures and table of the speech acts in a group's prompts or responses.
+
+    name: "prompt" or "response". side: its JSON in the report of `balance.measure_balance` (`acts`, `entropy`,
+    `effective` ...). target: {act: desired share}.
     """
     widest = max([row["share"] for row in side["acts"].values()] + list(target.values())) or 1.0
     none = f"; {side['none']:,} with no act" if side["none"] else ""
@@ -55,9 +60,8 @@ def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]
 
 
 def _render_refusals(said: Mapping[str, int]) -> Iterator[Markup]:
-    """Yield a table of refused and answered prompts. said: number of records by judgement, as `_count_refusals` in
-    `balance` returns them.
-    """
+    """Yield an HTML table of refused and answered prompts. said: number of records by judgement, from
+    `balance._count_refusals`."""
     counts = (
         ("should be refused", said["should_refuse"], said["refused"], said["answered"]),
         ("should be answered", said["harmless"], said["refused_harmless"], said["answered_harmless"]),

@@ -38,7 +38,7 @@ class Completion(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """One chat completion request without the model name, in OpenAI's terms. messages: dicts of "role" and "content".
-    temperature (0: greedy), top_p (1: off), seed: of sampling. max_tokens: most tokens of the answer."""
+    temperature (0: greedy), top_p (1: off), seed: of sampling. max_tokens: maximum tokens of the answer."""
 
     messages: Sequence[Mapping[str, str]]
     temperature: float = 0.0
@@ -60,15 +60,18 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings for a run of many requests. temperature: divisor of the logits; 0: greedy. max_tokens: most
-    tokens of an answer. seed: of the run, from which the seed of each request is derived."""
+    """Sampling settings for a run of many requests.
+
+    temperature: divisor of the logits; 0: greedy. max_tokens: maximum tokens of an answer. seed: of the run; each
+    request's seed is derived from it.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 1024
     seed: int = 0
 
     def make_request(self, prompt: str, seed: int) -> ChatRequest:
-        """Return a request with one user message, `prompt`, and its own seed."""
+        """Return a chat request with the one user message `prompt` and these settings. seed: of this request."""
         return ChatRequest(make_user_message(prompt), self.temperature, max_tokens=self.max_tokens, seed=seed)
 
 
@@ -78,11 +81,11 @@ def make_user_message(text: str) -> list[dict[str, str]]:
 
 
 class RequestRefused(UserError):
-    """Error: the server refuses this request, and retrying will not help."""
+    """Raised if the server refuses a request for good: a retry would not help."""
 
 
 class NoAnswer(UserError):
-    """Error: the server did not answer in any of the tries."""
+    """Raised if the server did not answer a request in any of the attempts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,8 @@ class Endpoint:
         raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._shorten(reason)}")
 
     def _send(self, body: bytes) -> Completion:
-        """Send a JSON request body once and return the answer. Raises `_TryAgainError` for errors after which a retry
-        may succeed, else `RequestRefused`.
-        """
+        """Send a request once, without retries, and return the model's answer. body: JSON. Raises `_TryAgainError` for
+        errors after which a retry may succeed, else `RequestRefused`."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -171,7 +173,7 @@ class Endpoint:
             raise _TryAgainError(str(error) or type(error).__name__) from None
 
     def _shorten(self, text: str) -> str:
-        """Return a server's message cut to 300 characters for an error line, with the key masked."""
+        """Return the server's error message `text`, cut to 300 characters and with the API key masked."""
         return (text.replace(self.key, "<key>") if self.key else text)[:300]
 
 
@@ -192,8 +194,8 @@ def read_key(variable: str | None) -> str | None:
 
 
 class _TryAgainError(Exception):
-    """Error of one attempt after which a retry may succeed. reason: text for the log. after: seconds to wait before the
-    retry, from the server's Retry-After header; None without one."""
+    """Raised for an error of one attempt after which a retry may succeed. reason: text for the log. after: seconds to
+    wait before the retry, from the server's Retry-After header; None: not given."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(" ".join(reason.split()))
@@ -201,10 +203,10 @@ class _TryAgainError(Exception):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Handler that does not follow redirects, which would send the key to another address."""
+    """urllib handler that refuses redirects, which would send the API key to another address."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Return None, which makes urllib report the redirect as an error."""
+        """Return None, so that urllib raises an HTTP error for the redirect."""
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)

@@ -73,9 +73,8 @@ _STOP_WORDS = frozenset(
 
 @dataclass
 class _Lineage:
-    """An instruction that is rewritten round after round. source: name of the record it began as. task: its present
-    text. path: names of the methods applied so far.
-    """
+    """An instruction while it is rewritten in several rounds. source: name of the original record. task: its present
+    text. path: names of the rewriting methods applied so far."""
 
     source: str
     task: str
@@ -149,16 +148,16 @@ def evol_instruct(
 
 
 def _make_evolving_prompt(task: str, method: str) -> str:
-    """Return the prompt that asks a model to rewrite the instruction `task` by the method of that name."""
+    """Return the prompt that asks a model to rewrite the instruction `task`. method: name of the rewriting method, from
+    `METHODS`."""
     if method == IN_BREADTH:
         return _BROADEN.format(task=task)
     return _DEEPEN.format(how=IN_DEPTH[method], words=_WORDS_MORE, task=task)
 
 
 def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | None:
-    """Return the rewritten instruction in an answer; None if it is unusable, and then adds 1 under the reason in
-    `dropped`.
-    """
+    """Parse the rewritten instruction in the model's answer; return None if it is unusable. dropped: reason -> count,
+    increased for an unusable answer."""
     if answer is None:
         dropped["request refused"] += 1
         return None
@@ -176,15 +175,14 @@ def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | No
 
 
 def _is_judged_same(text: str) -> bool:
-    """Return True if a model that was asked to compare two instructions answered that they are the same. text: its
+    """Return True if the model, asked to compare two instructions, answered that they are the same. text: its
     answer."""
     return text.strip().lower().lstrip("*\"'").startswith(("same", "equal"))
 
 
 def _find_failure(answer: Completion | None) -> str | None:
-    """Return why the model's response to a rewritten instruction is unusable, such as "response cut off", or None if it
-    is usable.
-    """
+    """Return why the model's answer to a rewritten instruction is unusable, such as "response cut off"; None if it is
+    usable. answer: None if the request was refused."""
     if answer is None:
         return "request refused"
     if answer.finish_reason == "length":

@@ -61,19 +61,18 @@ def label_records(
 
 def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
     # As JSON, so that nothing in a record can pass for the end of it.
-    """Build the request that asks the model for the labels of one record. sides: its prompt and response. max_tokens:
-    maximum length of the answer.
-    """
+    """Build the request that asks the model to label one record. sides: its prompt and response. seed: sampling seed.
+    max_tokens: maximum length of the answer."""
     record = json.dumps({"prompt": sides.prompt, "response": sides.response}, ensure_ascii=False)
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": record}]
     return ChatRequest(messages, temperature=0.0, max_tokens=max_tokens, seed=seed)
 
 
 def _parse_labels(answer: Completion, before: Annotation, by: str) -> Annotation | None:
-    """Return the record's annotation with the labels in the model's answer (JSON, also inside prose or a code block);
-    None if there are none.
+    """Parse the labels (JSON, also inside prose or a code block) in the model's answer; return the record's new
+    annotation, None if the answer has none.
 
-    before: the record's present annotation, whose spans and tool fields are retained. by: author of the labels, "model
+    before: the record's present annotation, whose spans and tool fields are kept. by: author of the labels, "model
     NAME".
     """
     begin, end = answer.text.find("{"), answer.text.rfind("}")

@@ -27,7 +27,7 @@ def compute_rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
 
 
 class SimilarityPool:
-    """Collection of texts with which new texts are compared by ROUGE-L."""
+    """Pool of texts; `has_similar` compares a new text with all of them by ROUGE-L."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._texts: list[tuple[list[str], Counter[str]]] = []
@@ -40,7 +40,7 @@ class SimilarityPool:
         self._texts.append((split, Counter(split)))
 
     def has_similar(self, text: str, threshold: float) -> bool:
-        """Return whether the ROUGE-L F1 of `text` and any text of the pool is at least `threshold`, in [0, 1]."""
+        """Return True if the ROUGE-L F1 of `text` and any text of the pool is at least `threshold`, in [0, 1]."""
         split = split_words(text)
         counts = Counter(split)
         for other, other_counts in self._texts:

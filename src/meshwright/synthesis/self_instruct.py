@@ -58,8 +58,10 @@ _WRITE_LABELLED = (
 
 @dataclass
 class SelfInstructResult:
-    """Result of a Self-Instruct run. records: the generated ones, with Alpaca's keys and `origin`. dropped: number of
-    discarded tasks and input-output pairs by reason. rounds: how many rounds of requests for new tasks were sent.
+    """Result of a Self-Instruct run.
+
+    records: generated records with Alpaca's keys (instruction, input, output) and `origin`. dropped: reason -> number
+    of discarded tasks and pairs. rounds: number of rounds (batches of requests for new tasks) that were sent.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -84,8 +86,8 @@ def self_instruct(
 
     seeds: (position for errors, record) of tasks written by people, which are shown to the model. asker: client of the
     model. sampling: settings of the requests. instances: maximum number of pairs for a task with free-text answers; a
-    classification gets one for each of up to 5 labels. log: receives progress lines. Requests depend on the seed and
-    the answers alone, so that a restarted run repeats them. Raises `UserError` without seed tasks.
+    classification gets one for each of up to 5 labels. log: receives progress lines. Requests depend only on the seed
+    and earlier answers, so that a restarted run repeats them. Raises `UserError` without seed tasks.
     """
     people = [find_first_request(record, where) for where, record in seeds]
     people = list(dict.fromkeys(text for text in people if text.strip()))
@@ -120,9 +122,8 @@ def self_instruct(
 
 
 def find_unsuitable_reason(task: str) -> str | None:
-    """Return why an instruction is discarded on its own account, such as "begins with a punctuation mark", or None if
-    it is not.
-    """
+    """Return why a generated instruction is unsuitable by itself, whatever the others are, such as "begins with a
+    punctuation mark"; None if it is suitable."""
     length = len(task.split())
     if length < LEAST_WORDS:
         return "too short"
@@ -138,8 +139,9 @@ def find_unsuitable_reason(task: str) -> str | None:
 
 
 def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
-    """Return the prompt that asks for new tasks, with a random choice of example tasks in random order. people: tasks
-    written by people; made: tasks generated so far.
+    """Return the prompt that asks the model for new tasks, with randomly drawn example tasks.
+
+    random_: random-number generator. people: tasks written by people. made: tasks generated so far.
     """
     own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
     shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
@@ -149,8 +151,10 @@ def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequ
 
 
 def _parse_numbered_list(answer: Completion | None, dropped: Counter[str]) -> list[str]:
-    """Return the items of the numbered list in an answer, without the last one if the answer was truncated. Each
-    failure adds 1 under its reason in `dropped`.
+    """Parse the numbered list in the model's answer; return its items, without the last one if the answer was
+    truncated.
+
+    answer: None if the request was refused. dropped: reason -> count, increased for each failure.
     """
     if answer is None:
         dropped["request refused"] += 1
@@ -172,9 +176,10 @@ def _add_instances(
     sampling: Sampling,
     instances: int,
 ) -> None:
-    """Ask the model for input-output pairs of each task and add them to `outcome` as records. For classifications the
-    label is generated before the input, so that labels are balanced. instances: maximum number of pairs for a task with
-    free-text answers.
+    """Ask the model for input-output pairs of each task and append them to `outcome.records`.
+
+    asker: client of the model. sampling: settings of the requests. instances: maximum number of pairs of a task with
+    free-text answers. For classifications the label is generated before the input, so that labels are balanced.
     """
     kinds = asker.ask(
         [
@@ -199,8 +204,11 @@ def _add_instances(
 
 
 def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> list[tuple[str, str]]:
-    """Return the (input, output) pairs in an answer that pass the filters of the paper and its code. labelled: the task
-    is a classification. Each failure adds 1 under its reason in `dropped`.
+    """Parse the (input, output) pairs in the model's answer; return those that pass the filters of the paper and its
+    code.
+
+    answer: None if the request was refused. labelled: True if the task is a classification, whose answers begin with
+    the label (output). dropped: reason -> count, increased for each failure.
     """
     if answer is None:
         dropped["request refused"] += 1

@@ -39,8 +39,10 @@ LABELS = (*(f"{side}:{act}" for side in SIDES for act in ACTS), SHOULD_REFUSE, R
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Part of a record's text that performs a speech act. side: "prompt" or "response". start, end: character range
-    [start, end) in that text. act: name of the act, such as "directive".
+    """Character range of a record's prompt or response that performs a speech act.
+
+    side: "prompt" or "response". start, end: range [start, end) in characters. act: name of the speech act, such as
+    "directive".
     """
 
     side: str
@@ -51,7 +53,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Speech-act labels of one record. A field is None if not judged, an empty tuple if judged to have none.
+    """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field is
+    None if not judged, an empty tuple if judged to have none.
 
     prompt, response: names of the acts of each, in the order of `ACTS`. should_refuse: the prompt should be refused.
     refuses: the response refuses. spans: acts of parts of the text. by: author of the labels ("doccano", "prodigy",
@@ -68,12 +71,12 @@ class Annotation:
 
     @property
     def judged(self) -> bool:
-        """True if the acts of prompt or response or a refusal are set (not None), in contrast to spans alone."""
+        """True if the acts of prompt or response, or a refusal, are set (not None); spans alone do not count."""
         return any(value is not None for value in (self.prompt, self.response, self.should_refuse, self.refuses))
 
     @property
     def by_model(self) -> bool:
-        """True if a model set the labels and no person has reviewed them."""
+        """True if the labels were set by a model and no person has reviewed them."""
         return (self.by or "").startswith("model ")
 
     def list_labels(self) -> tuple[str, ...]:
@@ -95,14 +98,15 @@ class Annotation:
         return {**kept, "tool": dict(self.tool)} if self.tool else kept
 
     def _sides(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-        """Return (("prompt", its acts), ("response", its acts))."""
+        """Return (("prompt", acts), ("response", acts)): names of the speech acts of both, None if not judged."""
         return ("prompt", self.prompt), ("response", self.response)
 
 
 def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
-    """Convert the complete set of labels that an annotator set, each one of `LABELS`, to fields of `Annotation`:
-    {"prompt", "response", "should_refuse", "refuses"}. where: position of the record, for the `UserError` for an
-    unknown label.
+    """Convert the labels that an annotator set for a record to fields of `Annotation`: {"prompt", "response",
+    "should_refuse", "refuses"}; a label that is not in the set counts as judged and absent.
+
+    labels: names from `LABELS`. where: position of the record, for the `UserError` for an unknown label.
     """
     for label in sorted(labels):
         if label not in LABELS:
@@ -115,8 +119,10 @@ def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
 
 
 def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> Annotation:
-    """Parse the annotation in a record; without one all fields are None. sides: the record's prompt and response.
-    where: position of the record, with which the `UserError` for an invalid annotation begins.
+    """Parse the annotation stored in a data record; all fields are None if it has none.
+
+    sides: the record's prompt and response. where: position of the record, such as "a.jsonl:17", for the `UserError`
+    for an invalid annotation.
     """
     said = record.get(ANNOTATION)
     if said is None:
@@ -150,8 +156,10 @@ def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Rec
 
 
 def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
-    """Parse a JSON list of spans; returns them sorted. sides: prompt and response of the record. where: position of the
-    record, with which the `UserError` for a span outside of its text begins.
+    """Parse a JSON list of spans (character ranges with a speech act); return them sorted.
+
+    said: the list. sides: prompt and response of the record. where: position of the record, for the `UserError` for a
+    span outside of its text.
     """
     spans = []
     for number, one in enumerate(said, 1):
@@ -167,9 +175,8 @@ def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the standard name of a speech act. word: any of its names in the literature, in any case. where: position,
-    with which the `UserError` for an unknown name begins.
-    """
+    """Return the standard name of a speech act, given any of its names in the literature (`word`, in any case). where:
+    position of the word, for the `UserError` for an unknown name."""
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name
     if name not in ACTS:
@@ -178,8 +185,9 @@ def resolve_act(word: Any, where: str) -> str:
 
 
 def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
-    """Return the speech acts of the "prompt" or "response" (`side`) in the JSON annotation `said`; None if not judged.
-    where: position of the record, for errors. Raises `UserError`.
+    """Parse the speech acts of one side in a JSON annotation; return their names, None if not judged.
+
+    said: the annotation. side: "prompt" or "response". where: position of the record, for the `UserError`.
     """
     value = said.get(side)
     if value is None:
@@ -191,9 +199,8 @@ def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ..
 
 
 def _parse_flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
-    """Return the boolean under `key` in the JSON annotation `said`; None if not judged. where: position of the record,
-    for errors. Raises `UserError`.
-    """
+    """Parse the boolean under `key` in the JSON annotation `said`; return None if not judged. where: position of the
+    record, for the `UserError`."""
     value = said.get(key)
     if value is not None and not isinstance(value, bool):
         raise UserError(f'{where}: "{key}" is {value!r}, neither true nor false')
