@@ -21,8 +21,8 @@ class Axis:
     logarithmic: bool = False
 
     def share(self, value: float) -> float:
-        """Return the position of `value` along the axis as a fraction of its length: 0 at `low`, 1 at `high`, outside
-        [0, 1] for values beyond them. On a logarithmic axis values below `low` are put at 0."""
+        """Return the position of `value` along the axis as a fraction of its length: 0 at `low`, 1 at `high`, below 0
+        or above 1 for values outside. On a logarithmic axis values below `low` are put at 0."""
         if self.logarithmic:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -44,8 +44,8 @@ def linear_axis(
 def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], unit: float = 1.0) -> Axis:
     """Return a logarithmic axis that contains all `values` (each above 0), with 4 % of its length free at each end.
 
-    title: of the axis. show: formats a tick's label, given the tick's value divided by `unit`. unit: ticks are round
-        multiples of this value.
+    title: of the axis. show: formats a tick's label, given the tick's value divided by `unit`. unit: size of a display
+    unit in units of `values` (1e9 for GB of bytes), of which ticks are round multiples.
     """
     low, high = min(values), max(values)
     air = max(1.02, (high / low) ** 0.04, 1.5 * low / high)

@@ -22,11 +22,12 @@ def draw_stacked_bars(
     label: str,
     limit: tuple[float, str] | None = None,
 ) -> Markup:
-    """Return an SVG picture with one horizontal stacked bar for each of `rows`: (name, {part: size of its segment}).
+    """Return an SVG chart of horizontal stacked bars.
 
-    colours: part -> style-sheet colour, such as "blue". show: formats a size, for the totals and on hover. label:
-        description of the picture for screen readers. limit: (size, text) of a vertical line to compare the bars with;
-        a limit above `FAR` times the longest bar is given as text instead.
+    rows: (name of the bar, {part: size of its segment in data units}). colours: part -> style-sheet colour, such as
+    "blue". show: formats a size as text, for totals and on hover. label: description of the picture for screen readers.
+    limit: (size, text) of a vertical line to compare the bars with; a limit above `FAR` times the longest bar is given
+    as text instead.
     """
     picture = Picture()
     totals = [sum(parts.values()) for _, parts in rows]
@@ -63,11 +64,10 @@ def draw_stacked_bars(
 def draw_grouped_bars(
     names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str, *, height: int = 240
 ) -> Markup:
-    """Return an SVG picture with a cluster of vertical bars above each of `names`; each cluster has one bar for every
-    group.
+    """Return an SVG bar chart: above each of `names` a cluster of vertical bars, one for each group.
 
     groups: (group name, style-sheet colour such as "blue", bar height in data units at each of `names`). title: of the
-        x axis. height: of the picture in pixels.
+    x axis. height: of the picture in pixels.
     """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]

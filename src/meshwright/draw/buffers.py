@@ -25,8 +25,8 @@ _CELL, _GAP, _LANE, _HEAD, _ROW = 28, 50, 7, 26, 8  # pixels: cell height, betwe
 
 
 def draw_buffers(checked: CheckedCollective) -> Markup:
-    """Return HTML with a picture of all ranks' buffers after each round of a collective program, and a legend. Raises
-    `UserError` if the program has too many ranks, slots or rounds to draw."""
+    """Return HTML with a picture of all ranks' buffers after each round of a collective program, and a legend. checked:
+    the verified program. Raises `UserError` if it has too many ranks, slots or rounds to draw."""
     program, drawn = checked.program, build_frames(checked)
     longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
     cell_width = max(64, round(longest) + 20)
@@ -51,7 +51,7 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
 
 
 def _format_cost(checked: CheckedCollective) -> str:
-    """Return a sentence on the program's rounds and traffic, such as `6 rounds; every rank sends 1.5 times the
+    """Return a sentence on a collective program's rounds and traffic, such as `6 rounds; every rank sends 1.5 times the
     vector.`"""
     sent = checked.bytes_sent(1.0)
     least, most = (f"{float(value):.4g}" for value in (sent.min(), sent.max()))
@@ -63,8 +63,8 @@ def _format_cost(checked: CheckedCollective) -> str:
 
 
 def _make_legend(program: CollectiveProgram) -> list[Markup]:
-    """Return the entries of the legend: meaning of the colours, frames and stripes of cells, and of arrows. In
-    operations that reduce, a cell's colour is the stronger the more ranks have contributed to it."""
+    """Return the entries of the legend: colours, frames and stripes of cells, and arrows. program: decides which
+    entries are needed; if it reduces, a cell's colour is the stronger the more ranks have contributed to it."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "as the operation promises"),
@@ -79,10 +79,11 @@ def _make_legend(program: CollectiveProgram) -> list[Markup]:
 
 
 def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
-    """Return the row of stripes drawn below a cell, one for each of `ranks` ranks: coloured if the cell holds a
-    contribution of that rank (listed in `origins`), else grey.
+    """Return SVG stripes to draw below a cell, one per rank: coloured if the cell contains data of that rank, else
+    grey.
 
-    width: of the cell in pixels. The element has an id, by which all cells with equal origins refer to it.
+    origins: ranks whose data the cell contains. ranks: number of ranks. width: of the cell in pixels. The element has
+    an id, by which all cells with equal origins refer to it.
     """
     bit = (width - 12) / ranks
     stripes = (
@@ -96,7 +97,8 @@ def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Ma
 
 
 def _stripes_id(origins: tuple[int, ...]) -> str:
-    """Return the id of the SVG element with the stripes for the ranks `origins`: `parts-abd` for ranks 0, 1 and 3."""
+    """Return the id of the SVG element that `_make_origin_stripes` makes for the ranks `origins`: `parts-abd` for ranks
+    0, 1, 3."""
     return "parts-" + "".join(LETTERS[rank] for rank in origins)
 
 
@@ -108,10 +110,12 @@ def _rank_hue(rank: int, ranks: int) -> int:
 
 @dataclass
 class _FramePicture:
-    """Picture of the buffers after one round: a column for each rank, a row for each slot. Lengths are in pixels.
+    """Picture of all ranks' buffers after one round of a collective program: a column for each rank, a row for each
+    slot (place for one chunk of the vector).
 
-    Arrows between neighbouring ranks are drawn straight; longer ones run in a lane above the row of the slot that they
-    start from.
+    program: the program. frame: buffer contents after the round, and its sends. cell_width: width of a column's cell in
+    pixels. Arrows between neighbouring ranks are straight; longer ones run in a lane above the row of the slot that
+    they start from.
     """
 
     program: CollectiveProgram
@@ -142,7 +146,7 @@ class _FramePicture:
         self.height = y + 6
 
     def draw(self, width: int) -> Markup:
-        """Return the picture of the buffers after one round as SVG, `width` pixels wide."""
+        """Return the picture as SVG. width: in pixels."""
         picture = Picture()
         for slot, top in enumerate(self.top):
             picture.text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
@@ -157,11 +161,12 @@ class _FramePicture:
         return picture.svg(width, self.height, title)
 
     def _rank_left(self, rank: int) -> int:
-        """Return the x coordinate, in pixels, of the left edge of the column of rank number `rank`."""
+        """Return the x coordinate, in pixels, of the left edge of rank number `rank`'s column."""
         return self.left + rank * (self.cell_width + _GAP)
 
     def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
-        """Draw one slot of a rank's buffer: its content as text, coloured by the share of ranks that contributed."""
+        """Draw one slot (place for one chunk of the vector) of a rank's buffer into `picture`: its content as text,
+        coloured by the share of ranks that have contributed to it. cell: the content."""
         x, y, width = self._rank_left(rank), self.top[slot], self.cell_width
         share = len(cell.origins) / self.ranks if is_reduction(self.program) else 0.5
         kind = "none" if not cell.label else "whole" if cell.whole else "part"
@@ -174,8 +179,8 @@ class _FramePicture:
             picture.add("use", href=f"#{_stripes_id(cell.origins)}", x=x, y=y)
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
-        """Draw the arrow of a transfer from slots of one rank to slots of another. number: index of the arrow in
-        `frame.arrows`, from 0."""
+        """Draw the arrow of a send from slots of one rank's buffer to slots of another's into `picture`. number: index
+        of the arrow in `self.frame.arrows`."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target
@@ -205,12 +210,13 @@ class _FramePicture:
         picture.add("path", class_="head", style=hue, d=f"M{x2} {y2} L{tip} {y2 - 4.5} L{tip} {y2 + 4.5} Z")
 
     def _slots_middle(self, slot: int, count: int) -> float:
-        """Return the y coordinate, in pixels, of the middle of `count` consecutive slot rows from row `slot` on."""
+        """Return the y coordinate, in pixels, of the vertical middle of the `count` slot rows that begin with row
+        `slot`."""
         return (self.top[slot] + self.top[slot + max(count, 1) - 1] + _CELL) / 2
 
 
 def _rounded_path(points: list[tuple[float, float]]) -> str:
-    """Return an SVG path through `points` (x, y) along horizontal and vertical lines, with rounded corners."""
+    """Return an SVG path with rounded corners through `points` (x, y), which horizontal and vertical lines join."""
     text = f"M{points[0][0]} {points[0][1]}"
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
         before = min(5.0, (abs(x1 - x0) + abs(y1 - y0)) / 2)

@@ -12,11 +12,11 @@ _WIDTH = 110
 
 
 def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
-    """Return the contents of all ranks' buffers as text: one table for each round, with a line for each rank and a
-    column for each slot, below the transfers of that round. Slots written in the round are in brackets.
+    """Return the contents of all ranks' buffers as text: for each round the sends, then a table with a line for each
+    rank and a column for each slot (place for one chunk of the vector). Slots written in the round are in brackets.
 
-    last_rounds: draw only this number of rounds at the end (None: all). Raises `UserError` if the program has too many
-        ranks, slots or rounds to draw.
+    checked: the verified program. last_rounds: draw only this number of rounds at the end (None: all). Raises
+    `UserError` if the program has too many ranks, slots or rounds to draw.
     """
     program, drawn = checked.program, build_frames(checked)
     lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {format_legend(program)}"]
@@ -29,16 +29,15 @@ def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None
 
 
 def _arrow_lines(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the transfers that lead to `frame` (those of its round) as lines of text, wrapped to `_WIDTH`
-    characters."""
+    """Return the sends of the round that led to `frame` as lines of text, wrapped to `_WIDTH` characters."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]
 
 
 def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
-    """Describe a transfer as `0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]`, or `0 → 1` for
-    a signal without data."""
+    """Describe a send as text: `0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]` (on one rank),
+    or `0 → 1` for a signal without data."""
     here, there = (program.format_slots(slot, arrow.count) for slot in (arrow.slot, arrow.into))
     if arrow.source == arrow.target:
         return f"{arrow.source} {'adds' if arrow.adds else 'copies'} {here} {'to' if arrow.adds else 'into'} {there}"
@@ -49,8 +48,8 @@ def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
 
 
 def _cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the slot contents of all ranks after a round as aligned lines of text, one for each rank, below a
-    header."""
+    """Return a table of all ranks' buffers after a round as lines of text: a header, then one line for each rank with a
+    column for each slot."""
     heads = [""] + [format_slot_title(program, slot) for slot in range(len(frame.cells[0]))]
     rows = [[f"rank {rank} {LETTERS[rank]}", *map(_format_cell, cells)] for rank, cells in enumerate(frame.cells)]
     width = max(len(text) for row in rows for text in row[1:]) + 2
@@ -61,6 +60,7 @@ def _cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _format_cell(cell: Cell) -> str:
-    """Format the content of a slot: `[a0]` if written in this round, else ` a0 `; `·` if empty."""
+    """Format the content of a slot (place for one chunk) as text: `[a0]` if written in this round, else ` a0 `; `·` if
+    empty."""
     text = cell.label or "·"
     return f"[{text}]" if cell.fresh else f" {text} "

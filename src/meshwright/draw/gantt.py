@@ -64,8 +64,11 @@ def draw_svg(
 
 
 def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> Markup:
-    """Return a Gantt chart of a long program as SVG, `width` pixels wide and about `height` high, with low rows and
-    without step labels. All steps of one colour are one SVG path, so that 100,000 steps can be shown."""
+    """Return a Gantt chart of a program with very many steps as SVG, with low rows and without labels.
+
+    width, height: in pixels; the height is approximate. All steps of one colour are one SVG path, so that 100,000 steps
+    can be shown.
+    """
     spans = [span for span in timeline.spans if span.end > span.start]
     pitch = max(4, min(ROW + GAP, height // max(1, len(timeline.tracks))))
     row = pitch - (GAP if pitch > 12 else 1)
@@ -101,17 +104,18 @@ def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = 
 
 
 def _choose_colour(span: Span) -> tuple[str, bool]:
-    """Return the CSS colour of a step, and True if its label must be dark to be legible on it."""
+    """Return (CSS colour of a step, True if a label on it must be dark to be legible)."""
     hue, saturation, lightness = COLOURS[span.kind][span.mirrored]
     lightness = round(lightness + 24 * span.shade)
     return f"hsl({hue} {saturation}% {lightness}%)", lightness > 58
 
 
 class _Chart:
-    """Gantt chart under construction; its methods append to the SVG `picture`.
+    """Gantt chart under construction; its methods append to the SVG `picture`. A track (a rank) is one row of the
+    chart.
 
     spans: steps to draw. width: of the whole picture in pixels. pitch: pixels from one track's row to the next. left: x
-        coordinate of time 0 in pixels. plot: length of the time axis in pixels.
+    coordinate of time 0 in pixels. plot: length of the time axis in pixels.
     """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
@@ -122,16 +126,16 @@ class _Chart:
         self.end = timeline.end or 1.0
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
-        """Draw the legend above the rows of the chart, and set where the first row begins.
+        """Draw the legend above the chart's rows, and set where the first row begins.
 
         right: x coordinate at which the legend must end. baseline: y coordinate of its first line, both in pixels.
-            level_name: quantity of the level strips, empty if there are none.
+        level_name: name of the quantity drawn as a strip below each row, such as "activations"; empty if there is none.
         """
         self.scale = self.plot / self.end
         self.top = self.picture.legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
 
     def x(self, time: float) -> float:
-        """Return the x coordinate, in pixels, of a point in time."""
+        """Return the x coordinate, in pixels, of a time (in the unit of the timeline)."""
         return self.left + time * self.scale
 
     def y(self, track: int) -> float:
@@ -140,7 +144,7 @@ class _Chart:
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
         """Return the legend's entries as (text, SVG attributes of the swatch): one for each kind of step, and one for
-        the level strips if `level_name` is not empty."""
+        the strips below the rows if their quantity `level_name` is not empty."""
         seen: dict[tuple[str, float, bool], Span] = {}
         for span in self.spans:
             seen.setdefault((span.kind, span.shade, span.mirrored and len(set(COLOURS[span.kind])) > 1), span)
@@ -155,13 +159,13 @@ class _Chart:
         return named + [(level_name, {"class_": "level"})] * bool(level_name)
 
     def draw_row(self, track: int, name: str, height: int) -> None:
-        """Draw the background of a track's row, `height` pixels high, and the track's name beside it."""
+        """Draw the background of one row and its name. track: index of the row. height: in pixels."""
         if name:
             self.picture.text(MARGIN, self.y(track) + height // 2 + 4, name)
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
 
     def draw_step(self, span: Span) -> None:
-        """Draw one step as a rectangle in its track's row, with its label if that fits into it."""
+        """Draw one step (`span`) as a rectangle in its track's row, with its label if that fits."""
         height = ROW / span.lanes
         x, width = self.x(span.start), (span.end - span.start) * self.scale
         y = self.y(span.track) + span.lane * height
@@ -182,8 +186,8 @@ class _Chart:
             )
 
     def draw_levels(self) -> None:
-        """Draw a strip below each track's row with its level over time (such as saved activations), all scaled to the
-        highest level of any track."""
+        """Draw below each track's row a strip with a quantity over time (such as saved activations), all scaled to the
+        highest value of any track."""
         levels = self.timeline.levels
         highest = max((value for points in levels.values() for _, value in points), default=0.0)
         for track, points in levels.items() if highest else ():

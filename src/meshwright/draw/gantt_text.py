@@ -11,12 +11,12 @@ MOST_COLUMNS = 200_000
 
 
 def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) -> str:
-    """Return a timeline as text: one line for each track (a rank), repeated for each section of the time axis that fits
-    in `width` columns.
+    """Return a timeline as text: one line for each track (a rank), in sections of the time axis of at most `width`
+    characters.
 
     A step is its label (F3: forward of micro-batch 3; f3: of the rank's second model chunk; F3': of the second
-    replica), filled to the step's duration; idle time is blank; overlapping steps have a line each.
-    bands: maximum number of sections to draw, from time 0 (None: all).
+    replica), filled to the step's duration; idle time is blank; overlapping steps have a line each. bands: maximum
+    number of sections to draw, from time 0 (None: all).
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     if not spans:
@@ -59,5 +59,6 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
 
 
 def _format_label(span: Span) -> str:
-    """Return a step's label; an apostrophe follows it for the second replica of a bidirectional schedule."""
+    """Return the label of a step (`span`), with an apostrophe for the second replica of a bidirectional schedule:
+    `F3'`."""
     return span.label + ("'" if span.mirrored else "")

@@ -40,8 +40,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Vertical line in a chart at the x value `x`, with the text `words` beside it. y: value at which a dot is drawn on
-    it, None for no dot."""
+    """Vertical line in a chart at x = `x`, with the text `words` beside it. y: y value of a dot on the line, None for
+    no dot."""
 
     x: float
     words: str
@@ -50,11 +50,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """Named interval of the x axis, drawn as a section of a coloured strip; it begins where the previous band ends (or
-    the axis begins), and ends at the x value `end`.
+    """Named interval of the x axis in a strip of such intervals: from the end of the previous band (or the beginning of
+    the axis) to x = `end`.
 
-    name: text on the section. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at
-        its end, if not empty.
+    name: text in the strip. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at
+    its end, if not empty.
     """
 
     end: float
@@ -66,10 +66,10 @@ class Band:
 
 @dataclass
 class Plot:
-    """Chart under construction with an x axis and a y axis.
+    """Line chart under construction; its methods append to an SVG picture.
 
-    left, right, top, bottom: edges of the plotting area in pixels; left = 0: as much space as the labels of the y axis
-        need.
+    x_axis, y_axis: axes with their ranges and ticks. left, right, top, bottom: edges of the plotting area in pixels;
+    left = 0: as much space as the labels of the y axis need.
     """
 
     x_axis: Axis
@@ -121,7 +121,7 @@ class Plot:
             self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{paint(series.colour)}")
 
     def draw_mark(self, mark: Mark) -> None:
-        """Draw the vertical line of a mark, with its text on the side of the line that has more space."""
+        """Draw the vertical line of `mark`, with its text on the side that has more space."""
         x = self.x(mark.x)
         self.picture.line((x, self.top), (x, self.bottom), "mark")
         if mark.y is not None:
@@ -147,8 +147,8 @@ class Plot:
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
-        """Cover the plot with transparent columns, each with the values of all series there as text on hover. name: of
-        the x values, such as "step"."""
+        """Cover the plot with transparent columns that show the values of all series on hover. name: of the x values,
+        such as "step"."""
         values = sorted({x for one in series for x, _ in one.points})
         values = values[:: -(-len(values) // COLUMNS)]
         places = [self.x(value) for value in values]
@@ -165,8 +165,8 @@ class Plot:
             )  # fmt: skip
 
     def draw_bands(self, name: str, bands: Sequence[Band]) -> None:
-        """Draw `bands` as a strip below the x axis, each with its name if the band is wide enough. name: label of the
-        whole strip, at its left."""
+        """Draw `bands` (named x intervals) as a coloured strip below the x axis, with names where they fit. name: label
+        at the left of the strip."""
         top, start, last = self.bottom + 32, self.left, -math.inf
         self.picture.text(self.left - 8, top + 14, name, "end", class_="dim")
         for band in bands:
@@ -193,10 +193,11 @@ def draw_lines(
     legend: bool = False,
 ) -> Markup:
     """Return a line chart as SVG, 760 pixels wide and at least `height` high, with a legend if there are several
-    series, and the y axis's title at the bottom right.
+    series.
 
-    marks: vertical lines with texts. hover: name of the x values, such as "step", in the texts that show the values on
-        hover; empty: none. legend: also for a single series.
+    series: the curves. marks: vertical lines with texts. height: in pixels. hover: name of the x values, such as
+    "step", in the texts that show values on hover; empty: no such texts. legend: True for a legend even with a single
+    series.
     """
     plot = Plot(x_axis, y_axis, right=744, bottom=height - (44 if not x_axis.title else 48))
     for one in series:
@@ -213,8 +214,8 @@ def draw_lines(
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
-    """Return vertical positions of labels, in pixels: ascending, at least `LINE` apart, close to the wanted positions
-    `places` (ascending), and none greater than `limit`."""
+    """Move labels apart so that they do not overlap; return their vertical positions in pixels: ascending, at least
+    `LINE` apart, none greater than `limit`, close to the wanted positions `places` (ascending)."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)
@@ -225,7 +226,7 @@ def spread_labels(places: Sequence[float], limit: float) -> list[float]:
 
 
 def downsample(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Return at most 2 x `BUCKETS` of the points (x, y), which draw the same line: the minimum and maximum of each
+    """Reduce a line's points (x, y) to at most 2 x `BUCKETS` that draw the same line: minimum and maximum of each
     bucket of consecutive points, and both ends."""
     if len(points) <= 2 * BUCKETS:
         return points

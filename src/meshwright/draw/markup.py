@@ -35,8 +35,8 @@ def escape_text(text: str) -> Markup:
 def element(name: str, /, *children: Content, **attributes: str | float | None) -> Markup:
     """Return one HTML or SVG element with the tag `name`. Plain strings among `children` are escaped, `Markup` is not.
 
-    attributes: `class_` stands for class, an underscore for a hyphen; numbers are rounded to 0.01; those that are None
-        are omitted.
+    attributes: of the element; `class_` stands for class, an underscore for a hyphen; numbers are rounded to 0.01; None
+    omits the attribute.
     """
     head = name + "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape_text(one if isinstance(one, str) else format_number(one))}"'
@@ -48,8 +48,8 @@ def element(name: str, /, *children: Content, **attributes: str | float | None) 
 
 
 def join(content: Content, between: str = "") -> Markup:
-    """Concatenate strings (escaped), `Markup` and nested sequences of these into one `Markup`. between: inserted
-    between the items, unescaped."""
+    """Concatenate contents into one `Markup`: strings (escaped), `Markup` (unchanged) and nested sequences of these.
+    between: inserted between the items, unescaped."""
     if content is None:
         return Markup()
     if isinstance(content, Markup):
@@ -60,7 +60,7 @@ def join(content: Content, between: str = "") -> Markup:
 
 
 def format_number(value: float, digits: int = 2) -> str:
-    """Format a number with at most `digits` decimals, without trailing zeros."""
+    """Format a number as text with at most `digits` decimals, without trailing zeros."""
     text = f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no negative zero
     return text.rstrip("0").rstrip(".") if digits else text
 

@@ -30,7 +30,7 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
 
 
 def _box_picture(part: Content) -> Content:
-    """Return an SVG picture in a box that scrolls horizontally on a narrow screen, and any other content unchanged."""
+    """Return an SVG picture wrapped in a box that scrolls horizontally on a narrow screen; other content unchanged."""
     return element("div", part, class_="chart") if isinstance(part, Markup) and part.startswith("<svg") else part
 
 
@@ -49,9 +49,9 @@ def table(head: Sequence[Content], rows: Iterable[Sequence[Content]]) -> Markup:
 
 
 def _make_table_row(cells: Sequence[Content], kinds: Sequence[str | None], name: str) -> Markup:
-    """Return an HTML table row of `cells`.
+    """Return an HTML table row, whose first cell is the row's header.
 
-    kinds: CSS class of each cell, None for no class. name: tag of the cells after the first, "td" or "th".
+    cells: contents. kinds: CSS class of each cell, None for no class. name: tag of the other cells, "td" or "th".
     """
     tags = ["th", *[name] * len(cells)]
     return element("tr", [element(tag, cell, class_=kind) for tag, cell, kind in zip(tags, cells, kinds, strict=False)])
@@ -64,21 +64,21 @@ def _holds_quantities(column: Sequence[Content]) -> bool:
 
 
 def paragraph(*words: Content, muted: bool = False) -> Markup:
-    """Return an HTML paragraph with the content `words`; muted=True sets it in a paler colour."""
+    """Return an HTML paragraph with the content `words`. muted: True for a paler colour."""
     return element("p", *words, class_="muted" if muted else None)
 
 
 def key(entries: Iterable[tuple[str, str]]) -> Markup:
-    """Return the legend of a chart as HTML. entries: (text, style-sheet colour such as "blue") of each symbol."""
+    """Return a chart's legend as HTML. entries: (text, style-sheet colour of its symbol such as "blue")."""
     swatches = ((element("i", style=f"background:{paint(colour)}"), words) for words, colour in entries)
     return element("p", join([element("span", swatch) for swatch in swatches], " "), class_="muted key")
 
 
 def bar(*shares: float, colours: Sequence[str] = ("blue",), mark: float | None = None) -> Markup:
-    """Return horizontal bars for a table cell, one below the other.
+    """Return an HTML table cell's content: horizontal bars one below the other.
 
     shares: length of each bar as a fraction of the cell's width, 0 to 1. colours: style-sheet colour of each, such as
-        "blue". mark: position of a vertical mark, 0 to 1, None for no mark.
+    "blue". mark: position of a vertical mark, 0 to 1, None for no mark.
     """
     bars = [
         element("i", style=f"width:{share:.1%};background:{paint(colour)}")

@@ -12,7 +12,7 @@ from meshwright.draw.text_width import text_width
 
 
 class Picture:
-    """SVG picture under construction: collects elements in drawing order. All lengths are in pixels."""
+    """SVG picture under construction: collects elements in drawing order. All coordinates are in pixels."""
 
     def __init__(self) -> None:
         self.parts: list[Markup] = []
@@ -23,13 +23,13 @@ class Picture:
         self.parts.append(element(name, element("title", title) if title else None, **attributes))
 
     def text(self, x: float, y: float, words: str, anchor: str | None = None, **attributes: str | float | None) -> None:
-        """Append the text `words` at (x, y) to the picture. anchor: point of the text that lies there, None for its
-        start, "middle" or "end". attributes: further SVG attributes, as for `add`."""
+        """Append the text `words` at (x, y) to the picture. anchor: part of the text that lies at x: None (start),
+        "middle" or "end". attributes: further SVG attributes, as for `add`."""
         self.parts.append(element("text", words, x=x, y=y, text_anchor=anchor, **attributes))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str, title: str = "") -> None:
-        """Append a straight line to the picture, from `start` to `end`, both (x, y). kind: class of the style sheet,
-        such as "grid". title: text shown on hover."""
+        """Append a straight line to the picture, from `start` (x, y) to `end` (x, y). kind: CSS class in the style
+        sheet, such as "grid". title: text shown on hover."""
         self.add("line", title=title, x1=start[0], y1=start[1], x2=end[0], y2=end[1], class_=kind)
 
     def legend(self, entries: Iterable[tuple[str, dict[str, str]]], left: float, right: float, y: float) -> float:
@@ -79,7 +79,7 @@ def stack(pictures: Sequence[tuple[str, Markup]], label: str, gap: float = 14, l
 
 
 def read_size(drawn: Markup) -> tuple[float, float]:
-    """Return width and height, in pixels, of a picture that `Picture.svg` returned."""
+    """Return (width, height) in pixels of an SVG picture made by `Picture.svg`."""
     sizes = re.search(r'width="([\d.]+)" height="([\d.]+)"', drawn)
     assert sizes
     return float(sizes[1]), float(sizes[2])

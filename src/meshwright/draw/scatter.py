@@ -20,7 +20,8 @@ def draw_scatter(
 ) -> Markup:
     """Return a scatter plot of `points` (x, y) as SVG.
 
-    marked: (x, y, text on hover) of points to highlight. limit: (y value, text) of a horizontal line.
+    x_axis, y_axis: axes with their ranges and ticks. marked: (x, y, text on hover) of points to highlight. limit: (y
+    value, text) of a horizontal line.
     """
     plot = Plot(x_axis, y_axis, right=WIDTH - 16, bottom=HEIGHT - 46)
     for x, y in points:
