@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """Element type of tensors. bits: size of an element in bits. read: function that converts raw bytes, uint8 [n], to
-    values [8 n / bits]; None: values of this type are not read."""
+    """Element type of tensors. bits: size of an element in bits. read: function that converts raw bytes (uint8 [n]) to
+    values ([8 n / bits]); None if values of this type cannot be read."""
 
     bits: int
     read: Callable[[NDArray[np.uint8]], NDArray[Any]] | None = None
 
 
 def _numpy_type(kind: str) -> ElementType:
-    """Return the element type whose values NumPy reads as the little-endian dtype `kind`, such as "f4"."""
+    """Return the element type that NumPy reads as the little-endian dtype `kind`, such as "f4" (float32)."""
     dtype = np.dtype(kind).newbyteorder("<")
     return ElementType(8 * dtype.itemsize, lambda raw: raw.view(dtype))
 
@@ -31,9 +31,12 @@ def _read_bfloat16(raw: NDArray[np.uint8]) -> NDArray[Any]:
 
 
 def _decode_float8_codes(exponent_bits: int, mantissa_bits: int, infinities: bool) -> NDArray[np.float32]:
-    """Return the value of each of the 256 codes of an 8-bit float, float32 [256] (Micikevicius et al. 2022,
-    arXiv:2209.05433, table 1). infinities: True if the highest exponent encodes infinities and NaNs (E5M2); False if
-    only the code of all ones, with either sign, is NaN (E4M3)."""
+    """Return the values of all 256 codes of an 8-bit float, float32 [256] (Micikevicius et al. 2022, arXiv:2209.05433,
+    table 1).
+
+    exponent_bits, mantissa_bits: sizes of both fields. infinities: True if the highest exponent encodes infinities and
+    NaNs (E5M2); False if only the code of all ones, with either sign, is NaN (E4M3).
+    """
     codes = np.arange(256)
     sign = np.where(codes >= 128, -1.0, 1.0)
     exponent = codes >> mantissa_bits & (1 << exponent_bits) - 1
@@ -51,7 +54,7 @@ def _decode_float8_codes(exponent_bits: int, mantissa_bits: int, infinities: boo
 
 
 def _lookup_type(values: NDArray[np.float32]) -> ElementType:
-    """Return an 8-bit element type that converts codes to values by the table `values` [256]."""
+    """Return an 8-bit element type whose values are looked up by code in `values`, [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 

@@ -26,8 +26,8 @@ INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a model file. name: of the tensor. file: path of the model file. dtype: safetensors name, such as
-    "BF16". offset: position of its first byte in the file (in `.bin` files: in the tensor's storage). bytes: size of
-    its values in bytes."""
+    "BF16". shape: number of elements in each dimension. offset: position of its first byte in the file (in `.bin`
+    files: in the tensor's storage). bytes: size of its values in bytes."""
 
     name: str
     file: Path
@@ -43,10 +43,10 @@ class TensorEntry:
 
 
 class TensorFiles:
-    """All tensors of a model path: a model file, an index of shards, or a directory with either.
+    """All tensors of a model, found at a path: a model file, an index of shards, or a directory with either.
 
-    files: paths of the model files. entries: tensors ordered by file name and offset. unindexed: names of tensors that
-    are in the shards but not in the index.
+    files: paths of the model files. entries: tensors, ordered by file name and offset. unindexed: names of tensors that
+    the shards contain but the index does not list.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,8 +144,11 @@ def read_header(file: Path) -> list[TensorEntry]:
 
 
 def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
-    """Parse the header entry `said` ({"dtype", "shape", "data_offsets"}) of the tensor `name` of a safetensors file.
-    begin: offset in bytes of the first tensor byte in the file. Raises `UserError` or `ValueError`."""
+    """Parse the header entry of one tensor of a safetensors file.
+
+    file: path of the file. name: of the tensor. said: the entry, {"dtype", "shape", "data_offsets"}. begin: byte offset
+    of the first tensor's data in the file. Raises `UserError` or `ValueError` for an invalid entry.
+    """
     dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
     if not isinstance(dtype, str) or not all(
         isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
@@ -168,8 +171,8 @@ def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> Ten
 
 
 def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """Find the model files of a path: a model file, an index of shards, or a directory with either; return (files,
-    {tensor name: its file} as the index says, None without an index). Raises `UserError`."""
+    """Find the model files at a path: a model file, an index of shards, or a directory with either; return (files,
+    {tensor name: its file} of the index, None without an index). Raises `UserError` if there are none."""
     if path.is_file():
         if path.name.endswith(INDEX_SUFFIXES):
             return _read_index(path)
@@ -192,8 +195,8 @@ def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
 
 
 def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Read an index of shards; returns (shard files, {tensor name: its file}). Raises `UserError` if it is invalid or a
-    shard is missing."""
+    """Read an index of shards (model.safetensors.index.json); return (shard files, {tensor name: its file}). Raises
+    `UserError` if it is invalid or a shard is missing."""
     try:
         weight_map = read_json(index)["weight_map"]
         places = {str(name): index.parent / file for name, file in weight_map.items()}
@@ -211,8 +214,8 @@ def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 def _iterate_tensors(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) for each tensor in nested dictionaries; a name is the keys on the path to the tensor, joined
-    by dots. prefix: text before each name."""
+    """Yield (name, tensor) for each tensor in nested dictionaries; the name consists of the keys on the path to it,
+    joined by dots. value: dictionary or tensor. prefix: text before each name."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -23,8 +23,8 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
     """Return the layers, experts and bytes that each rank of a layout would hold, as a JSON dict.
 
     config: the model. layout_text: layout notation, such as "pp2 tp2 zero3". dtype: safetensors name of the model
-    files' dtype ("BF16"), which is the parameter precision unless the layout names one. sequence: tokens of a sequence,
-    for which pipeline stages are balanced. Raises UserError if the layout does not fit the model.
+    files' dtype ("BF16"): precision of the parameters unless the layout names one. sequence: tokens of a sequence, for
+    which pipeline stages are balanced. Raises UserError if the layout does not fit the model.
 
     Result: {"layout", "precision", "ranks": one dict per rank}. A rank's keys: "rank"; its coordinate on each of tp,
     cp, dp and pp of size > 1; "stages" and "layers" (indices); "embedding" and "head" (True if it holds them);
@@ -51,10 +51,13 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
 
 
 def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
-    """Return what each rank with pipeline coordinate `place` holds: "stages" and "layers" (indices), "embedding" and
-    "head" (True if there), "elements" and "bytes" of the parameters that it keeps between steps, "training_bytes"
-    (persistent memory of AdamW training, kind -> bytes). dtype: torch name of the parameters' dtype, such as
-    "bfloat16"."""
+    """Return what each rank of one pipeline position holds, as a JSON dict: "stages" and "layers" (indices),
+    "embedding" and "head" (True if there), "elements" and "bytes" of the parameters that it keeps between steps,
+    "training_bytes" (persistent memory of AdamW training, kind -> bytes).
+
+    partition: layers of each stage. place: pipeline coordinate of the ranks. dtype: torch name of the parameters'
+    dtype, such as "bfloat16".
+    """
     stages, units = partition.stages_on(place), partition.units_on(place)
     flats = flats_of(partition.table, layout, units)
     kinds: dict[str, int] = {}
@@ -72,7 +75,7 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
 
 
 def _list_held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
-    """Return the indices, ascending, of the experts on the ranks with coordinate `place` on axis ep
-    (expert-parallel)."""
+    """Return the indices of the experts that a rank holds under expert parallelism, ascending. table: the model's
+    parameters. place: the rank's coordinate on axis ep."""
     held = {entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == place}
     return sorted(held)

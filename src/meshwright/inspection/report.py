@@ -80,8 +80,8 @@ def inspect_model(
 
 
 def _resolve_model_directory(path: Path, log: Callable[[str], None]) -> Path:
-    """Return the model directory of a run's newest complete checkpoint, or of a checkpoint; any other path is returned
-    as it is. log: receives lines about skipped checkpoints."""
+    """Return the model directory of a run's newest complete checkpoint or of a checkpoint; another `path` is returned
+    unchanged. log: called with a line about each skipped checkpoint."""
     if path.is_dir() and ((path / "checkpoints").is_dir() or (path / "manifest.json").is_file()):
         from meshwright.checkpoint.catalogue import find_checkpoint
 
@@ -95,8 +95,11 @@ def _matches_globs(name: str, globs: Sequence[str]) -> bool:
 
 
 def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None) -> dict[str, Any]:
-    """Return the report on one tensor: {"name", "file", "type", "shape", "elements", "bytes"} and, unless `values` is
-    None, "first" (its first `values` values) and "statistics"."""
+    """Return the report on one tensor as a JSON dict: {"name", "file", "type", "shape", "elements", "bytes"} and,
+    unless `values` is None, "first" (its first `values` values) and "statistics".
+
+    files: tensors of the model. entry: the tensor.
+    """
     found: dict[str, Any] = {
         "name": entry.name,
         "file": entry.file.name,
@@ -116,14 +119,14 @@ def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None)
 
 
 def _count_not_finite(tensor: Mapping[str, Any]) -> int:
-    """Return the number of NaN and infinite values in `tensor`, the report on one tensor; 0 if it has no statistics."""
+    """Return the number of NaN and infinite values of a tensor. tensor: its report; 0 if that has no statistics."""
     found = tensor.get("statistics") or {"nan": 0, "infinite": 0}
     return int(found["nan"] + found["infinite"])
 
 
 def _read_config(directory: Path) -> tuple[ModelConfig | None, str]:
-    """Read config.json in a model directory; return (model configuration, ""), or (None, reason) if there is none that
-    can be used."""
+    """Read config.json in a model directory; return (model configuration, ""), or (None, reason) if it is missing or
+    not usable."""
     if not (directory / "config.json").is_file():
         return None, f"{directory} has no config.json"
     try:

@@ -14,8 +14,8 @@ BLOCK = 1 << 20  # elements
 
 
 def read_first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[float | int | bool] | None:
-    """Return the first `count` values of a tensor, or None for types whose values are not read. raw: the tensor's
-    bytes, uint8 [bytes]. dtype: safetensors name, such as "BF16"."""
+    """Return the first `count` values of a tensor; None if values of its type cannot be read. raw: the tensor's bytes,
+    uint8 [bytes]. dtype: safetensors name, such as "BF16"."""
     kind = ELEMENT_TYPES[dtype]
     if kind.read is None:
         return None

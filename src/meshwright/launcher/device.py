@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def one_device(wanted: str) -> str:
-    """Resolve the device name `wanted` ("auto", "cpu" or "cuda") to "cpu" or "cuda"; "auto" is the GPU if there is one.
+    """Choose the device of a program that uses one: return "cpu" or "cuda". CUDA_VISIBLE_DEVICES determines which GPU.
 
-    `UserError` for an unknown name or a missing device. CUDA_VISIBLE_DEVICES determines which GPU is used.
+    wanted: "auto" (the GPU if there is one), "cpu" or "cuda". `UserError` for an unknown name or a missing device.
     """
     if wanted not in DEVICES:
         raise UserError(unknown("device", wanted, DEVICES))
@@ -46,10 +46,10 @@ _MEASURE = (
 
 
 def devices_of_ranks(wanted: str, ranks: int) -> list[HostMemory]:
-    """Resolve the device name `wanted` ("auto", "cpu" or "cuda") for `ranks` ranks of this machine; return the memory
-    of each rank's GPU, an empty list if they run on CPUs. Imports no torch here: a child process queries the GPUs.
+    """Choose the devices for `ranks` ranks on this machine; return the memory of each rank's GPU, an empty list if they
+    run on CPUs. A child process queries the GPUs, so that torch is not imported here.
 
-    `UserError` for an unknown name, or fewer GPUs than ranks.
+    wanted: "auto", "cpu" or "cuda". `UserError` for an unknown name, or fewer GPUs than ranks.
     """
     if wanted not in DEVICES:
         raise UserError(unknown("device", wanted, DEVICES))
@@ -69,7 +69,7 @@ def devices_of_ranks(wanted: str, ranks: int) -> list[HostMemory]:
 
 
 def _has_driver() -> bool:
-    """Return True if there is a CUDA driver, without which no GPU is looked for."""
+    """Return True if a CUDA driver is installed (a precondition for GPUs, checked without importing torch)."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -121,11 +121,11 @@ class RankDevices:
 
 
 def agree_on_device(wanted: str, place: Place, store: Store) -> str:
-    """Return this rank's device, "cpu" or "cuda:N", where torchrun, Kubernetes or SLURM started the ranks.
+    """Choose this rank's device, "cpu" or "cuda:N", in a run that torchrun, Kubernetes or SLURM started. Collective;
+    all ranks raise the same `UserError`.
 
-    wanted: the recipe's run.device ("auto", "cpu" or "cuda"). place: this rank's number and the number of ranks. store:
-    key-value store that all ranks share. Collective: all ranks raise the same `UserError`. The local rank may be
-    unknown, and each rank may see one GPU only.
+    wanted: the recipe's run.device ("auto", "cpu" or "cuda"). place: this rank's place in the launch. store: key-value
+    store that all ranks share. The local rank may be unknown, and each rank may see only one GPU.
     """
     if wanted == "cpu":
         return "cpu"
@@ -147,11 +147,11 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
 
 
 def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str]:
-    """Return the device of each rank: "cpu", or "cuda:N", where N counts the GPUs visible to the rank: its local rank,
-    or 0 if it sees only one GPU.
+    """Assign a device to each rank; return [rank], "cpu" or "cuda:N", where N counts the GPUs visible to the rank: its
+    local rank, or 0 if it sees only one GPU.
 
-    wanted: the recipe's run.device ("auto", "cpu" or "cuda"); rank_devices: host and GPUs of each rank. `UserError`
-    when a rank has no GPU, or two ranks share one.
+    wanted: the recipe's run.device ("auto", "cpu" or "cuda"). rank_devices: [rank], host and GPUs of each rank.
+    `UserError` if a rank has no GPU, or two ranks share one.
     """
     if wanted == "auto" and not any(each.devices for each in rank_devices):
         return ["cpu"] * len(rank_devices)
@@ -175,8 +175,8 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
 
 
 def _local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
-    """Return each rank's number on its host, from 0: as reported if all ranks of the host reported different ones, else
-    in the order of ranks."""
+    """Return each rank's rank on its host, [rank]: as reported, if all ranks of the host reported different ones, else
+    in order of global rank. rank_devices: [rank], host and GPUs of each rank."""
     by_host: dict[str, list[int]] = {}
     for rank, each in enumerate(rank_devices):
         by_host.setdefault(each.host, []).append(rank)

@@ -31,11 +31,11 @@ _REPORTED = "reported"
 
 
 class HostCalls:
-    """Flight-recorder files of this host's ranks, in one directory in memory (/dev/shm; else the temporary directory):
-    each rank records its collective calls in its own file, which the other ranks can read.
+    """Flight-recorder files of this host's ranks: each rank records its collective calls in its own file, which the
+    others can read. All are in one directory in memory (/dev/shm; else the temporary directory).
 
-    directory: the run directory; place: this rank's number and the number of ranks; token: random text, the same on all
-    ranks of a run, that names the directory.
+    directory: the run directory. place: this rank's place in the launch. token: random text, equal on all ranks of a
+    run, that names the files' directory.
     """
 
     def __init__(self, directory: RunDirectory, place: Place, token: str) -> None:
@@ -78,8 +78,8 @@ class HostCalls:
         return error if verdict is None else RankLost(verdict.line)
 
     def _report_killed_run(self, path: Path) -> None:
-        """Print the hang report of an earlier run that was killed and left its files in the directory `path`, and
-        remove it; of several ranks that call this, one does so."""
+        """Print the hang report of an earlier, killed run, whose recorder files are in the directory `path`, and remove
+        them; of several ranks that call this, one does so."""
         ours = path.with_name(f"left-{path.name}")
         with suppress(OSError):
             path.rename(ours)
@@ -87,8 +87,11 @@ class HostCalls:
 
     def _print_verdict(self, path: Path, when: str = "") -> Verdict | None:
         """Read and remove the recorder files in `path`; if they show which rank is at fault, write the hang report to
-        the run directory and print its path. Return the verdict (rank and reason), None if there is none. when: text
-        printed before the verdict, such as "in the start before this one: "; empty: the verdict is not printed."""
+        the run directory and print its path. Return the verdict (rank and reason), None if there is none.
+
+        when: text printed before the verdict, such as "in the start before this one: "; empty: the verdict is not
+        printed.
+        """
         files = {int(file.name.removeprefix("rank-")): file for file in path.glob("rank-*")}
         rings = {rank: os.open(file, os.O_RDONLY | os.O_CLOEXEC) for rank, file in files.items()}
         snapshot = Snapshot.take(rings)

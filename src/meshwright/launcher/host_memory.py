@@ -57,7 +57,8 @@ def machine_memory() -> int:
 
 
 def _read_machine(root: Path) -> tuple[int, int]:
-    """Return (total, available) memory of the machine in bytes, from /proc/meminfo below `root`."""
+    """Return (total, available) memory of the machine in bytes, from /proc/meminfo. root: directory that contains
+    `proc`."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = {"MemTotal": total, "MemAvailable": total}
     with suppress(OSError, ValueError):
@@ -69,11 +70,12 @@ def _read_machine(root: Path) -> tuple[int, int]:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """Yield (directory, file names) for each Linux memory control group (cgroup v1 or v2) that limits this process: its
-    own first, then each parent up to the mount point. file names: (mount point below `root`, file of the limit, file of
-    the usage, key in memory.stat of the reclaimable page cache).
+    """Yield (directory, file names) for each Linux memory control group (cgroup v1 or v2) that limits this process, its
+    own first, then each parent up to the mount point.
 
-    The directory of a group may not exist: in a container the mount point itself can be the process's own group.
+    file names: (mount point below `root`, file of the limit, file of the usage, key in memory.stat of the reclaimable
+    page cache). root: directory with `proc` and `sys`. A directory may not exist: in a container the mount point itself
+    can be the process's own group.
     """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

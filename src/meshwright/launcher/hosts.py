@@ -38,8 +38,8 @@ def resolve_addresses(host: str) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's own IP address on the network route to `host`; if `host` is this host, return its address as
-    resolved. `UserError` without a route."""
+    """Return this host's own IP address on the network route to `host` (name or address); if `host` is this host, its
+    resolved address. `UserError` if there is no route."""
     reasons = []
     for address in resolve_addresses(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -54,7 +54,7 @@ def address_towards(host: str) -> str:
 
 
 def address_outwards() -> str | None:
-    """Return this host's own IP address on its default network route, None without one."""
+    """Return this host's own IP address on its default network route, None if it has none."""
     try:
         return address_towards(_ELSEWHERE)
     except UserError:
@@ -67,7 +67,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Return True if `host` (a name or address) is this host."""
+    """Return True if a host, given by name or address, is this host."""
     return any(is_loopback(address) or find_interface(address) is not None for address in resolve_addresses(host))
 
 
@@ -98,11 +98,11 @@ def find_interface(address: str) -> str | None:
 
 
 def agree_on_interface(place: Place, store: Any) -> str | None:
-    """Return the network interface on which gloo reaches the ranks on other hosts, None where it is unknown.
+    """Find the network interface through which gloo reaches the ranks on other hosts; return its name, None if unknown.
+    Collective: every rank that torchrun, Kubernetes or SLURM started calls it.
 
-    place: this rank's number and the rendezvous URL; store: key-value store that all ranks share. Collective: every
-    rank that torchrun, Kubernetes or SLURM started calls it. By default gloo resolves this host's own name, which often
-    leads to the loopback interface or to nothing.
+    place: this rank and its rendezvous. store: key-value store that all ranks share. Needed since gloo by default
+    resolves this host's own name, which often leads to the loopback interface.
     """
     if place.method.startswith("file://"):
         return None
@@ -117,8 +117,11 @@ def agree_on_interface(place: Place, store: Any) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the address or the true/false answer that a launch script asks for (see the module); return the exit code:
-    0, or 2 after one line on an error."""
+    """Answer a question of a launch script on standard output; return the exit code: 0, or 2 after an error line.
+
+    arguments: [HOST]: print this host's own address on the route to HOST; ["--is-here", HOST]: print true if HOST is
+    this host, else false.
+    """
     try:
         if arguments[0] == "--is-here":
             print(str(is_here(arguments[1])).lower())

@@ -59,11 +59,12 @@ def launch_script(
     *,
     trust: bool = False,
 ) -> LaunchScript:
-    """Build a launch script, torchrun's or SLURM's, that trains the recipe file `recipe_path` with `overrides`, such as
-    "train.steps=100", one rank for each device. resources: hosts and limits of the job.
+    """Build a launch script for torchrun or SLURM that trains a recipe with one rank for each device.
 
-    It starts the ranks in the current directory and with this Python, which every host must have. trust: let the recipe
-    run code that it names. `UserError` when the recipe cannot run, or its layout does not fill the devices.
+    kind: "torchrun" or "slurm". recipe_path: recipe file. overrides: of its settings, such as "train.steps=100".
+    resources: hosts and limits of the job. trust: True to let the recipe run code that it names. The script starts the
+    ranks in the current directory and with this Python, which every host must have. `UserError` if the recipe cannot
+    run, or its layout does not fill the devices.
     """
     time, sbatch, cpus_per_device = resources.time, resources.sbatch, resources.cpus_per_device
     recipe = load_recipe(recipe_path, overrides, trust=trust)
@@ -105,9 +106,9 @@ def launch_script(
 
 
 def split_over_hosts(layout: Layout, nodes: int | None, devices_per_node: int | None) -> tuple[int, int]:
-    """Return (hosts, devices per host) for the layout's ranks, one device each. nodes, devices_per_node: required
-    numbers of hosts and of devices per host; None: derived from the number of ranks.
+    """Distribute the layout's ranks over hosts, one device each; return (hosts, devices per host).
 
+    nodes, devices_per_node: required numbers of hosts and of devices per host; None: derived from the number of ranks.
     `UserError`, with numbers that fit, if their product is not the number of ranks.
     """
     ranks, said = layout.world_size, (nodes, devices_per_node)
@@ -129,30 +130,30 @@ def split_over_hosts(layout: Layout, nodes: int | None, devices_per_node: int | 
 
 
 def _fill_template(name: str, values: Mapping[str, object]) -> str:
-    """Return the text of the script template file `name` with each @KEY@ replaced by its value."""
+    """Return the text of a script template with each @KEY@ replaced by its value. name: file name of the template.
+    values: KEY -> value."""
     return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), (SCRIPTS / name).read_text())
 
 
 def _format_count(number: int, what: str) -> str:
-    """Format a number with the noun `what`, in the plural unless it is 1: "2 hosts"."""
+    """Format a number with a noun, in the plural unless it is 1: "2 hosts". what: the noun in the singular."""
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _shell_safe_name(name: str) -> str:
-    """Return a name in which every character except letters, digits and "_.-" is replaced by "_", for shells and sbatch
-    file names."""
+    """Return `name` with every character except letters, digits and "_.-" replaced by "_", for shells and sbatch."""
     return re.sub("[^A-Za-z0-9_.-]", "_", name)
 
 
 def _check_time_limit(text: str) -> str:
-    """Return a SLURM time limit, such as "24:00:00", unchanged; `UserError` if it is malformed."""
+    """Return the SLURM time limit `text`, such as "24:00:00", unchanged; `UserError` if it is malformed."""
     if re.fullmatch("[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", text):
         return text
     raise UserError(f'--time "{text}": a limit is written as minutes, as in 90, or as 24:00:00 or 2-12:00:00')
 
 
 def _check_sbatch_option(text: str) -> str:
-    """Return an sbatch option, such as "--partition=gpu", unchanged; `UserError` if it is malformed."""
+    """Return the sbatch option `text`, such as "--partition=gpu", unchanged; `UserError` if it is malformed."""
     if re.fullmatch(r"-[^\r\n]+", text):
         return text
     raise UserError(f'--sbatch "{text}" is no option of sbatch; right would be --sbatch=--partition=gpu')

@@ -89,8 +89,8 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
-    """Start all ranks of a run, and start them again after a rank was lost, up to `spec.restarts` times; return rank
-    0's result. directory: the run directory, locked."""
+    """Start all ranks of a run, and again after a rank was lost, up to `spec.restarts` times; return rank 0's result
+    (JSON dict). spec: arguments of `launch`. directory: the run directory, locked."""
     with StopSignals() as signals:
         for attempt in range(spec.restarts + 1):
             try:
@@ -103,8 +103,10 @@ def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
 
 
 class _Attempt:
-    """One start of all ranks of a run, supervised until they have ended. spec: arguments of `launch`; directory: the
-    locked run directory; signals: SIGTERM and SIGINT that the launcher receives."""
+    """One start of all ranks of a run, supervised until all have ended; after a lost rank another attempt may follow.
+
+    spec: arguments of `launch`. directory: the locked run directory. signals: receiver of SIGTERM and SIGINT.
+    """
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
         self.spec, self.directory, self.signals = spec, directory, signals
@@ -114,7 +116,8 @@ class _Attempt:
         self.stopped_since: dict[int, float] = {}  # ranks whose process is stopped (SIGSTOP), and when that was seen
 
     def run(self) -> dict[str, Any]:
-        """Start the ranks, wait for their end, return rank 0's result; no rank is left running."""
+        """Start the ranks, wait until all have ended, and return rank 0's result (JSON dict); raises the error of the
+        rank that failed."""
         with rendezvous_directory() as meeting:
             try:
                 for number in range(self.spec.ranks):
@@ -126,7 +129,7 @@ class _Attempt:
                 self._end_all()
 
     def _start(self, number: int, method: str) -> StartedRank:
-        """Start the process of rank `number` and return it. method: rendezvous URL."""
+        """Start the process of rank `number`; return its record. method: rendezvous URL."""
         spec = self.spec
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
         threads = spec.threads or choose_threads(spec.ranks)
@@ -168,17 +171,17 @@ class _Attempt:
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Take a snapshot of the collective calls of all ranks, with the stack of each blamed rank that runs outside a
-        collective call."""
+        """Record the state of all ranks for the hang report: their recorded collective calls, and stacks of the blamed
+        ranks that run outside a collective call."""
         ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
         self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
         for seen in self.snapshot.busy_ranks:
             self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].read_stack()
 
     def _stopped_too_long(self) -> bool:
-        """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the collective
-        time-out, whether or not another rank waits for it in a collective call: in a save, ranks wait for each other's
-        files with a much longer limit."""
+        """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the timeout of
+        collective calls, even if no other rank waits for it in a call (such as during a save, whose limit is much
+        longer)."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
             rank.number
@@ -189,8 +192,8 @@ class _Attempt:
         return any(now - since > limit for since in self.stopped_since.values())
 
     def _read_report(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
-        """Read what a rank has written to its report pipe (result or error); at end of file, close the pipe and remove
-        it from `selector`."""
+        """Read what a rank has written to its report pipe (result or error); at end of file, close the pipe. selector:
+        from which the closed pipe is removed."""
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
@@ -203,8 +206,8 @@ class _Attempt:
                 self._record_end(rank)
 
     def _handle_exit(self, rank: StartedRank, selector: selectors.BaseSelector, watched: int) -> None:
-        """Handle the exit of a rank's process: read the rest of its report and remove it from `selector`. watched:
-        pidfd (file descriptor) of the process."""
+        """Handle the end of a rank's process: read the rest of its report. watched: pidfd (file descriptor) of the
+        process, which is removed from `selector`."""
         selector.unregister(watched)
         if rank.pipe >= 0:
             os.set_blocking(rank.pipe, False)
@@ -216,7 +219,7 @@ class _Attempt:
         self._record_end(rank)
 
     def _record_end(self, rank: StartedRank) -> None:
-        """Record the time at which a rank ended, and parse its report."""
+        """Record the time at which a rank's process ended, and parse its report (result or error, JSON)."""
         rank.process.wait()
         rank.ended = time.monotonic()
         with suppress(ValueError):  # nothing, or killed while it was writing
@@ -246,7 +249,8 @@ class _Attempt:
             rank.process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Send SIGTERM to all ranks that still run, kill those that remain, and close their descriptors."""
+        """Send SIGTERM to all ranks that still run, kill those that do not end in time, and close their file
+        descriptors."""
         for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
             left = [rank for rank in self.ranks if rank.process.poll() is None]
             for rank in left:
@@ -261,7 +265,7 @@ class _Attempt:
     # --- how it ended
 
     def _result(self) -> dict[str, Any]:
-        """Return rank 0's result, or raise the error that caused the errors of the other ranks."""
+        """Return rank 0's result (JSON dict), or raise the error that caused the errors of the other ranks."""
         if all(rank.finished for rank in self.ranks):
             report = self.ranks[0].report
             assert report is not None
@@ -282,9 +286,11 @@ class _Attempt:
         raise RankLost(f"{line}; {self._describe_resume()}")
 
     def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
-        """Return one sentence on the rank that was lost: one that died (unless NCCL aborted it because another rank was
-        suspended or made a wrong call), else the rank that the recorded collective calls show to be at fault, else the
-        first that reported an error. died: ranks that ended without a report; reported: ranks that reported an error.
+        """Return one sentence on which rank was lost and why.
+
+        died: ranks that ended without a report. reported: ranks that reported an error. Named is a rank that died
+        (unless NCCL aborted it because another rank was suspended or made a wrong call), else the rank that the
+        recorded collective calls show to be at fault, else the first that reported an error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for one that has stopped.
@@ -333,14 +339,14 @@ class _Attempt:
         raise error
 
     def _describe_death(self, rank: StartedRank) -> str:
-        """Return text on how a rank died, on its last collective call, and on the last step that training had done."""
+        """Return text on how a rank's process died, its last collective call, and the last completed training step."""
         line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._describe_progress()}"
         seen: list[RankState] = [] if self.snapshot is None else self.snapshot.seen
         where = next((describe_position(each) for each in seen if each.rank == rank.number), "")
         return f"{line}, {where}" if where else line
 
     def _describe_progress(self) -> str:
-        """Return text on the last training step done, such as "after step 12"."""
+        """Return text on the last completed training step, such as "after step 12"."""
         if not self.spec.trains:
             return "before it was done"
         step = self.directory.last_step()

@@ -28,15 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """Number of threads per rank. note: a line for the user on why, empty where there is nothing to report."""
+    """Chosen number of threads per rank, `count`. note: a line for the user on the reason, empty if there is nothing to
+    report."""
 
     count: int
     note: str = ""
 
 
 def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) -> ThreadChoice:
-    """Return the threads per rank: `run.threads`; else those of the checkpoint that is resumed under the same layout;
-    else `default`. state: content of the checkpoint's `state.json`, None for a fresh run."""
+    """Return the threads per rank: `run.threads` of the recipe; else those of the checkpoint that is resumed, if its
+    layout is the same; else `default`.
+
+    state: content of the checkpoint's `state.json`, None for a fresh run.
+    """
     if recipe.run.threads is not None:
         return ThreadChoice(recipe.run.threads)
     if state is None or not same_layout(recipe.parsed_layout, state.get("layout")):
@@ -55,10 +59,10 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 
 def thread_change_note(before: int | None, now: int | None) -> str | None:
-    """Return a line for the user that results may differ in their last bits if the thread count changed from `before`
-    (in the checkpoint) to `now`; None if it did not change.
+    """Return a line for the user that results may differ in their last bits, if the thread count changed from `before`
+    (in the checkpoint) to `now`; None if not.
 
-    before, now: None if unknown or without effect on the device, which gives None as well.
+    before, now: None if unknown or without effect on the device; the result is then None.
     """
     if before is None or now is None or before == now:
         return None
@@ -79,9 +83,11 @@ def same_layout(layout: Layout, saved: object) -> bool:
 
 
 def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Return the mean FLOPs of one transformer layer on one rank, forward and backward of a micro-batch: those of the
-    whole model, LM head included, divided by its number of layers. layout: None: the recipe's. None for a user's own
-    module."""
+    """Return the mean FLOPs of one transformer layer on one rank for a micro-batch, forward and backward: the whole
+    model's, LM head included, divided by its number of layers. None for a user's own module.
+
+    layout: layout of the ranks; None: the recipe's.
+    """
     if recipe.model is None:  # type: ignore[redundant-expr]
         return None
     layout, sequence = layout or recipe.parsed_layout, recipe.data.sequence
@@ -91,8 +97,8 @@ def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float |
 
 
 def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the content of `state.json` in the newest checkpoint of the recipe's run directory, None if there is
-    none."""
+    """Return the content of `state.json` (training state, JSON) in the newest checkpoint of the recipe's run directory;
+    None if there is no checkpoint."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     return None if checkpoint is None else checkpoint.state()
 
@@ -103,17 +109,17 @@ def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
 
 
 def share_this_host(place: Place) -> bool:
-    """Return True if all ranks of the run are on this rank's host and share its cores (SLURM gave no rank cores of its
-    own), so that the thread count needs no exchange between ranks. place: numbers of ranks in all and on each host."""
+    """Return True if all ranks of the run are on this host and share its cores (SLURM did not give each rank its own);
+    then the thread count can be computed without asking the other ranks. place: this rank's place in the launch."""
     return place.ranks == (place.host_ranks or 1) and bool(cores_of_rank(os.environ)["shared"])
 
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
-    """Return the threads per rank where torchrun, Kubernetes or SLURM started the ranks: rank 0 chooses for all, by the
-    rank that has the fewest cores.
+    """Choose the threads per rank in a run that torchrun, Kubernetes or SLURM started: rank 0 chooses for all, by the
+    rank that has the fewest cores. Collective.
 
-    place: this rank's number and the number of ranks; store: key-value store that all ranks share. Collective.
-    `UserError` on all ranks if rank 0 finds one.
+    place: this rank's place in the launch. store: key-value store that all ranks share. If rank 0 finds a `UserError`,
+    all ranks raise it.
     """
     store.set(f"meshwright/cores/{place.rank}", json.dumps(cores_of_rank(os.environ)))
     if place.rank == 0:
@@ -132,14 +138,15 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
 
 
 def _threads_per_rank(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
-    """Return the number of threads of each of `ranks` ranks that share `cores` cores (None: those available to this
-    process)."""
+    """Choose the number of threads of each rank. ranks: number of ranks that share `cores` cores (None: those available
+    to this process)."""
     return resolve_threads(recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), resumed_state(recipe))
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return {"host": this rank's host name, "cores": number of cores available to it, "shared": True if other ranks
-    use the same cores}. environment: its SLURM_CPUS_PER_TASK is the number of cores of one task alone."""
+    """Return what this rank has: {"host": its host name, "cores": number of cores available to it, "shared": True if
+    other ranks use the same cores}. environment: environment variables; SLURM_CPUS_PER_TASK is the number of cores that
+    one task has to itself."""
     own = environment.get("SLURM_CPUS_PER_TASK", "")
     shared = not own.isdecimal() or not int(own)
     cores = count_available_cores() if shared else min(count_available_cores(), int(own))
@@ -147,7 +154,7 @@ def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def min_cores_per_rank(ranks: list[dict[str, Any]]) -> int:
-    """Return the smallest number of cores that any rank has to itself, at least 1; shared cores are divided by the
-    ranks on the host. ranks: the dict `cores_of_rank` of each rank."""
+    """Return the smallest number of cores per rank, at least 1; shared cores are divided by the number of ranks on the
+    host. ranks: [rank], result of its `cores_of_rank`."""
     ranks_on = Counter(each["host"] for each in ranks)
     return max(1, min(each["cores"] // (ranks_on[each["host"]] if each["shared"] else 1) for each in ranks))

@@ -36,12 +36,11 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
 
 
 def check_memory(recipe: Recipe, machine_bytes: int) -> None:
-    """Raise `UserError` if all ranks of the run, on this machine's CPU, certainly need more than `machine_bytes`
-    together; no check for runs on GPUs.
+    """Raise `UserError` if the ranks of the run, all on this machine's CPU, certainly need more than `machine_bytes` of
+    memory together; no check for runs on GPUs.
 
-    Two lower bounds, each checked by itself, hold for every layout with the recipe's number of micro-batches: one fp32
-    copy of all parameters, gradients and optimizer states; and one 16-bit hidden state per token of a global
-    micro-batch.
+    Compared are two lower bounds that hold for every layout with the recipe's number of micro-batches: one fp32 copy of
+    all parameters, gradients and optimizer states; and one 16-bit hidden state per token of a global micro-batch.
     """
     if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
         return

@@ -34,7 +34,7 @@ LAUNCHER = "the launcher"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank and rendezvous of this process.
+    """Rank and rendezvous of this process, as its launcher (torchrun, Kubernetes, SLURM or Meshwright) set them.
 
     rank: global rank. ranks: world size. local_rank: rank on its host, from 0; None if unknown. method: URL at which
     the ranks meet: env://, tcp:// or file://. started_by: launcher's name or environment variables, for error messages.
@@ -94,8 +94,8 @@ _LOCAL_RANKS = (
 
 
 def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
-    """Return this process's number on its host from the variables of torchrun, SLURM or MPI, None if unknown. rank,
-    ranks: its global rank and the world size, which MPI's or SLURM's variables must match."""
+    """Return this process's rank on its host from the environment variables of torchrun, SLURM or MPI, None if unknown.
+    rank, ranks: its global rank and the world size, which MPI's or SLURM's variables must match."""
     if "LOCAL_RANK" in environment:
         return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
@@ -109,8 +109,8 @@ def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | 
 
 
 def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
-    """Return the number of ranks on each host, where torchrun or SLURM reports an equal number for all; else None.
-    ranks: world size."""
+    """Return the number of ranks on each host as torchrun or SLURM reports it; None if unknown or not equal on all
+    hosts. environment: environment variables. ranks: world size."""
     said = environment.get("LOCAL_WORLD_SIZE", "")
     if not said and environment.get("SLURM_NTASKS") == str(ranks):
         tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or ""
@@ -132,7 +132,7 @@ def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
 
 
 def check_world_size(place: Place, layout: Layout) -> None:
-    """Raise `UserError` if the number of started ranks, `place.ranks`, is not the number of ranks of the layout."""
+    """Raise `UserError` unless the number of started ranks, `place.ranks`, equals the number of ranks of the layout."""
     if place.ranks != layout.world_size:
         raise UserError(
             f'layout "{layout}" needs {layout.world_size} rank{"s" if layout.world_size > 1 else ""}, but '
@@ -149,8 +149,8 @@ def first_host(nodes: str) -> str:
 
 
 def _slurm_method(environment: Mapping[str, str]) -> str:
-    """Return the rendezvous URL tcp://HOST:PORT of the tasks of a SLURM job: its first host, and a port derived from
-    job and step id."""
+    """Return the rendezvous URL tcp://HOST:PORT for the tasks of a SLURM job: its first host, and a port derived from
+    job and step id. environment: environment variables of the job."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     host = environment.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
     if host is None:
@@ -173,8 +173,8 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
 
 
 def connect_to_store(place: Place, timeout_seconds: float) -> Store:
-    """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share, and return it.
-    `UserError` if it is unreachable within the time-out."""
+    """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share; return it.
+    place: this rank and its rendezvous. Raises `UserError` if it is unreachable within `timeout_seconds`."""
     with _rendezvous_errors(place, timeout_seconds):
         return _connect_store(place, timedelta(seconds=timeout_seconds))
 
@@ -202,7 +202,10 @@ def initialise(place: Place, store: Store, device: str, timeout_seconds: float) 
 
 @contextmanager
 def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
-    """Convert every exception of torch's rendezvous inside the with block to one `UserError` or `RankLost` line."""
+    """Return a context that turns every exception of torch's rendezvous into a `UserError` or `RankLost` of one line.
+
+    place: this rank and its rendezvous. timeout_seconds: limit of the rendezvous, for the message.
+    """
     import torch.distributed as dist
 
     try:
@@ -231,8 +234,8 @@ def format_busy_port_error(method: str) -> str:
 
 
 def check_port_free(method: str) -> None:
-    """Raise `UserError` if the port of a rendezvous URL tcp://HOST:PORT, at which rank 0 will listen, is taken on this
-    host."""
+    """Raise `UserError` if the port of a rendezvous URL `method`, tcp://HOST:PORT, is taken on this host, where rank 0
+    will listen."""
     if not method.startswith("tcp://"):
         return
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -262,10 +265,11 @@ STORE_TIMEOUT_SECONDS = 30.0
 
 
 def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
-    """Call `connect` on this rank and return its store. Ranks other than 0 first wait up to `timeout` for rank 0 to
-    listen, then up to `STORE_TIMEOUT_SECONDS` for the store to answer.
+    """Call `connect` (which returns a store) on this rank and return its result. Ranks other than 0 first wait up to
+    `timeout` for rank 0 to listen, then up to `STORE_TIMEOUT_SECONDS` for the store to answer; `RuntimeError` after
+    that.
 
-    `RuntimeError` after these times.
+    place: this rank and its rendezvous.
     """
     if place.rank == 0:
         return connect()
@@ -303,8 +307,8 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
 
 
 def _connect_store(place: Place, timeout: timedelta) -> Store:
-    """Connect this rank to the store at its rendezvous URL and return it. `timeout`: for the connection and for each
-    read."""
+    """Connect this rank to the key-value store at its rendezvous URL (`place.method`); return the store. timeout: limit
+    for the connection and for each read."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
@@ -327,11 +331,11 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a view of torchrun's store with a random key prefix that only this start of the ranks uses: the keys of
-    killed ranks stay in the store over restarts.
+    """Return a view of torchrun's key-value store with a random key prefix that only this start of the ranks uses,
+    since keys of killed ranks remain in the store.
 
-    Rank 0 chooses the prefix, since the restart counters of hosts may differ; each rank gets it under a random key of
-    its own. `RuntimeError` if a rank does not come within `timeout_seconds`. Collective.
+    place: this rank. Rank 0 chooses the prefix, as the restart counters of hosts may differ; each rank gets it under a
+    random key of its own. Raises `RuntimeError` if a rank does not come within `timeout_seconds`. Collective.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StopSignals:
-    """Context manager that counts SIGTERM and SIGINT, which the launcher then forwards to the ranks. No effect outside
+    """Context manager that counts SIGTERM and SIGINT, for the launcher to forward them to the ranks. No effect outside
     the main thread.
 
     wakeup: socket that becomes readable when a signal arrives.
@@ -41,14 +41,14 @@ class StopSignals:
         self._write.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Count the signal with this `number` and wake up the launcher. frame: ignored."""
+        """Signal handler: count the signal `number` and wake up the launcher. frame: ignored."""
         self.count += 1
         self.interrupted = self.interrupted or number == signal.SIGINT
         with suppress(OSError):
             self._write.send(b"!")
 
     def drain(self) -> None:
-        """Read and discard all bytes of the wake-up socket."""
+        """Discard the pending bytes of the wake-up socket."""
         with suppress(BlockingIOError):
             while self.wakeup.recv(64):
                 pass

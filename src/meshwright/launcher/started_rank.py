@@ -42,17 +42,17 @@ class StartedRank:
 
     @property
     def finished(self) -> bool:
-        """True if the rank reported a result."""
+        """True if the rank reported a result (not an error)."""
         return self.report is not None and "result" in self.report
 
     @property
     def error(self) -> str | None:
-        """Class name of the exception that the rank reported, None without one."""
+        """Class name of the exception that the rank reported, None if it reported none."""
         return None if self.report is None else self.report.get("error", self.report.get("fault"))
 
     @property
     def lost_another(self) -> bool:
-        """True if the reported error was caused by another rank (`RankLost`, `RanksDisagree`)."""
+        """True if the rank reported an error that another rank caused (`RankLost`, `RanksDisagree`)."""
         return self.error in ("RankLost", "RanksDisagree")
 
     @property
@@ -63,7 +63,8 @@ class StartedRank:
 
     @property
     def how_it_ended(self) -> str:
-        """Text on how a rank without a report ended, as a predicate: "was killed by signal 9 (SIGKILL)"."""
+        """How the process of a rank without a report ended, as end of a sentence: "was killed by signal 9
+        (SIGKILL)"."""
         number = self.signal
         if number is None:
             return f"ended with exit code {self.process.returncode} and no report"
@@ -98,10 +99,10 @@ def start_rank(
     number: int, ranks: int, description: Mapping[str, Any], command: Sequence[str], threads: int, keep: Sequence[int],
     output: int = 2,
 ) -> StartedRank:  # fmt: skip
-    """Start the process of rank `number` of `ranks` by `command`, and send it `description` as JSON on standard input.
+    """Start the process of one rank, and send it `description` as JSON on standard input; return its record.
 
-    threads: number of its compute threads; keep: file descriptors that it inherits; output: descriptor that it gets as
-    standard output, 2 (standard error) unless given.
+    number: global rank. ranks: world size. command: command line. threads: number of its compute threads. keep: file
+    descriptors that it inherits. output: file descriptor that becomes its standard output (2: standard error).
     """
     ours, theirs = os.pipe()
     calls, stack = create_memory_file(number, ranks), _temporary_descriptor()
@@ -135,13 +136,13 @@ def start_rank(
 
 
 def _temporary_descriptor() -> int:
-    """Return the descriptor of a new temporary file without a name."""
+    """Open a new temporary file without a name; return its file descriptor."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
 def _loopback_environment() -> dict[str, str]:
-    """Return the environment variables that make gloo use the loopback interface: this host's name may lead to a
+    """Return environment variables that make gloo use the loopback interface, since this host's name may lead to a
     network that is down."""
     with suppress(OSError):
         for _, name in socket.if_nameindex():

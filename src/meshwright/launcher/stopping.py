@@ -12,11 +12,11 @@ SAME_INTERRUPT_SECONDS = 1.0  # a terminal and a launcher may both pass on one C
 
 
 class StopRequest:
-    """Context manager that records SIGTERM, and SIGINT unless the process has another handler for it, as ranks of a
-    launcher have.
+    """Context manager that records SIGTERM and SIGINT as a request to stop (attribute `requested`), such as to save and
+    end after the current step.
 
-    Attribute `requested`: True once a signal has come. A second interrupt, over a second later, raises
-    `KeyboardInterrupt`. No effect outside the main thread.
+    A second interrupt, over a second later, raises `KeyboardInterrupt`. SIGINT is left alone if the process has another
+    handler for it, as ranks of a launcher have. No effect outside the main thread.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal with this `number`: set `requested`; on a second interrupt raise `KeyboardInterrupt`.
-        frame: ignored."""
+        """Signal handler: set `requested`; on a second interrupt, over a second later, raise `KeyboardInterrupt`.
+        number: signal. frame: ignored."""
         self.requested = True
         if number == signal.SIGINT:
             now = time.monotonic()
