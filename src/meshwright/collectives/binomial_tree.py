@@ -33,10 +33,10 @@ def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
 
 
 def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Yield once per round of a binomial-tree broadcast, after adding the round's transfers to `program`.
+    """Generate the rounds of a binomial-tree broadcast: add each round's sends to `program`, then yield.
 
     ranks: [..., n], ranks of each of several independent groups. root: position of the source among the n. first,
-        count: first slot and number of slots to send.
+    count: first slot (buffer place of one chunk) and number of slots to send.
     """
     ranks = np.roll(ranks, -root, -1)
     for near, far in list_tree_levels(ranks.shape[-1]):
@@ -45,10 +45,10 @@ def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: in
 
 
 def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Yield once per round of a binomial-tree reduce, after adding the round's transfers to `program`.
+    """Generate the rounds of a binomial-tree reduce: add each round's sends to `program`, then yield.
 
     ranks: [..., n], ranks of each of several independent groups. root: position of the destination among the n. first,
-        count: first slot and number of slots to reduce.
+    count: first slot (buffer place of one chunk) and number of slots to reduce.
     """
     ranks = np.roll(ranks, -root, -1)
     for near, far in reversed(list_tree_levels(ranks.shape[-1])):
@@ -57,9 +57,10 @@ def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int =
 
 
 def scatter_rounds(program: Builder, root: int) -> Rounds:
-    """Yield once per round of a binomial-tree scatter, after adding the round's transfers to `program`.
+    """Generate the rounds of a binomial-tree scatter: add each round's sends to `program`, then yield.
 
-    root: source rank. A parent forwards the slots of the ranks in its subtree.
+    root: source rank. A parent forwards the slots (buffer places of one chunk, slot r for rank r) of the ranks in its
+    subtree.
     """
     for near, far, first, count in _list_subtrees(program.ranks, root):
         transfer_cyclic_range(program, near, far, first, count, program.chunks)
@@ -67,9 +68,10 @@ def scatter_rounds(program: Builder, root: int) -> Rounds:
 
 
 def gather_rounds(program: Builder, root: int) -> Rounds:
-    """Yield once per round of a binomial-tree gather, after adding the round's transfers to `program`.
+    """Generate the rounds of a binomial-tree gather: add each round's sends to `program`, then yield.
 
-    root: destination rank. Rank r contributes slot r; a child forwards the slots of the ranks in its subtree.
+    root: destination rank. Rank r contributes slot r (buffer place of one chunk); a child forwards the slots of the
+    ranks in its subtree.
     """
     for near, far, first, count in reversed(list(_list_subtrees(program.ranks, root))):
         transfer_cyclic_range(program, far, near, first, count, program.chunks)

@@ -32,10 +32,8 @@ def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: f
 
 
 def _compute_latency_bound(operation: str, network: Network, root: int) -> float:
-    """Return the lowest latency in seconds from a rank to the farthest rank that needs its data in `operation`.
-
-    root: source or destination rank.
-    """
+    """Return a lower bound of the latency of an operation in seconds: that from a rank to the farthest rank that needs
+    its data. root: source or destination rank."""
     if operation == "send-receive":
         target = network.ranks - 1 if root != network.ranks - 1 else 0
         return float(network.compute_distances(root)[target])
@@ -84,12 +82,14 @@ def _compute_cut_seconds(operation: str, network: Network, block: Integers, root
 
 
 def _compute_required_traffic(operation: str, block: Integers, blocks: int, root: int) -> _Traffic:
-    """Return the traffic between blocks of ranks that the operation requires, as multiples of the vector's bytes.
+    """Return the least traffic between blocks of ranks (such as nodes) that an operation requires, as multiples of the
+    vector's bytes.
 
     block: [ranks], block of each rank. blocks: number of blocks. root: source or destination rank.
-    Totals: a sum over ranks in k blocks needs a message from each other block to the chunk's destination, k-1 per
-        chunk; so does a broadcast. All-reduce needs both, 2(k-1): gossip among k parties takes 2(k-1) directed messages
-        (F. Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
+
+    In all, a sum over ranks in k blocks needs a message from each other block to the chunk's destination, k-1 per
+    chunk; so does a broadcast. All-reduce needs both, 2(k-1): gossip among k parties takes 2(k-1) directed messages (F.
+    Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
     """
     ranks = len(block)
     share = np.bincount(block, minlength=blocks) / ranks

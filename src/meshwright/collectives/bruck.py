@@ -31,12 +31,12 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the program of the Bruck all-to-all: a block for distance i takes the hops 1, 2, 4 ... in i's binary
-    digits.
+    """Generate the program of the Bruck all-to-all: a block for the rank at distance i travels in hops of 1, 2, 4 ...,
+    the binary digits of i.
 
     L rounds of one message; at most L S/2 bytes per rank; time L alpha + L S/2 beta. Blocks are copied into and out of
-    each message.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    each message. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n,
+    rounded up.
     """
     program = Builder("all-to-all", "bruck", ranks, chunks=ranks, scratch=2 * ranks)
     rank = np.arange(ranks)[:, None]  # [n, 1]; distances and runs are [m]

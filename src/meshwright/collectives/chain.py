@@ -14,10 +14,10 @@ from meshwright.program.order import Integers
 
 
 def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Rounds:
-    """Yield once per round that moves all chunks along a path, after adding its transfers: chunk c takes hop h in round
-    c + h.
+    """Generate the rounds that move all chunks along a path of ranks: add each round's sends to `program`, then yield.
+    Chunk c takes hop h in round c + h.
 
-    path: all ranks, in order of the path. reduce: each rank adds its own vector to the chunks that pass.
+    path: all ranks, in order of the path. reduce: True if each rank adds its own data to the chunks that pass.
     """
     hops, chunks = len(path) - 1, program.chunks
     for step in range(hops + chunks - 1 if hops else 0):

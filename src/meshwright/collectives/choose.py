@@ -36,7 +36,8 @@ class Settings:
     dims: tuple[int, ...] | None = None
 
     def describe(self) -> str:
-        """Return the options of an algorithm as text, such as `8 segments`, `nodes of 4`, `4x4`; empty for defaults."""
+        """Return the options that are set as text, such as `8 segments`, `nodes of 4` or `4x4`; empty if none is
+        set."""
         said = [f"{self.segments} segments" if self.segments else "", f"nodes of {self.groups}" if self.groups else ""]
         return ", ".join(part for part in [*said, "x".join(map(str, self.dims or ()))] if part)
 
@@ -132,11 +133,12 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Return an algorithm with its best options for a vector of `total_bytes`, or None if it does not accept the
-        network's number of ranks. A pipelined algorithm gets the number of segments with the lowest closed form.
+        """Return an algorithm with its best options and simulated time for a vector of `total_bytes`; None if it does
+        not accept the network's number of ranks. A pipelined algorithm gets the number of segments with the lowest
+        closed form.
 
-        near: if the simulated time with that number is at most `near` seconds, half as many segments are tried too, and
-            twice as many if half is not faster (0: neither).
+        near: seconds; if the simulated time with these segments is at most this, half as many are tried too, and twice
+        as many if half is not faster (0: neither).
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -149,8 +151,8 @@ class Chooser:
         return best
 
     def _simulate_candidate(self, algorithm: str, settings: Settings, total_bytes: float) -> Candidate | None:
-        """Simulate an algorithm with the options `settings`; None if it does not accept the network's number of
-        ranks."""
+        """Simulate an algorithm with the options `settings` for a vector of `total_bytes`; return it with its time,
+        None if it does not accept the network's number of ranks."""
         simulator = self._get_simulator(algorithm, settings)
         if simulator is None:
             return None
@@ -172,8 +174,8 @@ class Chooser:
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
     def resolve_settings(self, algorithm: str) -> Settings:
-        """Return the options with which to generate an algorithm's program: each is the user's if given, else the
-        network's, else None (the algorithm's default)."""
+        """Return the options for generating an algorithm's program: each as the user requested, else as the network
+        suggests, else None (the algorithm's default)."""
         has, n = list_options(self.operation, algorithm), self.network.ranks
         groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.requested.dims or self.network.dims
@@ -185,11 +187,8 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """Return the options of an algorithm to try for a vector of `total_bytes`, those with the lowest closed form
-        first.
-
-        The others have half and twice the number of segments.
-        """
+        """Return the options of an algorithm to try for a vector of `total_bytes`: first those with the lowest closed
+        form (formula), then the same with half and with twice as many segments."""
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:
             return [settings]
@@ -248,7 +247,8 @@ class Chooser:
         return self._simulators[key]
 
     def _explain_choice(self, ranking: list[Candidate], total_bytes: float) -> str:
-        """Return a sentence on why the first algorithm of `ranking` (candidates, fastest first) is the fastest."""
+        """Return a sentence on why the fastest algorithm is the fastest. ranking: candidates, fastest first.
+        total_bytes: size of the vector."""
         best = ranking[0]
         simulator = self._get_simulator(best.algorithm, best.settings)
         assert simulator is not None

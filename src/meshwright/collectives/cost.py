@@ -30,10 +30,9 @@ class Tier:
     gap: float = 0.0
 
     def time_concurrent(self, sizes: Sequence[float]) -> float:
-        """Return the seconds until all of several concurrent messages over one link have arrived.
-
-        sizes: bytes of each. A message starts a gap after the one before, or when the link is free of its bytes.
-        """
+        """Return the seconds until all of several messages sent at once over one link have arrived. sizes: bytes of
+        each. A message starts a gap after the previous one, or when the link has carried the previous one's bytes, if
+        that is later."""
         waits = [place * self.gap * self.alpha + sum(sizes[place:]) * self.beta for place in range(len(sizes))]
         return self.alpha + max(waits, default=0.0)
 
@@ -44,11 +43,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a closed form (formula of an algorithm's time): number of ranks, size, links and options.
+    """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
-    size: bytes of the vector. link, inner: links between nodes (or all links), and inside nodes. segments, groups
-        (ranks per node), dims (sides of the grid): the algorithm's options. cables: every rank has its own link to each
-        neighbour in each direction. ports: number of links of a rank that can be used at once.
+    size: bytes of the vector. link: links between nodes (or all links). inner: links inside nodes. segments, groups
+    (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if a rank has its own link to each
+    neighbour, False with switches. ports: number of links of a rank that can be used at once.
     """
 
     ranks: int
@@ -122,26 +121,26 @@ def compute_closed_form_seconds(
 
 
 def _ring_form(phases: int) -> Form:
-    """Return the closed form (inputs -> seconds) of `phases` times n - 1 rounds around a ring, each of one rank's
-    share."""
+    """Return the closed form, a function of `Inputs` that returns seconds, of `phases` x (n - 1) rounds around a ring
+    of n ranks, with 1/n of the vector in each message."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share)
 
 
 def _bidirectional_ring_form(phases: int) -> Form:
-    """Return the closed form (inputs -> seconds) of a ring used in both directions, run `phases` times.
-
-    It takes half the time per byte if each direction has a link of its own.
-    """
+    """Return the closed form, a function of `Inputs` that returns seconds, of a ring used in both directions at once.
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
 
 
 def _all_pairs_form(phases: int) -> Form:
-    """Return the closed form (inputs -> seconds) of direct messages to all ranks over all ports, `phases` times."""
+    """Return the closed form, a function of `Inputs` that returns seconds, of `phases` rounds in which every rank sends
+    1/n of the vector to each of the n - 1 others, spread over its ports."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
 def _linear_gather_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of direct messages from all ranks at once to the ports of one rank."""
+    """Return the seconds, for inputs `c`, of a gather in which all ranks send to the root at once, spread over its
+    ports."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
@@ -161,10 +160,8 @@ def _rabenseifner_form(c: Inputs) -> float:
 
 
 def _compute_exchange_seconds(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of log2 m exchanges of 1, 2, 4 ... shares, m the power of two up to n.
-
-    Core ranks that act for a rank beyond m have two shares each.
-    """
+    """Return the seconds, for inputs `c`, of log2 m pairwise exchanges of 1, 2, 4 ... shares (1/n of the vector each),
+    with m the largest power of two up to n. Ranks that also act for a rank beyond m have two shares."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
@@ -193,10 +190,9 @@ def _bruck_all_to_all_form(c: Inputs) -> float:
 
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
-    """Return the closed form (inputs -> seconds) of a vector sent up or down a binomial tree, `rounds_of_tree` times.
-
-    In k segments, one starts each round, and a rank with one port sends as many at once as segments are in flight.
-    """
+    """Return the closed form, a function of `Inputs` that returns seconds, of a vector sent `rounds_of_tree` times (1:
+    broadcast or reduce; 2: all-reduce) along a binomial tree. With k segments, a new one starts in each round, and a
+    rank with one port sends its messages of all segments in flight one after the other."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -227,8 +223,8 @@ def _double_tree_all_reduce_form(c: Inputs) -> float:
 
 
 def _double_tree_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of a double-binary-tree broadcast or reduce, with trees over the n - 1 other
-    ranks."""
+    """Return the seconds, for inputs `c`, of a double-binary-tree broadcast or reduce (trees over all ranks but the
+    root)."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
     return (height + k) * c.link.time_concurrent([c.size / (2 * k)] * 2)
 
@@ -244,7 +240,8 @@ def _hierarchical_all_reduce_form(c: Inputs) -> float:
 
 
 def _hierarchical_form(phases: int) -> Form:
-    """Return the closed form (inputs -> seconds) of rings inside nodes and across them, run `phases` times."""
+    """Return the closed form, a function of `Inputs` that returns seconds, of rings inside nodes and across them.
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -270,11 +267,9 @@ def _hierarchical_all_to_all_form(c: Inputs) -> float:
 
 
 def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (inputs -> seconds) of torus algorithms: axis after axis, in both directions.
-
-    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the inputs have no
-        dims. turns: True if parts of the vector start at each axis. A ring of two ranks has only one link.
-    """
+    """Return the closed form, a function of `Inputs` that returns seconds, of torus algorithms: axis after axis, in
+    both directions. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes, for
+    inputs without dims. turns: True if parts of the vector begin with different axes."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -290,11 +285,9 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (inputs -> seconds) of mesh algorithms: axis after axis, whole blocks in each direction.
-
-    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of sides, if the inputs have no
-        dims. turns: True if parts of the vector start at each axis. A rank with one port sends two blocks over it.
-    """
+    """Return the closed form, a function of `Inputs` that returns seconds, of mesh algorithms: axis after axis, whole
+    blocks in each direction. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes,
+    for inputs without dims. turns: True if parts of the vector begin with different axes."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -305,11 +298,8 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends along each axis, by [round][axis], in a reduce-scatter over a grid.
-
-    shape: sides. size: bytes of the vector. turns: True if parts of it start at each axis. Blocks shrink from axis to
-        axis.
-    """
+    """Return the bytes that a rank sends along each axis, [round][axis], in a reduce-scatter over a grid, axis after
+    axis. shape: sides of the grid. size: bytes of the vector. turns: True if parts of it begin with different axes."""
     axes = list(range(len(shape)))
     starts = axes if turns else [0]
     rounds = [[0.0] * len(shape) for _ in range(sum(shape) - len(shape))]
@@ -324,7 +314,8 @@ def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> lis
 
 
 def _latency_form(rounds: Callable[[Inputs], float]) -> Form:
-    """Return the closed form (inputs -> seconds) of `rounds(inputs)` rounds of messages without data."""
+    """Return the closed form, a function of `Inputs` that returns seconds, of messages without data. rounds: their
+    number, a function of `Inputs`."""
     return lambda c: c.link.alpha * rounds(c)
 
 

@@ -24,10 +24,10 @@ class Crossover:
 
 @dataclass
 class Curves:
-    """Simulated times of all algorithms of one operation on one network, over the size of the vector.
+    """Simulated times of all algorithms of one operation on one network, for several sizes of the vector.
 
-    sizes: sizes in bytes, ascending. seconds: algorithm -> seconds at each size, infinite where it was not simulated.
-        bound: lower bound of the seconds at each size.
+    chooser: simulator of the algorithms. sizes: sizes in bytes, ascending. seconds: algorithm -> seconds at each size,
+    infinite where it was not simulated. bound: lower bound of the seconds at each size.
     """
 
     chooser: Chooser
@@ -39,11 +39,11 @@ class Curves:
     def simulate(
         cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf
     ) -> Curves:
-        """Simulate all algorithms at sizes from `least` to `most` bytes (both included), each size about four times the
-        one before.
+        """Simulate all algorithms at sizes from `least` to `most` bytes (both included), each about four times the
+        previous one.
 
-        within: skip an algorithm at a size (infinite seconds) if its closed form exceeds the best time so far by more
-            than this factor.
+        chooser: simulator of the operation's algorithms on the network. within: skip an algorithm at a size (infinite
+        seconds) if its closed form exceeds the best time so far by more than this factor.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
@@ -61,17 +61,17 @@ class Curves:
 
     @classmethod
     def simulate_promising(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST) -> Curves:
-        """Simulate the algorithms at sizes from `least` to `most` bytes, without those whose closed form is far from
-        the best.
+        """Simulate algorithms at sizes from `least` to `most` bytes, without those whose closed form (formula) is far
+        from the best. Enough to find the sizes at which the fastest algorithm changes.
 
-        Enough to find the sizes at which the fastest algorithm changes.
+        chooser: simulator of the operation's algorithms on the network.
         """
         inner, outer = chooser.network.tiers
         return cls.simulate(chooser, least, most, within=1.1 if inner == outer else 2.5)
 
     def find_fastest(self, index: int) -> str:
-        """Return the name of the fastest algorithm at the size sizes[index]; of equally fast ones, the first in the
-        library's order."""
+        """Return the name of the algorithm that is the fastest at the vector size `self.sizes[index]`; the first in the
+        library's order if several are equally fast."""
         return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def crossovers(self) -> list[Crossover]:

@@ -18,10 +18,10 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a vector into segments on which a program runs one after another, for operations in which ranks own no
-    share of the vector (such as broadcast). Returns (first element, elements of a chunk) for each segment.
+    """Split a vector into segments, on which a program runs one after another; for operations in which ranks own no
+    share of the vector, such as broadcast. Returns [(first element, elements per chunk)], one per segment.
 
-    numel: elements of the vector. itemsize: bytes of an element. whole: True for one segment only.
+    numel: elements of the vector. itemsize: bytes of an element. whole: True for a single segment.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
@@ -40,10 +40,10 @@ def find_first_chunks(program: CollectiveProgram) -> list[int]:
 
 
 def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
-    """Return the number of elements of a chunk for a vector of `numel` elements of which every rank has an equal share.
+    """Return the number of elements per chunk when the program runs on a vector of `numel` elements, of which every
+    rank owns an equal share; rounded up, as shares are padded to whole chunks.
 
-    Rounded up: shares are padded to whole chunks. Raises UserError if the ranks do not divide `numel`, or if the
-    program has fewer chunks than ranks.
+    Raises UserError if the ranks do not divide `numel`, or if the program has fewer chunks than ranks.
     """
     name, ranks = f"{program.operation} {program.algorithm}", program.ranks
     if numel % ranks:

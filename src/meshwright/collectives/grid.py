@@ -13,7 +13,7 @@ from meshwright.program.order import Integers
 
 
 def list_factorizations(ranks: int, dimensions: int, least: int = 2) -> list[tuple[int, ...]]:
-    """Return all ways to write `ranks` as a product of `dimensions` ascending factors of at least `least`."""
+    """Return all ways to write `ranks` as a product of `dimensions` factors, each ascending and of at least `least`."""
     if dimensions == 1:
         return [(ranks,)] if ranks >= least else []
     return [
@@ -88,9 +88,9 @@ def list_axis_phases(
 ) -> list[tuple[Integers, Integers, int]]:
     """Return the phases of a reduce-scatter over a grid, one axis after the other (an all-gather runs them in reverse).
 
-    grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
-        count: slots of each rank's final block. Each phase is a tuple: lines of ranks along its axis [..., n], first
-        slot of the block that each rank owns after the phase [..., n], number of slots of that block.
+    grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot (buffer place of
+    one chunk) of the vector. count: slots of each rank's final block. A phase is (lines of ranks along its axis [...,
+    n], first slot of the block that each rank owns after the phase [..., n], slots of that block).
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

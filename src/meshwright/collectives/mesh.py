@@ -19,10 +19,11 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield once per round of a reduce-scatter along lines of ranks, after adding the round's transfers to `program`.
+    """Generate the rounds of a reduce-scatter along lines of ranks: add each round's sends to `program`, then yield.
+    Each block is summed from both ends of the line towards its owner, the farthest block first.
 
-    Each block is summed from both ends of the line towards its owner, the farthest block first. ranks: [..., n], ranks
-    of each line. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
+    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer place of one chunk) of the block that each
+    rank ends with. count: slots of a block.
     """
     n = ranks.shape[-1]
     for step in range(n - 1):
@@ -34,10 +35,11 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield once per round of an all-gather along lines of ranks, after adding the round's transfers to `program`.
+    """Generate the rounds of an all-gather along lines of ranks: add each round's sends to `program`, then yield. Each
+    block runs from its owner to both ends of the line.
 
-    Each block runs from its owner to both ends of the line. ranks: [..., n], ranks of each line. own: [..., n], first
-    slot of the block that each rank starts with. count: slots of a block.
+    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer place of one chunk) of the block that each
+    rank starts with. count: slots of a block.
     """
     n = ranks.shape[-1]
     for step in range(n - 1):

@@ -45,7 +45,8 @@ class NamedProgram:
 
     @cached_property
     def _costs(self) -> list[tuple[float, float]]:
-        """Estimated time of each program on its busiest rank, as (fixed seconds, seconds per byte of the vector)."""
+        """Estimated time of each program on its busiest rank, as (fixed seconds, seconds per byte of the vector), in
+        the order of `programs`."""
         costs = []
         for checked in self.programs:
             messages = np.bincount(checked.program.steps.rank[checked.sends], minlength=1).max()
@@ -95,9 +96,11 @@ def _find_main_axis(layout: Layout, key: str) -> str:
 
 
 def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Load and check a program from a file; return axis name -> program, for axes with as many ranks as the program.
+    """Load and verify a collective program from a file; return {axis name: program} for the axes with as many ranks as
+    the program.
 
-    path: with leading `@`. sizes: axis name -> number of ranks. main: axis that the program must fit (UserError).
+    path: with leading `@`. operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis that the
+    program must fit (`UserError` otherwise).
     """
     program = load_program(path, "collective")
     if program.operation != operation:
@@ -115,9 +118,10 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
 
 
 def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Generate the named algorithm for each axis that it accepts; return axis name -> program.
+    """Generate the program of an algorithm for each axis whose number of ranks it accepts; return {axis name: program}.
 
-    sizes: axis name -> number of ranks. main: axis that the algorithm must accept (UserError).
+    operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis that it must accept (`UserError`
+    otherwise).
     """
     found = {}
     for axis, size in sizes.items():

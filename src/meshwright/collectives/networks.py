@@ -91,8 +91,8 @@ def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float =
 
 
 def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
-    """Build a torus (around=True) or a mesh. dims: sides. latency, bandwidth: seconds, bytes per second of each
-    cable."""
+    """Build a torus (around=True) or a mesh network. name: of the network. dims: sides of the grid. latency, bandwidth:
+    of each cable, in seconds and bytes per second."""
     ranks = math.prod(dims)
     rank = np.arange(ranks)
     strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
@@ -237,8 +237,8 @@ def build_spine_leaf(
 
     latency: seconds of a message inside a leaf; across a spine twice that. bandwidth: bytes per second of a rank's
         port, in each direction. oversubscription: ratio of the bandwidth of a leaf's ranks to that of its cables to the
-        spines, in each direction; these cables are equal, one to each spine. A message to rank t takes spine t modulo
-        `spines`.
+        spines, in each direction; these cables are equal, one to each spine. A message to rank t goes through spine
+        number t modulo `spines`.
     """
     ranks = leaves * ranks_per_leaf
     rank = np.arange(ranks)

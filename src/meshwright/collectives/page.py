@@ -36,11 +36,12 @@ def draw_picture(report: CollectiveReport) -> str:
 def draw_crossovers(
     curves: Curves, crossovers: list[Crossover], asked: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
-    """Return an SVG chart of simulated time over size, both logarithmic, with a band below that shows the fastest
+    """Return an SVG chart of simulated time over vector size, both logarithmic; a band below shows the fastest
     algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound dashed.
 
-    asked: a size in bytes to mark, None for no mark. named: (algorithm that the user chose, its seconds at that size),
-        drawn as a dot; its curve, if it has one (a program from a file has none), is emphasized.
+    crossovers: sizes at which the fastest algorithm changes. asked: a size in bytes to mark, None for no mark. named:
+    (algorithm that the user chose, its seconds at that size), drawn as a dot; its curve, if it has one (a program from
+    a file has none), is emphasized.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
@@ -92,8 +93,8 @@ def _make_bytes_axis(sizes: list[float]) -> Axis:
 
 
 def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, str]) -> list[Band]:
-    """Return the ranges of sizes in which each algorithm is the fastest, as bands below the x axis of a chart. colours:
-    algorithm -> style-sheet colour."""
+    """Return the ranges of sizes in which each algorithm is the fastest, as bands below the x axis of a chart.
+    crossovers: sizes at which the fastest algorithm changes. colours: algorithm -> style-sheet colour."""
     ends = [(float(one.size), one.before, format_bytes(one.size)) for one in crossovers]
     ends.append((curves.sizes[-1], crossovers[-1].after if crossovers else curves.find_fastest(0), ""))
     starts = [curves.sizes[0], *(one.size for one in crossovers)]
@@ -104,10 +105,8 @@ def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, 
 
 
 def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return the HTML page of a report. picture: SVG chart of time over size.
-
-    Buffers too large to draw are replaced by a note.
-    """
+    """Return an HTML page of a report. picture: SVG chart of time over size to show on it. Buffers too large to draw
+    are replaced by a note."""
     program = report.checked.program
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"

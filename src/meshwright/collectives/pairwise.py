@@ -14,10 +14,11 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield once per round of a pairwise reduce-scatter, after adding the round's transfers to `program`.
+    """Generate the rounds of a pairwise reduce-scatter: add each round's sends to `program`, then yield. In each round,
+    each rank sends one other rank the block that this one will own.
 
-    In each round, each rank sends one other rank that rank's block. ranks: [..., n], ranks of each of several
-    independent groups. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
+    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer place of one chunk)
+    of the block that each rank ends with. count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own[..., partner], count, reduce=True)
@@ -25,10 +26,11 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield once per round of a pairwise all-gather, after adding the round's transfers to `program`.
+    """Generate the rounds of a pairwise all-gather: add each round's sends to `program`, then yield. In each round,
+    each rank sends its block to one other rank.
 
-    In each round, each rank sends its block to one other rank. ranks: [..., n], ranks of each of several independent
-    groups. own: [..., n], first slot of the block that each rank starts with. count: slots of a block.
+    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer place of one chunk)
+    of the block that each rank starts with. count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], own, count)
@@ -36,11 +38,12 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
-    """Yield once per round of a pairwise all-to-all, after adding the round's transfers to `program`.
+    """Generate the rounds of a pairwise all-to-all: add each round's sends to `program`, then yield. In each round,
+    each rank sends one other rank the block for it.
 
-    In each round, each rank sends one other rank the block for it. ranks: [..., n], ranks of each of several
-    independent groups. blocks: [n], first slot of the block for each destination. into: [..., n], first slot at the
-    receiver for the block from each rank. count: slots of a block.
+    ranks: [..., n], ranks of each of several independent groups. blocks: [n], first slot (buffer place of one chunk) of
+    the block for each destination. into: [..., n], first slot at the receiver for the block from each rank. count:
+    slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], blocks[partner], count, into)
@@ -48,18 +51,16 @@ def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into:
 
 
 def list_partners(n: int) -> list[Integers]:
-    """Return the destination of each position in each of the n-1 rounds of an all-to-all: one array [n] per round.
-
-    If n is a power of two, positions exchange in pairs.
-    """
+    """Return the destination of each rank position in each of the n - 1 rounds of a pairwise all-to-all: n - 1 arrays
+    [n]. If n is a power of two, positions exchange in pairs."""
     position = np.arange(n)
     in_pairs = n & (n - 1) == 0
     return [position ^ step if in_pairs else (position + step) % n for step in range(1, n)]
 
 
 def merge_rounds(rounds: Rounds) -> Rounds:
-    """Run the generator `rounds` to its end, so that all of its steps, which must be independent of each other, form
-    one round."""
+    """Run a round generator to its end, so that all of its sends, which must be independent, form a single round; yield
+    once. rounds: generator that adds one round's sends to a program before each yield."""
     for _ in rounds:
         pass
     yield
@@ -144,13 +145,14 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def _copy_own_block(program: Builder) -> Rounds:
-    """Yield the round of an all-to-all in which each rank copies its block for itself to its output slots."""
+    """Generate the round of an all-to-all in which each rank copies its block for itself to its output: add the copies
+    to `program`, then yield."""
     everyone = np.arange(program.ranks)
     program.copy(everyone, source=everyone, into=program.chunks + everyone)
     yield
 
 
 def _exchange_blocks(program: Builder) -> Rounds:
-    """Yield once per round of a pairwise all-to-all over all ranks, after adding the round's transfers to `program`."""
+    """Generate the rounds of a pairwise all-to-all over all ranks: add each round's sends to `program`, then yield."""
     everyone = np.arange(program.ranks)
     return all_to_all_rounds(program, everyone, everyone, program.chunks + everyone, 1)

@@ -72,34 +72,36 @@ def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str
 
 
 def format_bytes(value: float) -> str:
-    """Return `value` bytes as text in the largest binary unit that is not greater than the value, such as `64 MiB`."""
+    """Return a number of bytes as text in the largest binary unit that is not greater than it, such as `64 MiB`."""
     return _format_scaled(value, {"bytes": Decimal(1), **{f"{prefix}B": factor for prefix, factor in _BINARY.items()}})
 
 
 def format_seconds(value: float) -> str:
-    """Return `value` seconds as text in the largest unit that is not greater than the value, such as `1.23 ms`."""
+    """Return a time in seconds as text in the largest unit that is not greater than it, such as `1.23 ms`."""
     return _format_scaled(value, {unit: SECONDS[unit] for unit in ("ns", "µs", "ms", "s")}) if value else "0 s"
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text with three significant digits, in the largest of `units` (name -> factor) that is not
-    greater than it; from 1000 to a million of that unit it has no decimals."""
+    """Return `value` as text with three significant digits, in the largest unit that is not greater than it; without
+    decimals from 1000 to a million of that unit. units: name -> factor."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"
 
 
 def format_exact_rate(value: float) -> str:
-    """Return `value` bytes per second as text that `parse_rate` parses to the same number, such as `25GB/s`."""
+    """Return a rate in bytes per second as text that `parse_rate` parses to exactly the same number, such as
+    `25GB/s`."""
     return _format_exact(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
 
 
 def format_exact_seconds(value: float) -> str:
-    """Return `value` seconds as text that `parse_seconds` parses to the same number, such as `5us`."""
+    """Return a time in seconds as text that `parse_seconds` parses to exactly the same number, such as `5us`."""
     return _format_exact(value, {unit: SECONDS[unit] for unit in ("s", "ms", "us", "ns")})
 
 
 def _format_exact(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text without rounding, in the unit that takes the fewest characters. units: name -> factor."""
+    """Return `value` as text without rounding, in the unit that takes the fewest characters. units: name -> factor,
+    such as {"ms": 0.001}."""
     number = Decimal(repr(value))
     return min((f"{(number / factor).normalize():f}{unit}" for unit, factor in units.items()), key=len)

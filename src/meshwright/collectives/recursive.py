@@ -15,11 +15,11 @@ from meshwright.program.order import Integers
 
 
 def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Yield once per round of a reduce-scatter among 2^k ranks by recursive halving, after adding its transfers to
-    `program`. The farthest partner comes first.
+    """Generate the rounds of a reduce-scatter among 2^k ranks by recursive halving, farthest partner first: add each
+    round's sends to `program`, then yield.
 
     ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group ends
-        with the slots [edges[p], edges[p + 1]).
+    with the slots (buffer places of one chunk) edges[p] to edges[p + 1] - 1.
     """
     position = np.arange(ranks.shape[-1])
     for distance in reversed(list_powers_of_two(ranks.shape[-1])):
@@ -31,11 +31,11 @@ def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds
 
 
 def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Yield once per round of an all-gather among 2^k ranks by recursive doubling, after adding its transfers to
-    `program`. The nearest partner comes first.
+    """Generate the rounds of an all-gather among 2^k ranks by recursive doubling, nearest partner first: add each
+    round's sends to `program`, then yield.
 
     ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group
-        starts with the slots [edges[p], edges[p + 1]).
+    starts with the slots (buffer places of one chunk) edges[p] to edges[p + 1] - 1.
     """
     position = np.arange(ranks.shape[-1])
     for distance in list_powers_of_two(ranks.shape[-1]):
@@ -51,11 +51,9 @@ def list_powers_of_two(n: int) -> list[int]:
 
 
 def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Split ranks [..., n] into (extra ranks beyond the largest power of two 2^k, stand-in of each extra rank, core of
-    the other 2^k ranks).
-
-    A stand-in is the neighbour of an extra rank in the core, which takes part in the algorithm on behalf of both.
-    """
+    """Split ranks [..., n] into a core of 2^k ranks, the largest power of two, and the extra ranks; return (extra
+    ranks, stand-in of each extra rank, core). A stand-in is a core rank that takes part in the algorithm on behalf of
+    its extra neighbour too."""
     n = ranks.shape[-1]
     extra = n - (1 << n.bit_length() - 1)
     stand_in = ranks[..., 1 : 2 * extra : 2]
@@ -63,9 +61,10 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 
 def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Yield the round, if any, in which each extra rank beyond a power of two adds its vector to that of its stand-in.
+    """Generate the first round for a number of ranks that is not a power of two: each extra rank sends its vector to
+    the core rank that acts for it, which adds it. No round for a power of two.
 
-    ranks: all ranks of the algorithm, in order.
+    program: receives the sends. ranks: all ranks of the algorithm, in order.
     """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
@@ -74,10 +73,10 @@ def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Yield the round, if any, in which the stand-in of each extra rank beyond a power of two sends it the whole
-    result.
+    """Generate the last round for a number of ranks that is not a power of two: each extra rank gets the whole result
+    from the core rank that acts for it. No round for a power of two.
 
-    ranks: all ranks of the algorithm, in order.
+    program: receives the sends. ranks: all ranks of the algorithm, in order.
     """
     extra, stand_in, _ = split_extra_ranks(ranks)
     if extra.size:
@@ -132,11 +131,8 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Write a reduce-scatter by recursive halving for any number of ranks into `program`: a generator that adds the
-    transfers of one round between two yields (of None), so that the caller can interleave several such generators.
-
-    The rank at position p of `ranks` ends with slot p.
-    """
+    """Generate the rounds of a reduce-scatter by recursive halving for any number of ranks: add each round's sends to
+    `program`, then yield. The rank at position p of `ranks` ends with slot p (buffer place of one chunk)."""
     extra, stand_in, core = split_extra_ranks(ranks)
     return run_in_sequence(
         fold_rounds(program, ranks),
@@ -178,20 +174,19 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _compute_share_bounds(ranks: Integers) -> Integers:
-    """Return the slot bounds of the core ranks' shares: [2^k + 1], the i-th core rank has slots bounds[i] to bounds[i +
-    1] - 1. A stand-in (core rank that acts for an extra rank beyond the power of two) has the extra rank's share too.
+    """Return the bounds of the core ranks' slots (buffer places of one chunk): [2^k + 1]; the i-th core rank has the
+    slots bounds[i] to bounds[i + 1] - 1.
 
-    ranks: all ranks of the algorithm, in order.
+    ranks: all ranks of the algorithm, in order. A core rank that acts for an extra rank (beyond the largest power of
+    two 2^k) has the extra rank's slot too.
     """
     n, extra = ranks.shape[-1], split_extra_ranks(ranks)[0].shape[-1]
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])
 
 
 def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Yield the round in which the share of each extra rank (slots 0, 2, 4 ...) goes from rank `source` to rank
-    `target`.
-
-    source, target: extra ranks and their stand-ins, or the reverse.
-    """
+    """Generate the round in which the shares of all extra ranks (beyond the largest power of two; slots 0, 2, 4 ...)
+    are sent from the ranks `source` to the ranks `target`: add the sends to `program`, then yield. source, target: the
+    extra ranks and the core ranks that act for them, or the reverse."""
     program.transfer(source, target, 2 * np.arange(source.shape[-1]))
     yield

@@ -148,7 +148,8 @@ class CollectiveReport:
 
 
 def format_ranking(choice: Choice) -> list[str]:
-    """Return the ranking of the algorithms as lines of text, with those that were skipped or refused."""
+    """Return a ranking of algorithms as lines of text: fastest first, then those that were skipped or that do not
+    accept the number of ranks."""
     rows = [("algorithm", "settings", "simulated", "closed form")]
     for one in choice.ranking:
         form = "-" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds)
@@ -198,11 +199,12 @@ def collective(
     topology_text: str = "switch",
     options: CollectiveOptions = CollectiveOptions(),
 ) -> CollectiveReport:
-    """Generate (or choose, or load), check and simulate a collective operation, as `meshwright collective` does.
+    """Generate (or choose, or load), verify and simulate a collective operation; `meshwright collective` prints the
+    report.
 
-    algorithm: a name, `auto`, or `@FILE`. ranks: number of ranks (None for a file). total_bytes: size of the full
-        vector. topology_text: network, such as `torus:4x4`. Raises UserError for invalid arguments, ProgramError for an
-        incorrect program.
+    operation: such as "all-reduce". algorithm: a name, `auto` (choose the fastest), or `@FILE` (load). ranks: number of
+    ranks (None for a file). total_bytes: size of the full vector. topology_text: network, such as `torus:4x4`. Raises
+    UserError for invalid arguments, ProgramError for an incorrect program.
     """
     root, reduction = options.root, options.reduction
     requested = Settings(options.segments, options.groups, options.dims)
@@ -256,8 +258,12 @@ def collective(
 def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """Load a collective program from a file; raise UserError if it differs from an argument that is given (None: not
-    given). root, reduction: as in `CollectiveOptions`."""
+    """Load a collective program from a file. operation, ranks, root, reduction: what it must be (None: anything);
+    `UserError` otherwise.
+
+    file: with leading `@`. ranks: number of ranks. root: source or destination rank. reduction: "sum", "mean",
+    "minimum" or "maximum".
+    """
     program = load_program(file, "collective")
     if program.operation != operation:
         raise UserError(f"{file[1:]}: a program for {program.operation}, not for {operation}")

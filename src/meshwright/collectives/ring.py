@@ -14,10 +14,11 @@ from meshwright.program.order import Integers
 
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield once per round of a ring reduce-scatter, after adding the round's transfers to `program`.
+    """Generate the rounds of a ring reduce-scatter: add each round's sends to `program`, then yield. The partial sum of
+    each block travels once around the ring and ends at its owner.
 
-    The partial sum of each block travels once around the ring and ends at its owner. ranks: [..., n], ranks of each of
-    several independent rings. own: [..., n], first slot of the block that each rank ends with. count: slots of a block.
+    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer place of one chunk)
+    of the block that each rank ends with. count: slots of a block.
     """
     for step in range(1, ranks.shape[-1]):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count, reduce=True)
@@ -25,10 +26,11 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
 
 
 def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Yield once per round of a ring all-gather, after adding the round's transfers to `program`.
+    """Generate the rounds of a ring all-gather: add each round's sends to `program`, then yield. Each block travels
+    once around the ring from its owner.
 
-    Each block travels once around the ring from its owner. ranks: [..., n], ranks of each of several independent rings.
-    own: [..., n], first slot of the block that each rank starts with. count: slots of a block.
+    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer place of one chunk)
+    of the block that each rank starts with. count: slots of a block.
     """
     for step in range(ranks.shape[-1] - 1):
         program.transfer(ranks, np.roll(ranks, -1, -1), np.roll(own, step, -1), count)
@@ -109,6 +111,7 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _split_directions(ranks: int) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
-    """Return (ranks, first slot of each rank's half block) for the ring, and the same for the reversed ring."""
+    """Return (ranks in ring order, first slot of each rank's half block) for one direction of the ring, and the same
+    for the reverse direction, which has the other halves. Slot: buffer place of one chunk."""
     everyone = np.arange(ranks)
     return (everyone, 2 * everyone), (everyone[::-1], 2 * everyone[::-1] + 1)

@@ -19,10 +19,9 @@ Rounds: TypeAlias = Iterator[None]
 
 
 def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
-    """Run the generators `parts` one after the other, turn each of their rounds into one round of `program`, and return
-    the finished program.
+    """Run round generators one after the other and return the finished program.
 
-    parts: generators that add the steps of one round to `program` before each `yield`.
+    program: program under construction. parts: generators; each adds the sends of one round to `program`, then yields.
     """
     for part in parts:
         while True:
@@ -33,14 +32,16 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
-    """Merge generators of rounds side by side: round i of the result has the steps of round i of all `parts`."""
+    """Merge round generators (each adds one round's sends to the program, then yields) side by side: round i of the
+    result has the sends of round i of all `parts`."""
     under_way = list(parts)
     while under_way := [part for part in under_way if not _write_next_round(part)]:
         yield
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Merge generators of rounds as a pipeline: part i starts in round i, so one round after the part before it."""
+    """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: part i starts in
+    round i."""
     under_way: list[Rounds] = []
     for part in parts:
         under_way = [part for part in [*under_way, part] if not _write_next_round(part)]
@@ -49,13 +50,13 @@ def run_staggered(parts: Iterable[Rounds]) -> Rounds:
 
 
 def run_in_sequence(*parts: Rounds) -> Rounds:
-    """Chain generators of rounds: yield the rounds of all `parts`, one after the other."""
+    """Chain round generators (each adds one round's sends to the program, then yields) one after the other."""
     for part in parts:
         yield from part
 
 
 def _write_next_round(part: Rounds) -> bool:
-    """Advance the generator `part` by a round, which adds its steps to the program; return True if it has ended
+    """Advance a round generator by one round, whose sends it adds to the program; return True if it has ended
     instead."""
     return next(part, part) is part
 
@@ -63,10 +64,11 @@ def _write_next_round(part: Rounds) -> bool:
 def transfer_cyclic_range(
     program: Builder, source: ArrayLike, target: ArrayLike, chunk: ArrayLike, count: ArrayLike, size: int
 ) -> None:
-    """Add a transfer of `count` slots from slot `chunk` on, with slot numbers modulo `size`, from rank `source` to rank
-    `target`.
+    """Add a send of `count` consecutive slots (buffer places of one chunk each) to the program, where slot numbers wrap
+    around at `size`; a range that wraps is two messages.
 
-    A range that wraps around the end is two messages. Arrays broadcast, to add the transfers of many ranks at once.
+    program: program under construction. source, target: ranks. chunk: first slot. Arrays broadcast, to add the sends of
+    many ranks at once.
     """
     chunk = np.asarray(chunk) % size
     count = np.asarray(count)

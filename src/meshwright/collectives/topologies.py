@@ -27,10 +27,10 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class _TopologySyntax:
-    """Settings that one kind of topology accepts in its text form.
+    """Which settings one kind of topology accepts in its text form.
 
-    example: valid text. tiers: classes of links whose latency and bandwidth can be set. numbers: names of settings with
-        a number, such as `spines` in `spines=2`. flags: words without a value, such as `rails`.
+    example: valid text. tiers: names of classes of links whose latency and bandwidth can be set. numbers: names of
+    settings with a number, such as `spines` for `spines=2`. flags: words without a value, such as `rails`.
     """
 
     example: str
@@ -100,10 +100,8 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
 
 
 def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
-    """Parse the settings after the topology's name and shape. name: of the topology. kind: settings that it accepts.
-
-    Raises UserError for an unknown or invalid setting.
-    """
+    """Parse the settings in a topology's text, such as `25GB/s,1us`. name: of the topology, for errors. kind: settings
+    that it accepts. Raises UserError for an unknown or invalid setting."""
     settings = _Settings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
     keys = (*kind.tiers, *kind.numbers)
@@ -131,7 +129,7 @@ def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
 
 
 def _parse_number(value: str, where: str) -> float:
-    """Return the number that the text `value` spells; raise UserError with prefix `where` unless it is above 0."""
+    """Parse a number above 0 from the text `value`. where: prefix of the `UserError` for any other text."""
     try:
         number = float(value)
     except ValueError:
@@ -142,8 +140,11 @@ def _parse_number(value: str, where: str) -> float:
 
 
 def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
-    """Return the sides, such as (4, 4), that the text `shape`, such as `4x4`, gives for the topology `name`. Their
-    product must be `ranks`. A single number is the ranks per node or leaf. Raises UserError."""
+    """Parse the shape of a topology, such as `4x4`; return its sides, (4, 4).
+
+    name: topology. shape: text; a single number is the ranks per node or leaf. ranks: required product of the sides.
+    Raises UserError.
+    """
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
         size = resolve_ranks_per_node(name, ranks)
@@ -174,7 +175,8 @@ def _build_mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 
 def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build nodes joined by an outer network. sides: (nodes, ranks per node). settings: of inner and outer links."""
+    """Build a network of nodes joined by an outer network. sides: (number of nodes, ranks per node). settings: latency
+    and bandwidth of inner and outer links, and flags such as `rails`."""
     inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
     adapters = _get_whole_number(settings, "adapters")
     if adapters is not None and settings.flags:

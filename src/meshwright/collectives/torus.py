@@ -89,10 +89,12 @@ def _run_both_directions(
     own: Integers,
     count: int,
 ) -> Rounds:
-    """Yield once per round of a ring algorithm run in both directions at once, each for one half of every block.
+    """Generate the rounds of a ring algorithm run in both directions at once, each for one half of every block: add
+    each round's sends to `program`, then yield.
 
-    rounds: function (program, ranks, own, slots of a block) -> rounds of the ring algorithm. lines: [..., n], ranks of
-        each ring. own: [..., n], first slot of each rank's block. count: slots of a block.
+    rounds: function (program, ranks, own, slots of a block) -> round generator of the ring algorithm. lines: [..., n],
+    ranks of each ring. own: [..., n], first slot (buffer place of one chunk) of each rank's block. count: slots of a
+    block.
     """
     half = count // 2
     backwards = own[..., ::-1] + half
