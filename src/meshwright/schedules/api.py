@@ -13,7 +13,10 @@ from meshwright.schedules.report import schedule as report_schedule
 
 
 class StepDurations(TypedDict, total=False):
-    """Durations of one micro-batch on all stages of a rank together, in any unit: one number, or one per rank or stage.
+    """Durations of one micro-batch, in any unit of time.
+
+    A number: on all stages of a rank together, equal on all ranks. A list of one value per rank: the same, by rank. A
+    list of one value per stage: of each stage. The length tells which; with one stage per rank both mean the same.
 
     Attributes:
         forward: Forward pass; 1 unless given.
@@ -31,9 +34,11 @@ class StepDurations(TypedDict, total=False):
 
 
 def refuse_memory(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, which alone can respect one.
+    """Raise `UserError` if a memory limit is given with a schedule other than `auto`, the only one that can respect a
+    limit.
 
-    name: name of the schedule. memory: the limit, None if not given. option: name of the option in the error message.
+    name: name of the schedule. memory: the limit in micro-batches, None if not given. option: name of the option in the
+    error message.
     """
     if memory is not None and name != "auto":
         raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto looks for a program that fits")

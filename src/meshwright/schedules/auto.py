@@ -97,8 +97,8 @@ class SearchResult:
         return self.makespan / self.lower_bound - 1 if self.lower_bound else None
 
     def explain(self) -> str:
-        """Return the search result as text: one line per candidate, one per refused schedule, and a last line that
-        compares the winner with the others."""
+        """Return text on the search: one line per candidate, one per schedule that does not accept the sizes, and a
+        last line that compares the winner with the others."""
         lines = [f"{'candidate':<24} {'makespan':>12} {'peak':>8}"]
         for one in self.candidates:
             note = "" if one.fits else "  over the memory limit"
@@ -179,11 +179,11 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose, among the candidates that fit into memory, the one with the smallest makespan; among equals the one with
-    the smallest peak, then a named schedule.
+    """Choose the candidate with the smallest makespan among those that fit into memory; among equals the one with the
+    smallest peak memory, then a named schedule.
 
     refused: named schedule -> reason why it does not accept the sizes. bound: lower bound of the makespan, None if
-        unknown.
+    unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -199,10 +199,10 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return {stages per rank: durations of each stage} for all numbers of stages per rank that the search tries.
+    """Return {stages per rank: durations of each stage} for all numbers of stages per rank that the search tries:
+    `chunks` if given, else the number for which durations are listed by stage, else 1 and 2.
 
-    These are `chunks` if given, else the number for which durations by stage are listed, else 1 and 2. Raises UserError
-    for invalid or contradictory numbers.
+    durations: as in `search_schedule`. Raises UserError for invalid or contradictory numbers.
     """
     for what, number in (
         ("ranks", ranks),
@@ -234,9 +234,10 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Return the memory limit of each rank, in micro-batches on all its stages: [ranks], infinite for memory=None.
+    """Return the memory limit of each rank, [ranks], in micro-batches on all its stages; infinite for memory=None.
 
-    Raises UserError for a limit below 1: a rank holds all its activations of a micro-batch before its backward.
+    memory: one number or one per rank. Raises UserError for a limit below 1: a rank holds all its activations of a
+    micro-batch before its backward.
     """
     array = np.asarray(inf if memory is None else memory, np.float64)
     if array.shape not in ((), (1,), (ranks,)):
@@ -252,10 +253,10 @@ def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
 
 
 def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, stages per rank) of the named synchronous schedules that are to be tried.
+    """Yield (name, stages per rank) of the named synchronous schedules that the search of `auto` simulates.
 
     counts: numbers of stages per rank to try. weight_copies: 2 to include schedules with two replicas of the model, 1
-        to exclude them.
+    to exclude them.
     """
     for name, (_, least, most) in SCHEDULE_CHUNKS.items():
         if name == "auto" or name in ASYNCHRONOUS_SCHEDULES or (name in BIDIRECTIONAL_SCHEDULES and weight_copies < 2):
@@ -266,10 +267,8 @@ def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterat
 
 
 def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (candidate name, rank of each stage) of the placements to search.
-
-    counts: numbers of stages per rank to try.
-    """
+    """Yield (candidate name, [stages] with the rank of each stage) for each placement of stages that the search tries.
+    counts: numbers of stages per rank to try."""
     for count in counts:
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
@@ -279,8 +278,8 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
-    """Simulate a program and return it as candidate `name`. limits: [ranks], memory in micro-batches on all stages of
-    the rank."""
+    """Simulate a pipeline program; return it as the candidate `name`. limits: [ranks], memory limits in micro-batches
+    on all stages of the rank."""
     timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))
@@ -291,10 +290,12 @@ def _simulate_candidate(
 
 
 def _search_placement(problem: Problem, named: list[list[Order]], known: float, effort: int) -> Timed:
-    """Search task orders for one placement of stages on ranks; return the best as (makespan, task orders by rank).
+    """Search the best schedule for one placement of stages on ranks; return (makespan, task orders of all ranks). A
+    task is one pass on one stage.
 
-    named: orders of named schedules to start from. known: makespan to beat; orders far above it are not improved
-        further. effort: approximate number of task runs to simulate. Ends early when the lower bound is reached.
+    problem: placement, task durations and memory limits. named: task orders of named schedules to start from. known:
+    makespan to beat; orders far above it are not improved further. effort: approximate number of task runs to simulate.
+    Ends early when the lower bound is reached.
     """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)
@@ -330,10 +331,11 @@ def _get_makespan(timed: Timed) -> float:
 
 
 def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
-    """Build orders by greedy list scheduling with up to `trials` parameter sets; return (makespan, orders by rank) of
-    each.
+    """Build up to `trials` candidate schedules by greedy list scheduling, each with other parameters; return (makespan,
+    task orders of all ranks) of each. A task is one pass on one stage.
 
-    Parameter sets that are usually the best are tried first. Ends early when a makespan reaches the lower bound.
+    problem: ranks, task durations and memory limits. Parameters that are usually the best are tried first. Ends early
+    when a makespan reaches the lower bound.
     """
     s, ranks = problem.stages, range(problem.ranks)
     found = []
@@ -350,10 +352,12 @@ def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
 
 
 def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
-    """Build up to `trials` orders in which a fixed pattern of tasks repeats for each micro-batch, one period later.
+    """Build up to `trials` candidate schedules in which a fixed pattern of tasks repeats for each micro-batch, one
+    period later; return (makespan, task orders of all ranks) of each that fits into memory. A task is one pass on one
+    stage.
 
-    Returns (makespan, orders by rank) of each that fits into memory. The period grows from the shortest possible one;
-    later trials also delay the pattern's tasks at random (fixed seed).
+    problem: ranks, task durations and memory limits. The period grows from the shortest possible one; later trials also
+    delay tasks at random (fixed seed).
     """
     found, draw = [], Random(0)
     least, v = compute_shortest_period(problem), problem.chunks
@@ -372,11 +376,11 @@ def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
 def _improve_until(
     problems: dict[str, Problem], best: tuple[float, str, list[Order]], deadline: float
 ) -> tuple[float, str, list[Order]]:
-    """Improve the best task orders by local search until the deadline, or until the lower bound is reached; return them
-    in the form of `best`.
+    """Improve the best schedule found so far by local search until the deadline, or until it reaches its lower bound;
+    return it in the form of `best`.
 
-    problems: candidate name -> its scheduling problem. best: (makespan, candidate name, task orders by rank). deadline:
-        value of `time.monotonic()`, in seconds.
+    problems: candidate name -> its scheduling problem. best: (makespan, candidate name, task orders of all ranks).
+    deadline: value of `time.monotonic()`, in seconds.
     """
     makespan, name, orders = best
     problem, seed = problems[name], 1

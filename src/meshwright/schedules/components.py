@@ -55,11 +55,11 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
 
 
 def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
-    """Yield the groups of steps that replace one group of a program, with each whole step split into its layer
-    components.
+    """Yield the groups (steps that a rank runs together) that replace one group of a program, with each whole step
+    split into its layer components.
 
-    Steps are (kind, stage, replica, micro-batch, component). The components of an overlapped forward and backward are
-    paired, one of each in a group.
+    group: steps (kind, stage, replica, micro-batch, component). The components of an overlapped forward and backward
+    are paired, one of each in a group.
     """
     whole = [step for step in group if step[0] in _PARTS and step[4] == Component.WHOLE]
     if len(whole) < len(group):
@@ -74,9 +74,8 @@ def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
 class ComponentDurations:
     """Durations of the layer components of one stage on one micro-batch, in any unit of time.
 
-    forward, input_gradient: times of attention, dispatch (all-to-all), MLP, combine (all-to-all).
-    weight_gradient: times of attention and MLP. A full backward takes the sum of both gradients.
-    transfer: time of a message between adjacent stages.
+    forward, input_gradient: (attention, dispatch, MLP, combine); dispatch and combine are all-to-alls. weight_gradient:
+    (attention, MLP). A full backward takes the sum of both gradients. transfer: a message between adjacent stages.
     """
 
     forward: tuple[float, float, float, float]
@@ -101,11 +100,12 @@ class ComponentDurations:
         return float(np.maximum(forward, backward[::-1]).sum())
 
     def to_durations(self) -> Durations:
-        """Return the same durations as a `Durations`, which `simulate_pipeline` takes, for whole steps and for
+        """Convert to the `Durations` that `simulate_pipeline` takes, for steps that are whole and steps split into
         components.
 
         The times of a whole forward and backward are sums over the components; an overlapped pair takes
-        `self.overlapped`; `parts` has each component's share [4, 4].
+        `self.overlapped`. `parts`: [4, 4], fraction of each pass (forward, backward, input gradient, weight gradient)
+        that each component (attention, dispatch, MLP, combine) takes.
         """
         table = self.tabulate()
         whole = table.sum(axis=1)
@@ -131,9 +131,11 @@ class ComponentTiming:
 
 
 def simulate_components(program: PipelineProgram, durations: ComponentDurations) -> ComponentTiming:
-    """Simulate a pipeline program with two streams per rank: computation, and the all-to-alls of dispatch and combine.
+    """Simulate a pipeline program on two streams per rank, one for computation and one for the all-to-alls of dispatch
+    and combine.
 
-    Steps that are not split into layer components are split first. Raises the errors of `simulate_pipeline`.
+    durations: times of the layer components of one stage. Steps that are not split into components are split first.
+    Raises the errors of `simulate_pipeline`.
     """
     cut = with_components(program)
     timing = simulate_pipeline(cut, durations.to_durations())

@@ -41,12 +41,12 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
-    """Append one rank's steps under DualPipe or DualPipeV (DeepSeek-V3 report, section 3.2.1), which depend only on the
-    rank's distance from the nearer end of the pipeline.
+    """Append one rank's steps under DualPipe or DualPipeV (DeepSeek-V3 report, section 3.2.1) to its builder.
 
-    rank: builder of the rank's steps. chunks: the rank's two stages; the stage number of the first, which data reaches
-        sooner, is that distance. half: number of ranks from an end to the middle: half of them under DualPipe, all
-        under DualPipeV, where the last rank holds the two middle stages.
+    rank: builder of the rank's steps. chunks: the rank's two stages with their micro-batches; the stage number of the
+    first, which data reach sooner, is the rank's distance from the nearer end of the pipeline. half: number of ranks
+    from an end to the middle: half of them under DualPipe, all under DualPipeV, where the last rank holds the two
+    middle stages.
     """
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
     order = PhraseWriter(rank, chunks)

@@ -96,12 +96,11 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
 
 
 def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
-    """Split the micro-batches 0 to micro_batches - 1 into rounds; all of a round run through one chunk before the
-    rank's next chunk begins.
+    """Split the micro-batches 0 to micro_batches - 1 into the rounds of interleaved 1F1B: consecutive micro-batches
+    that all run through one chunk before the rank's next chunk begins; return the micro-batches of each round.
 
-    Returns the micro-batches of each round: as many rounds of at least `ranks` micro-batches as possible, as equal as
-    possible, longer ones first. If `ranks` divides `micro_batches`, these are Megatron's rounds of `ranks`; if all are
-    equal, PyTorch's.
+    As many rounds of at least `ranks` micro-batches as possible, as equal as possible, longer ones first. If `ranks`
+    divides `micro_batches`, these are Megatron's rounds of `ranks`; if all are equal, PyTorch's.
     """
     count = max(1, micro_batches // ranks)
     size, longer = divmod(micro_batches, count)
@@ -110,10 +109,10 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Return (forwards, backwards) of a rank in depth-first order, each a list of (micro-batch, stage). Each round of
-    micro-batches runs through all stages of the rank before the next round starts.
+    """Return (forwards, backwards) of one rank in depth-first order, each a list of (micro-batch, stage): each round
+    (run of consecutive micro-batches) passes through all stages of the rank before the next round starts.
 
-    stages: stages of the rank, ascending. rounds: consecutive micro-batches of each round.
+    stages: stages of the rank, ascending. rounds: micro-batches of each round.
     """
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]

@@ -25,12 +25,13 @@ def generate(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> PipelineProgram:
-    """Return the program of a named schedule, or of a file (`@FILE`): compute steps only, without sends and receives.
+    """Return the pipeline program of a named schedule, or of a file (`@FILE`): compute steps of every rank, without
+    sends and receives.
 
-    chunks: stages per rank and replica (default: the schedule's). durations, memory (maximum activations of a rank, in
-        micro-batches on all its stages): only for `auto`. For a file, ranks, micro-batches and chunks are optional, and
-        must agree with it. Raises UserError for unknown names and for numbers that the schedule does not accept, with
-        valid ones.
+    chunks: stages per rank and replica (None: the schedule's default). durations, memory (maximum saved activations of
+    a rank, in micro-batches on all its stages): only for `auto`. For a file, ranks, micro-batches and chunks are
+    optional, and must agree with it. Raises UserError for unknown names and for numbers that the schedule does not
+    accept, with valid ones.
     """
     if name == "@":
         raise UserError("@: the name of the schedule's file is missing")
@@ -44,12 +45,12 @@ def generate(
 
 
 def program_of(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
-    """Return the pipeline program of the schedule that a layout names, with its ranks, micro-batches and chunks.
+    """Return the pipeline program (steps of every rank) of the schedule that a layout names, with its ranks,
+    micro-batches and chunks; on one rank forward and backward of one micro-batch after the other.
 
-    On one rank it runs forward and backward of one micro-batch after the other. durations: function from a number of
-    stages to the durations of the model's stages, for `auto` (default: all equal); for a model use
-    `spec.stage_times.program_for`. Raises UserError for numbers that the schedule does not accept, and for a schedule
-    file (`@FILE` in the layout) that is not one synchronous training step.
+    durations: for `auto`: function from a number of stages to the durations of the model's stages (None: all equal);
+    for a model use `spec.stage_times.program_for`. Raises UserError for numbers that the schedule does not accept, and
+    for a schedule file (`@FILE` in the layout) that is not one synchronous training step.
     """
     version = None
     if layout.schedule.startswith("@"):
@@ -82,10 +83,11 @@ def _generate_cached(
     durations: StageDurations | None,
     version: tuple[int, int] | None,
 ) -> PipelineProgram:
-    """Return the program of a named schedule or file (`@FILE`), from a cache if it was requested before.
+    """Return the pipeline program of a named schedule or file (`@FILE`), from a cache if it was requested before.
 
-    chunks: stages per rank. version: (modification time in ns, size in bytes) of the file, which is read again after a
-        change.
+    chunks: stages per rank; None: the schedule's default. durations: for `auto`: function from a number of stages to
+    their durations. version: (modification time in ns, size in bytes) of the file, which is read again after a change;
+    None for a named schedule.
     """
     return generate(name, ranks, micro_batches, chunks, durations)
 
@@ -119,8 +121,8 @@ def load_schedule(path: str) -> PipelineProgram:
 def _check_agreement(
     program: PipelineProgram, name: str, ranks: int | None, micro_batches: int | None, chunks: int | None
 ) -> PipelineProgram:
-    """Return a program that was loaded from a file if it has the requested ranks, micro-batches and chunks (None: any
-    number), else raise UserError. name: the file, for the message."""
+    """Return `program`, loaded from a file, if it has the requested ranks, micro-batches and chunks (stages per rank;
+    None: any number); raise UserError if not. name: the file, for the message."""
     for what, asked, has in (
         ("ranks", ranks, program.ranks),
         ("micro-batches", micro_batches, program.micro_batches),

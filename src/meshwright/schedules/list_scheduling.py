@@ -17,9 +17,9 @@ from meshwright.schedules.orders import Order, Problem
 
 @dataclass
 class PartialOrders:
-    """State of all ranks during list scheduling, which a scheduling rule reads to choose a rank's next task.
+    """State of all ranks while task orders are built, from which a scheduling rule chooses a rank's next task.
 
-    A task is one pass on one stage, numbered kind x stages + stage, with kind 0 forward, 1 input gradient, 2 weight
+    A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
     gradient; its k-th run is that of micro-batch k. ends: [tasks + 1], list of the end times of each task's runs so
     far; the last list is all zeros and serves as input of the first stage's forward. used: [ranks], saved activations
     on each rank, in units of one stage and micro-batch.
@@ -30,8 +30,8 @@ class PartialOrders:
     used: list[int]  # [ranks], activations held, in stages
 
     def find_input_time(self, task: int) -> float:
-        """Return the time at which the input of the next run of task number `task` arrives at its rank; infinite if the
-        task that produces the input has not been scheduled yet."""
+        """Return the time at which the input for the next run of a task (one pass on one stage, by number) arrives at
+        its rank; infinite if the task that produces the input has not been scheduled yet."""
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
 
@@ -41,11 +41,11 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
-    """Build the task orders of all ranks by asking `rule` for each rank's next task whenever the rank is free.
+    """Build the task orders of all ranks by asking `rule` for each rank's next task whenever the rank is free; return
+    (makespan, [rank][position] task numbers). The makespan is infinite if the rule leaves tasks that never run.
 
     rule: function (rank, time) -> (task, 0) to run the task now, or (-1, time at which to ask again). state: end times
-        and memory, updated. Returns (makespan, task orders by rank); the makespan is infinite if the rule leaves tasks
-        that never run.
+    and memory use of all ranks, updated.
     """
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
@@ -95,11 +95,11 @@ class GreedyParameters:
 
 
 def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float, list[Order]]:
-    """Build task orders by the greedy rule with parameters `greed`; return (makespan, task orders by rank).
+    """Build task orders by greedy list scheduling; return (makespan, [rank][position] task numbers, see `Problem`).
 
-    Input gradients run as they arrive, forwards as memory allows, weight gradients in idle intervals or when memory is
-    full. Never deadlocks: a forward is admitted only if the oldest micro-batch on the rank can still pass through all
-    of its stages (banker's algorithm).
+    greed: parameters of the rule. Input gradients run as they arrive, forwards as memory allows, weight gradients in
+    idle intervals or when memory is full. Never deadlocks: a forward is admitted only if the oldest micro-batch on the
+    rank can still pass through all of its stages (banker's algorithm).
     """
     s, m, duration = problem.stages, problem.micro_batches, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * m], [0] * problem.ranks)
@@ -152,11 +152,12 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
 def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
-    """Reorder task orders as out-of-order execution in a processor would; return (makespan, task orders by rank).
+    """Reorder task orders as out-of-order execution in a processor would; return (makespan, [rank][position] task
+    numbers).
 
-    orders: task orders by rank. One of the next `window` tasks of a rank runs ahead of earlier tasks that cannot start
-        yet, if the memory limit still holds for all tasks that it overtakes, and if it delays them by at most 1 -
-        `patience` of its own duration.
+    orders: the same form. window: number of a rank's next tasks of which one may run ahead of earlier tasks that cannot
+    start yet, if the memory limit still holds for all tasks that it overtakes, and if it delays them by at most 1 -
+    `patience` of its own duration.
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

@@ -19,9 +19,9 @@ Block = tuple[int, int, int]  # rank, first and last position
 
 def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
     """Return the blocks of one critical path (chain of tasks that determines the makespan), from the end to the start.
+    A block is (rank, first position, last position): tasks of a rank that run without idle time between them.
 
-    A block is (rank, first position, last position): tasks of a rank that run without idle time between them. orders:
-        task orders by rank. clock: end times of the tasks under these orders.
+    orders: [rank][position], task numbers (see `Problem`). clock: end times of the tasks under these orders.
     """
     rank = max(range(problem.ranks), key=lambda r: clock.by_rank[r][-1])
     position = last = len(orders[rank]) - 1
@@ -52,12 +52,12 @@ def improve_orders(
     seed: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[float, list[Order]]:
-    """Improve task orders by local search; return (makespan, task orders by rank), with a makespan no larger than that
-    of `orders`.
+    """Improve task orders by local search; return (makespan, improved orders), with a makespan no larger than that of
+    `orders`.
 
-    orders: task orders by rank. runs: number of moves to try. seed: of the random moves; equal seeds give equal
-        results. stop: polled before each move; True ends the search early, as does reaching the lower bound. Moves that
-        leave the objective unchanged are accepted, to leave plateaus.
+    orders: [rank][position], task numbers (see `Problem`). runs: number of moves to try. seed: of the random moves;
+    equal seeds give equal results. stop: polled before each move; True ends the search early, as does reaching the
+    lower bound. Moves that leave the makespan unchanged may be accepted too, to leave plateaus.
     """
     draw, middle = Random(seed), problem.micro_batches // 2
     enough = problem.lower_bound * (1 + 1e-9)
@@ -96,10 +96,11 @@ def improve_orders(
 
 
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """Draw a random move of one task in a critical block; return (rank, new feasible order of that rank).
+    """Draw a random move of one task within or out of a critical block; return (rank, new feasible order of that rank),
+    with None for the order if ten moves all fail.
 
-    orders: task orders by rank. blocks: (rank, first position, last position) each. draw: random-number generator. The
-        order is None if ten moves all fail.
+    orders: [rank][position], task numbers (see `Problem`). blocks: (rank, first position, last position) of the tasks
+    on the critical path. draw: random-number generator.
     """
     for _ in range(10):
         rank, first, last = blocks[int(draw.random() * len(blocks))]

@@ -51,7 +51,7 @@ def generate_named(name: str, ranks: int | None, micro_batches: int | None, chun
 
 
 def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> tuple[int, int, int]:
-    """Return (ranks, micro-batches, chunks) if the named schedule accepts these numbers, else raise UserError.
+    """Return (ranks, micro-batches, stages per rank) if the named schedule accepts these numbers, else raise UserError.
 
     chunks: stages per rank; None: the schedule's default, which is returned.
     """
@@ -67,8 +67,7 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
 def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
     """Return `number` if it is 1 or more, else raise UserError.
 
-    name, what, preposition: words of the error message: the schedule, the quantity such as `ranks`, and the word before
-        the number.
+    name: schedule, for the message. what: quantity, such as `ranks`. preposition: word before the number.
     """
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")

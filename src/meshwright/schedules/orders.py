@@ -25,12 +25,12 @@ KINDS = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class Problem:
-    """Scheduling problem of a pipeline: find an order of tasks for each rank with a small makespan, within its memory.
+    """Scheduling problem of a pipeline: find for each rank an order of tasks with a small makespan, within its memory.
 
     A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
     gradient; it runs once per micro-batch. placement: [stages], rank of each stage. duration: [tasks], time of one run.
-    hop: [stages - 1], transfer time at each stage boundary, 0 inside a rank.
-    limit: [ranks], maximum number of saved activations in units of one stage and micro-batch.
+    hop: [stages - 1], transfer time at each stage boundary, 0 inside a rank. limit: [ranks], maximum number of saved
+    activations in units of one stage and micro-batch.
     """
 
     ranks: int
@@ -49,9 +49,10 @@ class Problem:
         durations: Durations,
         memory: tuple[float, ...],
     ) -> Problem:
-        """Build the problem of one placement. placement: rank of each stage. durations: by stage, in any unit.
+        """Build the problem of one placement of stages on ranks.
 
-        memory: [ranks], maximum activations in micro-batches on all stages of the rank; may be infinite.
+        placement: [stages], rank of each stage. durations: by stage, in any unit of time. memory: [ranks], maximum
+        saved activations in micro-batches on all stages of the rank; may be infinite.
         """
         stages = len(placement)
         program = build_program("", ranks, micro_batches, (placement,), ())
@@ -79,36 +80,37 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Number of task runs of all ranks: tasks (3 per stage) x micro-batches."""
+        """Total number of task runs on all ranks: tasks (3 passes per stage) x micro-batches."""
         return 3 * self.stages * self.micro_batches
 
     @cached_property
     def rank(self) -> tuple[int, ...]:
-        """Rank on which each task runs: [tasks]."""
+        """Rank on which each task (one pass on one stage) runs: [tasks]."""
         return self.placement * 3
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Stages on each rank, ascending: indexed [ranks][chunks]."""
+        """Stages on each rank, ascending: [rank][chunk]."""
         return tuple(tuple(s for s, home in enumerate(self.placement) if home == r) for r in range(self.ranks))
 
     @cached_property
     def predecessor(self) -> tuple[int, ...]:
-        """Index of the task that produces the input of each task, on the same micro-batch: [tasks]; 3 x stages (no
-        task) for the forward of the first stage."""
+        """Number of the task that produces the input of each task (one pass on one stage), for the same micro-batch:
+        [tasks]; 3 x stages, which is no task, for the forward of the first stage."""
         s = self.stages
         forwards = [3 * s, *range(s - 1)]
         return (*forwards, *range(s + 1, 2 * s), s - 1, *range(s, 2 * s))
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Transfer time from the task that produces the input of each task to that task: [tasks]; 0 if both are on one
-        rank."""
+        """Transfer time of the input of each task (one pass on one stage), from the task that produces it: [tasks]; 0
+        if both are on one rank."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the forward and input-gradient tasks that read the result of each task: [tasks][readers]."""
+        """Numbers of the forward and input-gradient tasks (passes on one stage) that read the result of each task:
+        [tasks][readers]."""
         return tuple(
             tuple(y for y in range(2 * self.stages) if self.predecessor[y] == x) for x in range(3 * self.stages)
         )
@@ -124,8 +126,8 @@ class Problem:
 
     @cached_property
     def activation_lifetime(self) -> tuple[float, ...]:
-        """Lower bound of the memory x time that the saved activations of one micro-batch occupy on each rank: [ranks],
-        in activations of one stage x unit of the durations."""
+        """Lower bound of the memory-time that the saved activations of one micro-batch occupy on each rank: [ranks], in
+        activations of one stage x time unit of the durations."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -172,10 +174,10 @@ class TaskTimes:
 def time_orders(
     problem: Problem, orders: list[Order], before: TaskTimes | None = None, since: float = 0.0
 ) -> TaskTimes:
-    """Simulate task orders, in which each task runs as early as its rank and its input allow; return all end times.
+    """Simulate task orders, each task as early as its rank and its input allow; return all end times.
 
-    orders: task orders by rank. before: times of orders that differ from these only in tasks that end at time `since`
-        or later; the times of all earlier task runs are reused.
+    orders: [rank][position], task numbers (see `Problem`). before: times of orders that differ from these only in tasks
+    that end at time `since` or later; all earlier times are reused (None: none).
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
@@ -216,10 +218,10 @@ def time_orders(
 
 
 def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
-    """Return True if a task order of rank `rank` respects the rank's memory limit and runs each task after those tasks
-    of the same rank that produce its input.
+    """Return True if a rank's task order respects its memory limit and runs each task after those of the same rank that
+    produce its input.
 
-    order: tasks in execution order.
+    rank: index of the rank. order: task numbers (see `Problem`) in execution order.
     """
     stages, limit, needs, on = problem.stages, problem.limit[rank], problem.predecessor, problem.rank
     count, used = [0] * (3 * stages), 0
@@ -238,10 +240,11 @@ def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
 
 
 def extract_orders(program: PipelineProgram) -> list[Order]:
-    """Return the task orders of all ranks of a program with one replica, by rank; tasks are numbered kind x stages +
-    stage.
+    """Return the task orders of a pipeline program with one replica: [rank][position], task number kind x stages +
+    stage with kinds 0 forward, 1 input gradient, 2 weight gradient.
 
-    Full backwards become two tasks, input gradient and weight gradient; groups and micro-batch numbers are dropped.
+    A full backward becomes two tasks; groups and micro-batch numbers are dropped (each task runs the micro-batches in
+    order).
     """
     stages, orders = program.stages, []
     kinds = {int(kind): number for number, kind in enumerate(KINDS)}
@@ -259,7 +262,8 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
 
 
 def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """Build the pipeline program `name` in which each rank runs the tasks of its order. orders: task orders by rank."""
+    """Build the pipeline program `name` from task orders. orders: [rank][position], task number kind x stages + stage
+    with kinds 0 forward, 1 input gradient, 2 weight gradient."""
     rows = []
     for rank, order in enumerate(orders):
         count = [0] * (3 * problem.stages)

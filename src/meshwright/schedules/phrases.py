@@ -16,8 +16,11 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stage on a rank, with the micro-batches that run through it, in order. replica: index of the copy of the
-    model to which the stage belongs, 0 or 1."""
+    """One stage on a rank, with the micro-batches that run through it in order.
+
+    stage: number of the stage. micro_batches: their numbers. replica: index of the copy of the model to which the stage
+    belongs, 0 or 1.
+    """
 
     stage: int
     micro_batches: range
@@ -44,9 +47,9 @@ class PhraseWriter:
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:
-        """Assign micro-batches to all written steps and add them to the rank's builder; to be called once, at the end.
+        """Assign micro-batches to all written steps and append them to the rank's builder; call it once, at the end.
 
-        Either all weight gradients or none must have a chunk number.
+        Either all weight gradients or none must have a chunk number (assertion).
         """
         kind, chunk, joined = np.concatenate(self._written).T
         micro_batch = np.full(len(kind), -1)
@@ -76,10 +79,9 @@ class PhraseWriter:
 
 @lru_cache(maxsize=128)
 def _parse_phrase(phrase: str) -> Integers:
-    """Parse a text such as `F0 F0&B1` into a table of steps [steps, 3].
-
-    Columns: kind, chunk number (-1: any), 1 if joined by `&` to the step before.
-    """
+    """Parse a text such as `F0 F0&B1` (F: forward, B: full backward, I: input gradient, W: weight gradient, with chunk
+    number) into a table of steps [steps, 3]; columns: kind, chunk number (-1: any), 1 if joined by `&` to the step
+    before."""
     steps = [
         (_KINDS[step[0]], int(step[1:]) if step[1:] else -1, place > 0)
         for word in phrase.split()

@@ -17,10 +17,10 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 
 def format_placement(program: PipelineProgram, layers: int | None = None) -> str:
-    """Return the placement as a text table: one line per rank, one column for each of its stages.
+    """Return a table of which layers are on which rank, as text: one line per rank, one column for each of its stages;
+    cells list the stage's layers, embedding and head.
 
-    Cells have the stage's layers, embedding and head. layers: number of layers of the model (default: one per stage).
-    Raises UserError for fewer layers than stages.
+    layers: number of layers of the model (None: one per stage). Raises UserError for fewer layers than stages.
     """
     layers = program.stages if layers is None else layers
     if layers < program.stages:
@@ -38,8 +38,8 @@ def format_placement(program: PipelineProgram, layers: int | None = None) -> str
 
 
 def _format_stage(stage: int, held: list[range]) -> str:
-    """Return text such as `stage 0: embedding, layers 0-3` for stage number `stage`. held: range of layers of every
-    stage of the model."""
+    """Return text on stage number `stage`, such as `stage 0: embedding, layers 0-3`. held: [stage], range of layers of
+    every stage."""
     layers = held[stage]
     what = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
     first = "embedding, " if stage == 0 else ""

@@ -75,16 +75,14 @@ def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
 
 
 def _add_step(rank: RankBuilder, step: Step) -> None:
-    """Append one parsed step (kind, stage, micro-batch) to the rank's builder."""
+    """Append one parsed step (kind, stage, micro-batch) to a rank's builder."""
     kind, stage, micro_batch = step
     rank.add(kind, micro_batch, stage)
 
 
 def _parse_cell(cell: str, where: str) -> list[Step]:
-    """Parse a CSV cell such as `2F5` into steps (kind, stage, micro-batch): one, several that overlap, or none.
-
-    where: prefix of errors.
-    """
+    """Parse a CSV cell such as `2F5` into steps (kind, stage, micro-batch): one, several that overlap, or none. where:
+    row and cell, as prefix of errors."""
     cell = cell.strip()
     if overlap := OVERLAP.fullmatch(cell):
         return [step for part in overlap[1].split(";") for step in _parse_cell(part, where)]
@@ -97,8 +95,8 @@ def _parse_cell(cell: str, where: str) -> list[Step]:
 
 
 def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
-    """Return the placement, that is the rank that computes each stage; UserError unless each stage has one rank,
-    evenly.
+    """Return the placement (rank that computes each stage, by replica and stage) of a parsed program; UserError unless
+    each stage is on one rank and all ranks have equally many.
 
     computing: (rank, step) of all compute steps. ranks: number of ranks. where: prefix of errors.
     """
@@ -121,7 +119,8 @@ def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -
 
 
 def to_csv(program: PipelineProgram) -> str:
-    """Format a program as PyTorch's CSV: `compute_only` or, with explicit transfers, `compute_comms`.
+    """Format a pipeline program in PyTorch's schedule CSV format: `compute_only` or, if it has explicit sends and
+    receives, `compute_comms`.
 
     PyTorch adds nothing to the second form, so it has the cells of sharded parameters: UNSHARD before a stage's first
     step, REDUCE_GRAD and RESHARD after its last one. Raises UserError with the reason for programs that PyTorch cannot
@@ -136,7 +135,7 @@ def to_csv(program: PipelineProgram) -> str:
 
 
 def _format_row(program: PipelineProgram, rank: int) -> list[str]:
-    """Return the CSV cells (one per group of steps) of one rank, in execution order."""
+    """Return the CSV cells of one rank in execution order, one per group (steps that run together)."""
     s = program.steps
     steps = s.of_rank(rank)
     computing = [step for step in steps if s.kind[step] in COMPUTING]

@@ -73,10 +73,8 @@ class ScheduleReport:
         return to_json_dict(document)
 
     def steps(self) -> list[list[str]]:
-        """Return each rank's compute steps in order, by rank, in PyTorch's notation.
-
-        `2F5` is the forward of micro-batch 5 on stage 2; overlapped steps are joined by ` | `.
-        """
+        """Return the compute steps of each rank in order, [rank][step], as text in PyTorch's notation: `2F5` is the
+        forward of micro-batch 5 on stage 2; overlapped steps are joined by ` | `."""
         s = self.program.steps
         ranks: list[list[str]] = [[] for _ in range(self.program.ranks)]
         before = -1
@@ -94,8 +92,8 @@ class ScheduleReport:
         return ranks
 
     def timeline(self) -> Timeline:
-        """Return the simulated schedule as a timeline to draw, with texts on idle time and peak activations beside each
-        rank."""
+        """Return the simulated schedule as a timeline to draw (Gantt chart), with notes on each rank's idle time and
+        peak activations."""
         idle, peak = self.timing.idle.tolist(), self.timing.peak_activations.tolist()
         notes = [f"idle {i:.4g}, peak {p:.4g}" for i, p in zip(idle, peak, strict=True)]
         levels = {}
@@ -136,8 +134,8 @@ class ScheduleReport:
         return "\n".join(lines)
 
     def table(self) -> list[list[str]]:
-        """Return the report's table as text cells: a header, then one line per rank with times, peak of saved
-        activations, weight copies and messages."""
+        """Return a table of the report as text cells, [line][column]: a header, then one line per rank with times, peak
+        of saved activations, weight copies and messages."""
         timing = self.timing
         columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.messages_sent)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -154,14 +152,14 @@ def schedule(
     memory: float | None = None,
     parts: Sequence[float] | None = None,
 ) -> ScheduleReport:
-    """Generate (or load, `@FILE`), check and simulate a pipeline schedule, as `meshwright schedule` does.
+    """Generate (or load), verify and simulate a pipeline schedule; `meshwright schedule` prints the report.
 
-    chunks: stages per rank. durations: of one micro-batch on all stages of a rank together, in any unit: one number,
-        one per rank or one per stage (`Durations.split`). memory: maximum activations of a rank, in micro-batches on
-        all its stages, for `auto`.
-    parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of the other
-        durations; the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are
-        then split into these components and simulated with two streams per rank.
+    name: schedule such as "1f1b", `auto` (search), or `@FILE`. chunks: stages per rank. durations: of one micro-batch
+    on all stages of a rank together, in any unit: one number, one per rank or one per stage (`Durations.split`).
+    memory: for `auto`: maximum saved activations of a rank, in micro-batches on all its stages. parts: times of
+    attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of `durations`; the input
+    gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split into these
+    components and simulated with two streams per rank.
 
     Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program.
     """
@@ -189,10 +187,10 @@ def schedule(
 
 
 def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
-    """Return the component durations of one stage, given those of all `chunks` stages of a rank together.
+    """Return the component durations of one stage, given those of all stages of a rank together.
 
-    parts: times of attention, dispatch, MLP, combine in a forward. transfer: one number for all stage boundaries (else
-        UserError).
+    parts: times of attention, dispatch, MLP, combine in a forward. chunks: stages per rank. transfer: one number for
+    all stage boundaries (else UserError).
     """
     if len(parts) != 4:
         raise UserError(f"parts: {len(parts)} durations; right is 4: attention, dispatch, MLP, combine")

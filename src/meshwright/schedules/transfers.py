@@ -9,10 +9,11 @@ from meshwright.program.simulate_pipeline import Durations, analyze_program, sim
 
 
 def with_transfers(program: PipelineProgram, durations: Durations | None = None) -> PipelineProgram:
-    """Return the program with a send and a receive step for every value that crosses ranks, safe for synchronous sends.
+    """Return the program with a send and a receive step for every activation and gradient that crosses ranks, in an
+    order that cannot deadlock even with synchronous sends.
 
-    durations: times by which steps are ordered (default: 1 for each forward, input gradient and weight gradient of a
-        rank). A program with transfers is returned unchanged. Raises ProgramError for a program that deadlocks.
+    durations: times by which steps are ordered (None: 1 for each forward, input gradient and weight gradient of a
+    rank). A program with sends and receives is returned unchanged. Raises ProgramError for a program that deadlocks.
 
     All compute steps and transfers are sorted into one order, by start time of a step and production time of a value; a
     send and its receive take the transfer's position in that order on both ranks. The first pending transfer of the

@@ -66,12 +66,12 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a program in which every micro-batch runs through the same pattern of steps, a fixed number of time slots
-    after the previous micro-batch.
+    """Build a pipeline program in which every micro-batch runs through the same pattern of steps, a fixed number of
+    time slots (equal time units) after the previous micro-batch.
 
-    name: of the program. block: [ranks], the four slots at which micro-batch 0 runs its forwards and input gradients on
-        each rank. most_held: maximum activations of a rank, in stages; the pattern itself must not need more. Each rank
-        runs at most one step per slot.
+    name: of the program. block: [ranks], the four time slots in which micro-batch 0 runs its two forwards and two input
+    gradients on each rank. most_held: maximum saved activations of a rank, in stages; the pattern itself must not need
+    more. Each rank runs at most one step per slot.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
@@ -89,11 +89,11 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
 
 
 class _RankState:
-    """Remaining steps of one rank while a V-shaped schedule is built, one time slot after another.
+    """Remaining steps of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another.
 
     A micro-batch makes 4 x ranks stops, each a forward or an input gradient on one stage: down and up the ranks, then
-    down and up with its gradient. writer: builder of the rank's steps. dues: slots at which micro-batch 0 makes its
-    four stops on this rank. ranks: number of ranks.
+    down and up with its gradient. writer: builder of the rank's steps. dues: time slots in which micro-batch 0 makes
+    its four stops on this rank. ranks: number of ranks.
     """
 
     def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
@@ -113,10 +113,11 @@ class _RankState:
         self.held = 0
 
     def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Append the rank's next step that can run; return its micro-batch if the step is a stop (a forward or an
-        input gradient, which hands the micro-batch to its next stage), else None.
+        """Append to the rank's program the next step that can run in this time slot; return its micro-batch if the step
+        is a forward or input gradient, which hands it to the next stage, else None.
 
-        stops_made: [micro-batches], stops of each on all ranks so far. most_held: maximum activations, in stages.
+        stops_made: [micro-batches], number of forwards and input gradients that each has passed on all ranks so far.
+        most_held: maximum saved activations of the rank, in stages.
         """
         able = self._find_ready(stops_made, most_held)
         if self.left[F0]:
@@ -137,13 +138,13 @@ class _RankState:
         return micro_batch
 
     def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the indices in `self.waiting`, this rank's remaining steps in their planned order, of the steps that it
-        can run now.
+        """Yield the indices, in `self.waiting` (the rank's remaining steps in planned order), of the steps that can run
+        now.
 
-        A step can run if its input is available. A forward also needs memory: for itself and for the planned steps
-        before it, which it delays. In the steady state only the first planned step is considered.
-        stops_made: [micro-batches], how many forwards and input gradients of each micro-batch have run on all ranks.
-        most_held: maximum activations of this rank, in stages.
+        stops_made: [micro-batches], number of forwards and input gradients that each has passed on all ranks so far.
+        most_held: maximum saved activations of the rank, in stages. A step needs its input; a forward also needs
+        memory, for itself and for the planned steps before it, which it delays. In the steady state only the first
+        planned step is considered.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held
