@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A collective algorithm with its options, and its time for one size of the vector.
+    """A collective algorithm with its options (`settings`), and its time for one size of the vector.
 
     seconds: simulated time. closed_form_seconds: time by the algorithm's formula, None if it has none.
     """
@@ -204,8 +204,8 @@ class Chooser:
         return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
-        """Return the seconds by an algorithm's closed form (formula) with the options `settings`, or None if it has
-        none."""
+        """Return the seconds by an algorithm's closed form (formula) for a vector of `total_bytes`; None if it has
+        none. settings: the algorithm's options."""
         try:
             return compute_closed_form_seconds(
                 self.operation,

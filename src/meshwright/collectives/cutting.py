@@ -32,8 +32,8 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
-    """Return the index of the first chunk of each rank's share of the vector, followed by the number of chunks: [ranks
-    + 1]. Rank r owns the chunks first[r] to first[r + 1] - 1."""
+    """Return which chunks of the vector each rank owns: [ranks + 1], index of the rank's first chunk, followed by the
+    number of chunks; rank r owns the chunks first[r] to first[r + 1] - 1."""
     owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first
@@ -55,10 +55,10 @@ def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
 
 
 def compute_sent_bytes(checked: CheckedCollective, rank: int, numel: int, itemsize: int, whole: bool = False) -> int:
-    """Return the bytes that a rank sends when the program runs on a vector of `numel` elements, padding included.
+    """Return the bytes that one rank sends when a program runs on a vector of `numel` elements, padding included.
 
-    rank: rank of the program, from 0. itemsize: bytes of an element. whole: True if the vector is not split into
-        segments.
+    checked: the verified program. rank: rank of the program, from 0. itemsize: bytes of an element. whole: True if the
+    vector is not split into segments.
     """
     program = checked.program
     slots = int(checked.bytes_sent(program.chunks)[rank])

@@ -8,7 +8,8 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of a send from rank `root` to the last other rank. 1 round; S bytes; time alpha + S beta.
+    """Generate the program of a send from rank `root` to the last other rank of `ranks` ranks. 1 round; S bytes; time
+    alpha + S beta.
 
     Here: S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """

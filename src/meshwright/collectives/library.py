@@ -106,15 +106,15 @@ ROOTED = ("send-receive", "broadcast", "scatter", "gather", "reduce")
 
 
 def list_options(operation: str, algorithm: str) -> tuple[str, ...]:
-    """Return those of the option names "root", "segments", "groups" and "dims" that `generate` accepts for an
-    algorithm."""
+    """Return which of the options "root", "segments", "groups" and "dims" the program generator of an algorithm
+    accepts. operation: such as "all-reduce"."""
     parameters = inspect.signature(find_generator(operation, algorithm)).parameters
     return tuple(option for option in OPTIONS if option in parameters)
 
 
 def find_generator(operation: str, algorithm: str) -> Generator:
-    """Return the function that generates an algorithm's program, by name or alias. Raises UserError for unknown
-    names."""
+    """Return the function that generates the program of an algorithm, given by name or alias. operation: such as
+    "all-reduce". Raises UserError for unknown names."""
     if operation not in OPERATIONS:
         raise UserError(unknown("operation", operation, OPERATIONS))
     known = ALGORITHMS[operation]
@@ -138,10 +138,10 @@ def generate(
 ) -> CollectiveProgram:
     """Generate the collective program (steps of every rank) of an algorithm for `ranks` ranks.
 
-    root: source or destination rank. segments: number of segments of a pipelined algorithm. groups: ranks per node, for
-        hierarchical algorithms. dims: sides of the grid, for tori and meshes, with ranks in row-major order. None: the
-        generator's default. Raises UserError for unknown names, options that the algorithm does not have, and invalid
-        numbers.
+    operation: such as "all-reduce". root: source or destination rank. segments: number of segments of a pipelined
+    algorithm. groups: ranks per node, for hierarchical algorithms. dims: sides of the grid, for tori and meshes, with
+    ranks in row-major order. None: the generator's default. Raises UserError for unknown names, options that the
+    algorithm does not have, and invalid numbers.
     """
     generator, has = find_generator(operation, algorithm), list_options(operation, algorithm)
     name = f"{algorithm} {operation}"

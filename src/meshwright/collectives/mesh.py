@@ -102,9 +102,9 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 
 
 def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
-    """Return (algorithm's name, such as `2d-mesh`, sides of the grid).
+    """Return (algorithm's name, such as `2d-mesh`, sides of the grid) for a mesh algorithm on `ranks` ranks.
 
-    dims: the sides, if given. dimensions: number of sides, as equal as possible, without `dims`.
+    dims: the sides, if given. dimensions: else the number of sides, made as equal as possible.
     """
     name = f"{dimensions}d-mesh" if dimensions else "mesh"
     return name, resolve_sides(name, ranks, dims, dimensions)

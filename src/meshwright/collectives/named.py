@@ -66,9 +66,10 @@ def named_programs(
     """Load and check the collective programs that a recipe selects; return (axis name, operation such as "all_reduce")
     -> program. Calls not in the result use torch.distributed.
 
-    A program is used on those of the data, shard and replica axes whose number of ranks it accepts; it must accept that
-    of the axis on which the operation moves gradients or parameters (UserError). where: function from a key such as
-    `collectives.all_reduce` to the beginning of the error message, such as file and line.
+    layout: gives the axes' numbers of ranks. A program is used on those of the data, shard and replica axes whose
+    number of ranks it accepts; it must accept that of the axis on which the operation moves gradients or parameters
+    (UserError). where: function from a key such as `collectives.all_reduce` to the beginning of the error message, such
+    as file and line.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}

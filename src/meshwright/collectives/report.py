@@ -32,11 +32,11 @@ _FEW_RANKS = 32  # limit for the search of crossovers
 class CollectiveReport:
     """Verified collective program with its simulated times on a network.
 
-    settings: the algorithm's options. total_bytes: size of the full vector. timing: simulated times.
-        closed_form_seconds: time by the algorithm's formula, None if it has none. chooser: simulator of all algorithms
-        on the network. choice: ranking of the algorithms, for `auto`. crossovers: sizes at which the fastest algorithm
-        changes, None if not computed. measured: results of a run beside torch.distributed
-        (`comm.measure_program.measure`), empty without one.
+    checked: the verified program. settings: the algorithm's options. total_bytes: size of the full vector. timing:
+    simulated times. closed_form_seconds: time by the algorithm's formula, None if it has none. chooser: simulator of
+    all algorithms on the network. choice: ranking of the algorithms, for `auto`. crossovers: sizes at which the fastest
+    algorithm changes, None if not computed. measured: results of a run beside torch.distributed
+    (`comm.measure_program.measure`), empty without one.
     """
 
     checked: CheckedCollective
@@ -203,8 +203,8 @@ def collective(
     report.
 
     operation: such as "all-reduce". algorithm: a name, `auto` (choose the fastest), or `@FILE` (load). ranks: number of
-    ranks (None for a file). total_bytes: size of the full vector. topology_text: network, such as `torus:4x4`. Raises
-    UserError for invalid arguments, ProgramError for an incorrect program.
+    ranks (None for a file). total_bytes: size of the full vector. topology_text: network, such as `torus:4x4`. options:
+    of algorithm, operation and network. Raises UserError for invalid arguments, ProgramError for an incorrect program.
     """
     root, reduction = options.root, options.reduction
     requested = Settings(options.segments, options.groups, options.dims)

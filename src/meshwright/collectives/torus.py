@@ -102,9 +102,9 @@ def _run_both_directions(
 
 
 def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
-    """Return (algorithm's name, such as `2d-torus`, sides of the grid).
+    """Return (algorithm's name, such as `2d-torus`, sides of the grid) for a torus algorithm on `ranks` ranks.
 
-    dims: the sides, if given. dimensions: number of sides, as equal as possible, without `dims`.
+    dims: the sides, if given. dimensions: else the number of sides, made as equal as possible.
     """
     name = f"{dimensions}d-torus" if dimensions else "torus"
     return name, resolve_sides(name, ranks, dims, dimensions)

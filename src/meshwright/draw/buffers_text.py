@@ -36,8 +36,8 @@ def _arrow_lines(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
-    """Describe a send as text: `0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]` (on one rank),
-    or `0 → 1` for a signal without data."""
+    """Describe one send of a collective program as text: `0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into
+    scratch[0]` (on one rank), or `0 → 1` for a signal without data."""
     here, there = (program.format_slots(slot, arrow.count) for slot in (arrow.slot, arrow.into))
     if arrow.source == arrow.target:
         return f"{arrow.source} {'adds' if arrow.adds else 'copies'} {here} {'to' if arrow.adds else 'into'} {there}"

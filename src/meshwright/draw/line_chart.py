@@ -195,9 +195,9 @@ def draw_lines(
     """Return a line chart as SVG, 760 pixels wide and at least `height` high, with a legend if there are several
     series.
 
-    series: the curves. marks: vertical lines with texts. height: in pixels. hover: name of the x values, such as
-    "step", in the texts that show values on hover; empty: no such texts. legend: True for a legend even with a single
-    series.
+    x_axis, y_axis: axes with their ranges and ticks. series: the curves. marks: vertical lines with texts. height: in
+    pixels. hover: name of the x values, such as "step", in the texts that show values on hover; empty: no such texts.
+    legend: True for a legend even with a single series.
     """
     plot = Plot(x_axis, y_axis, right=744, bottom=height - (44 if not x_axis.title else 48))
     for one in series:

@@ -70,7 +70,7 @@ class Letter:
 
 class EmulatedWork(dist.Work):
     """Handle of a communication call in flight. Its results are written to the output tensors only when it is waited
-    for, so that a forgotten `wait` shows in every run."""
+    for, so that a forgotten `wait` shows in every run. letter: the message, for a receive; else None."""
 
     def __init__(self, board: Board, ready: Callable[[], bool], describe: Callable[[], str], finish: Any) -> None:
         """Store what to wait for. ready: True once the call is complete. finish: writes the results."""
@@ -214,8 +214,8 @@ class Board:
         return work
 
     def _match(self, sent: Letter, received: Letter, group: Any) -> None:
-        """Deliver a sent message to the rank that waits for it. Raises EmulationFailed if dtype or number of elements
-        differ."""
+        """Deliver the message `sent` to the rank that posted `received`, in `group` (an `EmulatedGroup`). Raises
+        EmulationFailed if dtype or number of elements differ."""
         source, target = sent.part.inputs[0], received.part.outputs[0]
         if source.numel() != target.numel() or source.dtype != target.dtype:
             raise EmulationFailed(
@@ -227,7 +227,11 @@ class Board:
 
     def _record(self, group: Any, operation: str, part: Part) -> None:
         """Count the running rank's call and append it to `events`; before that, call `on_call`, which may open the
-        debugger. Sets number and place of `part`."""
+        debugger.
+
+        group: an `EmulatedGroup`. operation: such as "all_reduce". part: the rank's tensors; its number and place are
+        set.
+        """
         scheduler = self.scheduler
         scheduler.check_stopped()
         rank = scheduler.current()

@@ -121,8 +121,12 @@ class EmulatedRanks:
         self, size: int, rank: int, ranks: list[int], backend: Any, store: Any, group_name: Any, **options: Any
     ) -> tuple[Any, Any]:
         """Make a process group for the running rank; replaces torch.distributed's `_new_process_group_helper`, whose
-        arguments it takes. size, rank: number of ranks and rank in the group. ranks: its global ranks, empty for the
-        default group. Returns (group, store)."""
+        arguments it takes.
+
+        size, rank: number of ranks and rank in the group. ranks: its global ranks, empty for the default group.
+        backend: name, recorded only. store: key-value store. Returns (group, store), or a non-member marker and None if
+        the rank is not in `ranks`.
+        """
         world: Any = c10d._world
         tag = options.get("pg_tag")
         if tag and (existing := c10d._find_pg_by_ranks_and_tag(tag, ranks)):

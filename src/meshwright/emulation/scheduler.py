@@ -148,10 +148,11 @@ class Scheduler:
         self.wait(lambda: next(turns, True), lambda: "polling")
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let the next rank that can go on run, as `yield_baton`; called when a program asks for a call that is not
-        complete. Fails with a deadlock after `MOST_POLLS` polls without any rank's call, if no other rank can go on.
+        """Let the next rank that can go on run, as `yield_baton`; called when a program asks whether a call is complete
+        and it is not. After `MOST_POLLS` polls without any rank's call, if no other rank can go on, the run fails with
+        a deadlock.
 
-        Arguments as in `Wait`. Raises RankStopped for a deadlock.
+        ready, describe: as in `Wait`. Raises RankStopped for a deadlock.
         """
         turns = iter((False,))
         self.wait(lambda: next(turns, True), describe, polled=True)

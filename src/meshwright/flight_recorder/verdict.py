@@ -107,12 +107,12 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def choose_has(ranks: Sequence[int]) -> str:
-    """Return the verb "has" for one rank, "have" for several."""
+    """Return the verb for a sentence on `ranks`: "has" for one rank, "have" for several."""
     return "have" if len(ranks) > 1 else "has"
 
 
 def choose_is(ranks: Sequence[int]) -> str:
-    """Return the verb "is" for one rank, "are" for several."""
+    """Return the verb for a sentence on `ranks`: "is" for one rank, "are" for several."""
     return "are" if len(ranks) > 1 else "is"
 
 

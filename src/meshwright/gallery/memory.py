@@ -129,7 +129,7 @@ def train_175b(work: Work) -> None:
 
 def _show_states(work: Work, config: ModelConfig, name: str) -> float:
     """Append to `work` a table of a model's states (parameters, gradients, Adam's states) at 2 + 2 + 12 bytes a
-    parameter; return their sum in bytes. name: of the model, for the heading."""
+    parameter; return their sum in bytes. config: the model. name: its name, for the heading."""
     numel, each = parameter_table(config).numel, state_bytes(0, 1)
     parts = {"parameters, bf16": each.weights, "gradients, bf16": each.gradients,
              "fp32 master weights": each.optimizer / 3, "Adam's first moment, fp32": each.optimizer / 3,

@@ -10,7 +10,8 @@ from meshwright.spec.presets import PRESETS, preset
 
 
 def _count_by_block(model: str) -> Counter[str]:
-    """Count a preset's parameters by kind of tensor; return {kind: parameters summed over all layers}.
+    """Count the parameters of a preset (`model`, such as "gpt3-175b") by kind of tensor; return {kind: parameters
+    summed over all layers}.
 
     A kind is the tensor's name without layer number, such as "self_attn.q_proj"; biases of a matrix have their own
     kind.
@@ -75,8 +76,8 @@ def count_llama(work: Work) -> None:
 
 
 def _count_adapters(model: str, names: tuple[str, ...], rank: int) -> int:
-    """Return the number of LoRA parameters for adapters on all matrices of a preset whose name ends with one of
-    `names`: for each `rank` (the LoRA rank) x the sum of its two dimensions."""
+    """Return the number of parameters of LoRA adapters of rank `rank` on all matrices of a preset (`model`) whose name
+    ends with one of `names`: rank x (rows + columns) each."""
     entries = [one for one in parameter_table(preset(model)).entries if one.name.endswith(names)]
     return sum(rank * sum(entry.shape) for entry in entries)
 

@@ -99,9 +99,11 @@ def find_crossover(work: Work) -> None:
 
 
 def _time(algorithm: str, ranks: int, size: int, topology: str = "switch") -> CollectiveReport:
-    """Simulate an all-reduce; return its report. size: bytes of the vector. topology: network, such as "switch" or
-    "nodes:2x4". Every link has latency `ALPHA` (seconds) and bandwidth `BANDWIDTH` (bytes per second), unless the
-    topology sets its own."""
+    """Simulate an all-reduce of a vector of `size` bytes; return its report.
+
+    algorithm: such as "ring". topology: network, such as "switch" or "nodes:2x4", whose links have latency `ALPHA`
+    (seconds) and bandwidth `BANDWIDTH` (bytes per second); links inside nodes keep their defaults.
+    """
     options = CollectiveOptions(latency=ALPHA, bandwidth=BANDWIDTH, crossovers=False)
     return collective("all-reduce", algorithm, ranks, size, topology, options)
 

@@ -55,8 +55,8 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
     "embedding" and "head" (True if there), "elements" and "bytes" of the parameters that it keeps between steps,
     "training_bytes" (persistent memory of AdamW training, kind -> bytes).
 
-    partition: layers of each stage. place: pipeline coordinate of the ranks. dtype: torch name of the parameters'
-    dtype, such as "bfloat16".
+    partition: layers of each stage. layout: axes over which the stage's parameters are sharded. place: pipeline
+    coordinate of the ranks. dtype: torch name of the parameters' dtype, such as "bfloat16".
     """
     stages, units = partition.stages_on(place), partition.units_on(place)
     flats = flats_of(partition.table, layout, units)

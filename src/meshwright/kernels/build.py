@@ -66,8 +66,9 @@ def cache_directory() -> Path:
 
 
 def compute_version(compiler: str, instruction_set: str) -> str:
-    """Return the version of a compiled library: the hex SHA-256 of kernel sources, compiler version and flags. Raises
-    `OSError` or `CalledProcessError` if the compiler does not run."""
+    """Return the version of the compiled library for an instruction set: the hex SHA-256 of kernel sources, compiler
+    version and flags. compiler: path of the C++ compiler. Raises `OSError` or `CalledProcessError` if the compiler does
+    not run."""
     described = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     digest = hashlib.sha256(described + repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode())
     for path in SOURCES:

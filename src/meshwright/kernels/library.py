@@ -117,7 +117,7 @@ class Kernels:
         return count * columns * (-(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4)
 
     def linear(self, x: Float32, weight: PackedMatrix, bias: Float32 | None = None) -> Float32:
-        """Return x Wᵀ + bias, float32 [T, n], for `x` float32 [T, k], the packed W [n, k] in `weight` and `bias` [n]
+        """Return x Wᵀ + bias, float32 [rows, n]. x: float32 [rows, k]. weight: packed W [n, k]. bias: float32 [n]
         (None: 0)."""
         out = np.empty((len(x), weight.n), np.float32)
         ops = self.op_list()
@@ -130,8 +130,11 @@ class Kernels:
         return OpList(self.execute)
 
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
-        """Execute the entries from index `begin` to `end` (exclusive) of a ctypes array of operations on the batch
-        `step`, and return when they are done. Called by `OpList.run`."""
+        """Execute operations on the batch of a step and return when they are done; `OpList.run` calls it.
+
+        ops: ctypes array of operations, of which those from index `begin` to `end` (exclusive) are executed. step:
+        addresses of the batch's arrays.
+        """
         first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 

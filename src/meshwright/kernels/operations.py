@@ -57,18 +57,19 @@ class LayerCache:
 
     @staticmethod
     def shapes(blocks: int, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (shape of keys, shape of values) of a layer's KV cache with `blocks` KV blocks of 16 tokens."""
+        """Return (shape of keys, shape of values) of a layer's KV cache. blocks: number of KV blocks of 16 tokens.
+        kv_heads: key-value heads of size `head_dim`."""
         padded = -(-head_dim // 16) * 16
         return (blocks, kv_heads, head_dim, BLOCK_TOKENS), (blocks, kv_heads, BLOCK_TOKENS, padded)
 
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """Embedding lookup: out[t] = table[id - first], zeros for an ID outside the table; `accumulate`: added to out[t].
+    """Embedding lookup for T tokens: out[t] = table[id - first], zeros for an ID outside the table.
 
-    `out`: [T, H]; `table`: [V, H] float32 or bfloat16 bits, or the packed matrix of a tied head, which is not copied;
-    `ids`: token IDs, or "positions" for learned positions; `first`: first ID of the table, above 0 for a
-    vocabulary-parallel slice.
+    out: [T, H]. table: [V, H], float32 or bfloat16 bits, or the packed matrix of a tied head, which is not copied. ids:
+    look up "tokens" (token IDs) or "positions" (learned positions). first: first ID of the table, above 0 for a
+    vocabulary-parallel slice. accumulate: add to out[t].
     """
 
     out: Float32
@@ -80,9 +81,12 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Normalisation over rows of `len(weight)` elements: out = norm(x) * weight + bias (None: 0). `kind`: "rms"
-    (RMSNorm) or "layer" (LayerNorm); `epsilon`: added to the mean square or variance; `rows`: "tokens" (T rows) or
-    "outputs" (R rows). `x` and `out` may be the same array."""
+    """Normalisation of rows of H = `len(weight)` elements: out = norm(x) * weight + bias.
+
+    weight, bias: [H] (bias None: 0). kind: "rms" (RMSNorm) or "layer" (LayerNorm). epsilon: added to the mean square or
+    variance. rows: "tokens" if the buffers have a row per token of the step, "outputs" if a row per token whose logits
+    are wanted. `x` and `out` may be the same array.
+    """
 
     out: Float32
     x: Float32
@@ -95,8 +99,12 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Linear layer: out = x Wᵀ + bias. `weight`: packed W [Y, X]; `accumulate`: add to the present values of `out` (a
-    residual connection); `rows`: the buffers have a row per token ("tokens", T) or per row of logits ("outputs", R)."""
+    """Linear layer: out = x Wᵀ + bias, from input size X to output size Y.
+
+    weight: packed W [Y, X]. bias: [Y] (None: 0). accumulate: add to the present values of `out` (a residual
+    connection). rows: "tokens" if `x` and `out` have a row per token of the step, "outputs" if a row per token whose
+    logits are wanted.
+    """
 
     out: Float32
     x: Float32
@@ -109,11 +117,11 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class RopeStore:
     """QK norm (if given) and rotary embedding of the step's queries and keys, in place; keys and values are then
-    written into their KV-cache slots.
+    written into the KV cache. T tokens, N query heads and K key-value heads of size D.
 
-    `qkv`: [T, (N + 2K) D], queries first, then keys, then values; `heads`: N; `cosine`, `sine`: [P, R/2] by position,
-    for the R <= D rotated features, whose pairs are i and i + R/2 (None: no rotation, learned positions); `query_norm`,
-    `key_norm`: RMSNorm weights [D].
+    qkv: [T, (N + 2K) D], queries first, then keys, then values. cache: the layer's KV cache. heads: N. cosine, sine:
+    [positions, R/2], for the R <= D rotated features, whose pairs are i and i + R/2 (None: no rotation, learned
+    positions). query_norm, key_norm: RMSNorm weights [D] (None: no norm); epsilon: of these norms.
     """
 
     qkv: Float32
@@ -128,11 +136,12 @@ class RopeStore:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal grouped-query attention of the step's queries, the first N D columns of `qkv` [T, (N + 2K) D], over the
-    cached keys and values of their sequences.
+    """Causal grouped-query attention of the step's T tokens over the cached keys and values of their sequences, with N
+    query heads and K key-value heads of size D.
 
-    `out`: [T, N D]; `heads`: N; `window`: tokens that a token attends to, itself included (0: no limit); `scale`:
-    factor of the scores, D ** -0.5 as a rule. Score softcaps and attention sinks are not implemented.
+    qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. out: [T, N D]. cache: the layer's KV
+    cache. heads: N. window: tokens that a token attends to, itself included (0: no limit). scale: factor of the scores,
+    usually D ** -0.5. Score softcaps and attention sinks are not implemented.
     """
 
     out: Float32
@@ -145,9 +154,11 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Activation of an MLP. `gated`: out = activation(gate) * up, where x [T, 2F] has the columns of gate first, then
-    those of up; else out = activation(x), x [T, F]. `kind`: "relu2" is relu squared, "gelu_tanh" GELU's tanh
-    approximation."""
+    """Activation of an MLP with intermediate size F, for T rows.
+
+    gated: True: out = activation(gate) * up, where x [T, 2F] has the columns of gate first, then those of up; False:
+    out = activation(x), x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh approximation.
+    """
 
     out: Float32
     x: Float32
@@ -156,8 +167,11 @@ class Activation:
 
 
 class ExpertsWorkspace:
-    """Temporary buffers of the mixture-of-experts layers of a model, shared by all layers. tokens: maximum tokens of a
-    step. top_k: experts per token, of `experts` experts of intermediate size `width`. nbytes: bytes of all buffers."""
+    """Temporary buffers of the mixture-of-experts layers of a model, shared by all layers.
+
+    tokens: maximum tokens of a step. top_k: experts per token. experts: number of experts. hidden: hidden size. width:
+    experts' intermediate size. Attribute `nbytes`: bytes of all buffers.
+    """
 
     def __init__(self, tokens: int, experts: int, top_k: int, hidden: int, width: int) -> None:
         rows = tokens * top_k
@@ -173,12 +187,13 @@ class ExpertsWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture-of-experts layer: out[t] = sum over the token's top-k experts of weight * down(act(gate) * up), as in
-    `model/experts.py`; experts that this rank does not hold add nothing. `accumulate`: added to out[t].
+    """Mixture-of-experts layer: out[t] = sum over the token's top-k experts of weight * down(act(gate) * up); experts
+    that this rank does not hold add nothing. T tokens, H hidden size, F intermediate size, E experts.
 
-    `router`: packed [E, H] in float32; `up`, `down`: packed [held, 2F, H] (gate first) and [held, H, F] of the held
-    experts; `first`: index of the first held expert; `router_bias` [E]: added to scores for the choice only;
-    `normalise`: weights sum to 1; `scale`: factor on the weights.
+    out, x: [T, H]. router: packed [E, H], float32. up, down: packed [held, 2F, H] (gate first) and [held, H, F] of the
+    experts that this rank holds, from number `first` on. workspace: temporary buffers. kind: activation. router_kind:
+    function of the router logits. router_bias: [E], added to scores for the choice only. normalise: True: the weights
+    of a token sum to 1. scale: factor on the weights. accumulate: add to out[t].
     """
 
     out: Float32
@@ -199,7 +214,8 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Sigmoid gate of a shared expert, row by row: out *= sigmoid(x · weight). `x`: [T, H]; `weight`: [H]."""
+    """Sigmoid gate of a shared expert, in place: each row of `out` *= sigmoid(x · weight). out, x: [T, H] for T tokens
+    and hidden size H. weight: [H]."""
 
     out: Float32
     x: Float32
@@ -208,7 +224,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class TakeRows:
-    """Copy of the rows whose logits are wanted: out[r] = x[output_rows[r]]. out: [R, H], x: [T, H]; H hidden size."""
+    """Copy of the rows of the R tokens whose logits are wanted: out[r] = x[output_rows[r]]. out: [R, H]. x: [T, H] for
+    T tokens and hidden size H."""
 
     out: Float32
     x: Float32

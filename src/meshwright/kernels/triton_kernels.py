@@ -15,7 +15,7 @@ def add_norm(
     """Write the RMSNorm of one row of `x` [rows, size] to `out`. ADD: first add the row of `delta` to `x` in place
     (residual).
 
-    Grid: (rows). weight: [size]. BLOCK: power of 2 >= size.
+    Grid: (rows). weight: [size]. epsilon: added to the mean square. BLOCK: power of 2 >= size.
     """
     places = tl.arange(0, BLOCK)
     inside = places < size
@@ -39,7 +39,7 @@ def rotate_and_store(
 
     Grid: (tokens, heads + 2 kv_heads): query heads, then key heads, then value heads. keys, values: cache [slots,
     kv_heads, SIZE]. positions, slots: int32 [tokens]. cosine, sine: [positions, SIZE / 2]. query_norm, key_norm:
-    RMSNorm weights [SIZE]. HALF: power of 2 >= SIZE / 2.
+    RMSNorm weights [SIZE], with `epsilon`. HALF: power of 2 >= SIZE / 2.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = tl.arange(0, HALF)
@@ -87,9 +87,10 @@ def attend_sections(
 
     Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. A tile is at most `most` consecutive tokens
     of one sequence; tiles: int32 [3, ...] with rows `stride` apart: first token, number of tokens, row of `tables`
-    (block tables, `table_width` entries a row). sections: maximum number of sections of a sequence. width: elements of
-    a row of `qkv`. window: keys that a query attends to, 0: all. GROUP: query heads per key-value head. ROWS: (token,
-    head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens of a KV block. PADDED names: powers of 2.
+    (block tables, `table_width` entries a row). positions: int32 [tokens]. scale: factor of the scores. sections:
+    maximum number of sections of a sequence. width: elements of a row of `qkv`. window: keys that a query attends to,
+    0: all. GROUP: query heads per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK:
+    tokens of a KV block. PADDED names: powers of 2.
     """
     tile, kv = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile), tl.load(tiles + stride + tile)
@@ -143,7 +144,8 @@ def merge_sections(
     """Merge the partial results of `attend_sections` over all sections, in order, into the attention output of one
     query head of one token (log-sum-exp merge); writes `out` [tokens, query heads, SIZE].
 
-    Grid: (tiles x `most` tokens, query heads). Other arguments as in `attend_sections`.
+    Grid: (tiles x `most` tokens, query heads). partial, stats: results of `attend_sections`, whose other arguments have
+    the same names. PADDED: power of 2 >= SIZE.
     """
     place, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile, token = place // most, place % most
@@ -218,8 +220,11 @@ def product(
 def add_splits(
     parts, bias, out, size, columns, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum the SPLITS partial products `parts` [SPLITS, rows, columns] in order, with the bias if BIAS; write BLOCK of
-    the `size` = rows x columns elements to `out`. Grid: (blocks of elements)."""
+    """Sum partial products over the splits, in order, and add the bias if BIAS; write BLOCK elements to `out` [rows,
+    columns].
+
+    Grid: (blocks of elements). parts: [SPLITS, rows, columns]. bias: [columns]. size: rows x columns.
+    """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     total = tl.load(parts + places, inside, 0.0)

@@ -95,8 +95,8 @@ def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> No
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
-    """Return the device of a rank, "cpu" or "cuda:N" with N its local rank. wanted: the recipe's run.device ("auto",
-    "cpu" or "cuda"). `UserError` if there is no such device."""
+    """Return the device of a rank, "cpu" or "cuda:N" with N its rank on the host (`local_rank`). wanted: the recipe's
+    run.device ("auto", "cpu" or "cuda"). `UserError` if there is no such device."""
     if wanted == "cpu":
         return "cpu"
     count = len(_visible_devices())

@@ -57,9 +57,12 @@ class HostCalls:
 
     @classmethod
     def create(cls, directory: RunDirectory, place: Place, store: Store) -> HostCalls:
-        """Create this rank's flight-recorder file, in a directory whose random name (token) rank 0 chooses and the
-        other ranks read from `store`, a key-value store of all ranks. Collective: every rank calls it after rank 0 has
-        locked the run directory."""
+        """Create this rank's flight-recorder file in the directory of all recorder files of this host. Collective:
+        every rank calls it after rank 0 has locked the run directory.
+
+        directory: the run directory. place: this rank's place in the launch. store: key-value store of all ranks,
+        through which they learn the random directory name (token) that rank 0 chooses.
+        """
         if place.rank == 0:
             store.set(_KEY, secrets.token_hex(8))
         return cls(directory, place, store.get(_KEY).decode())

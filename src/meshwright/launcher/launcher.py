@@ -72,9 +72,9 @@ class LaunchSpec:
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks of a run on this machine, wait for them, and return rank 0's result (JSON dict).
 
-    Raises the ranks' own exceptions (`UserError`, `CheckFailed` ...); `RankLost` when a rank died; `RankFault` with the
-    traceback of an internal error in a rank; after all ranks have saved, `Terminated` if SIGTERM came and
-    `KeyboardInterrupt` after an interrupt.
+    spec: what to start, and limits. Raises the ranks' own exceptions (`UserError`, `CheckFailed` ...); `RankLost` when
+    a rank died; `RankFault` with the traceback of an internal error in a rank; after all ranks have saved, `Terminated`
+    if SIGTERM came and `KeyboardInterrupt` after an interrupt.
     """
     most = max(limits.limit_of("local_ranks"), 4 * count_available_cores())
     if spec.ranks > most:

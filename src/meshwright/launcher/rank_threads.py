@@ -104,7 +104,8 @@ def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
-    """Return the number of threads per rank of a run whose `ranks` ranks are all on this machine."""
+    """Return the number of threads per rank of a run whose `ranks` ranks are all on this machine. recipe: may set it
+    (`run.threads`)."""
     return _threads_per_rank(recipe, ranks, None)
 
 

@@ -180,10 +180,10 @@ def connect_to_store(place: Place, timeout_seconds: float) -> Store:
 
 
 def initialise(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
-    """Initialise torch.distributed with this rank and `store`: NCCL (and gloo for host tensors) on device "cuda", gloo
-    on "cpu". timeout_seconds: limit of every collective call.
+    """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) on device "cuda", gloo on "cpu".
 
-    `UserError` when the ranks do not meet at `store` within the time-out.
+    place: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: limit of the meeting
+    and of every collective call. `UserError` when the ranks do not meet within it.
     """
     import torch.distributed as dist
 
@@ -224,7 +224,7 @@ def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
 
 
 def format_busy_port_error(method: str) -> str:
-    """Return the error message for a rendezvous URL whose TCP port another program uses."""
+    """Return the error message for a rendezvous URL (`method`) whose TCP port another program uses."""
     port = _host_and_port(method)[1]
     where = "MASTER_PORT" if method == "env://" else "run.rendezvous"
     return (

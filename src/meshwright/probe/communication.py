@@ -66,8 +66,8 @@ def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: 
 
 
 def choose_precision(mesh: Mesh) -> str:
-    """Return "bf16" if rank 0 measures that its matrix products are faster in bf16 than in fp32, else "fp32"; equal on
-    all ranks. Collective."""
+    """Return "bf16" if matrix products are faster in bf16 than in fp32 on rank 0 (measured there), else "fp32"; equal
+    on all ranks. Collective over `mesh`."""
     faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
@@ -100,7 +100,8 @@ def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> t
 
 
 def _ping_pong(message: torch.Tensor, axis: Axis) -> None:
-    """Send a message from the first rank of each pair of neighbours (0 and 1, 2 and 3 ...) to the second, and back."""
+    """Send `message` from the first rank of each pair of neighbours on `axis` (0 and 1, 2 and 3 ...) to the second, and
+    back."""
     first, peer = axis.rank % 2 == 0, axis.rank ^ 1
     if peer >= axis.size:  # the last of an odd number
         return

@@ -17,10 +17,11 @@ TURNS = 4
 
 
 def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 0.15) -> float:
-    """Return the sustained FLOP/s of `torch.nn.functional.linear` in `dtype`: the highest of a few shapes, each at its
-    median time.
+    """Measure the sustained FLOP/s of matrix products (`torch.nn.functional.linear`) in `dtype`; return the highest of
+    a few shapes, each at its median time.
 
-    seconds: approximate duration of the whole measurement. It uses the process's current number of threads.
+    device: where to measure. seconds: approximate duration of the whole measurement. Uses the process's current number
+    of threads.
     """
     products = _time_products(dtype, torch.device(device), SHAPES, seconds)
     return max(flops / statistics.median(times) for flops, times in products)
@@ -49,8 +50,8 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
 def _time_products(
     dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
 ) -> list[tuple[float, list[float]]]:
-    """Time matrix products of each shape (tokens, out, in); return for each shape (FLOPs of one product, seconds of
-    each repetition). seconds: duration of the whole measurement."""
+    """Time matrix products; return for each shape (FLOPs of one product, seconds of each repetition). shapes: (tokens,
+    output size, input size). seconds: duration of the whole measurement."""
     products = []
     for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)

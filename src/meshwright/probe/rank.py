@@ -170,8 +170,8 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
-    """Time matrix products and memory passes on all ranks, to find slow ones; return {"products", "memory" -> seconds,
-    [ranks][points]}, {} if `plan.compare_seconds` is 0.
+    """Time matrix products and memory passes on all ranks of `mesh`, to find slow ones; return {"products" or "memory":
+    seconds, [ranks][points]}, {} if `plan.compare_seconds` is 0.
 
     Short rounds over all points repeat for `plan.compare_seconds`: a shared machine slows one rank after another for
     half a second at a time, which would distort one long measurement of a point.
@@ -265,7 +265,7 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
 
 
 def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str, Curve]]:
-    """Time copies between pinned host memory and a GPU; return [(direction, "to-device" or "to-host", and curve of
+    """Time copies between pinned host memory and a GPU at the plan's sizes; return [("to-device" or "to-host", curve of
     seconds over bytes)], empty on CPUs."""
     if device.type != "cuda":
         return []

@@ -123,13 +123,14 @@ def search_schedule(
     weight_copies: int = 1,
     budget: SearchBudget = SearchBudget(),
 ) -> SearchResult:
-    """Search for a synchronous pipeline program with a small makespan; durations may differ by rank or stage.
+    """Search for a synchronous pipeline program (steps of every rank) with a small makespan; durations may differ by
+    rank or stage.
 
     durations: of one micro-batch on all stages of a rank together (each of its chunks takes 1/chunks): one number, or
-        one per rank; or one per stage, which fixes the number of chunks, as does one transfer time per stage boundary;
-        or a function from the number of stages. memory: maximum activations of a rank, in micro-batches on all its
-        stages, one number or one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are tried.
-        weight_copies: 2 allows named schedules with two replicas.
+    one per rank; or one per stage, which fixes the number of chunks, as does one transfer time per stage boundary; or a
+    function from the number of stages to `Durations`. memory: maximum saved activations of a rank, in micro-batches on
+    all its stages, one number or one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are tried.
+    weight_copies: 2 allows named schedules with two replicas. budget: limits of the search.
 
     Raises UserError for invalid numbers, and for a memory that no program fits, with the minimum. After Qi et al. 2024,
     arXiv 2401.10241, section 3, and arXiv 2405.15362.
@@ -326,7 +327,7 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
 
 
 def _get_makespan(timed: Timed) -> float:
-    """Return the first item of a pair (makespan, task orders by rank), as a sort key."""
+    """Return the makespan of a pair (makespan, task orders of all ranks); sort key."""
     return timed[0]
 
 

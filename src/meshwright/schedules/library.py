@@ -101,15 +101,17 @@ def search_auto(
 ) -> SearchResult:
     """Search a pipeline program for the schedule `auto`; return the result with all candidates.
 
-    chunks: stages per rank (default: 1 and 2 are tried). memory: maximum activations of a rank, in micro-batches on all
-        its stages. Raises UserError for invalid numbers.
+    chunks: stages per rank (None: 1 and 2 are tried). durations: as in `auto.search_schedule` (None: all equal).
+    memory: maximum saved activations of a rank, in micro-batches on all its stages (None: no limit). Raises UserError
+    for invalid or missing numbers.
     """
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
 
 
 def load_schedule(path: str) -> PipelineProgram:
-    """Load a pipeline program from a file: PyTorch's CSV for the suffix `.csv`, else this project's text or JSON form.
+    """Load a pipeline program from a file: PyTorch's CSV if the path ends with `.csv`, else this project's text or JSON
+    form.
 
     Raises UserError for a file that cannot be read, with the invalid line.
     """

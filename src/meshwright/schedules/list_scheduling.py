@@ -44,8 +44,8 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
     """Build the task orders of all ranks by asking `rule` for each rank's next task whenever the rank is free; return
     (makespan, [rank][position] task numbers). The makespan is infinite if the rule leaves tasks that never run.
 
-    rule: function (rank, time) -> (task, 0) to run the task now, or (-1, time at which to ask again). state: end times
-    and memory use of all ranks, updated.
+    problem: ranks, placement, task durations and memory limits. rule: function (rank, time) -> (task, 0) to run the
+    task now, or (-1, time at which to ask again). state: end times and memory use of all ranks, updated.
     """
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
@@ -97,9 +97,10 @@ class GreedyParameters:
 def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float, list[Order]]:
     """Build task orders by greedy list scheduling; return (makespan, [rank][position] task numbers, see `Problem`).
 
-    greed: parameters of the rule. Input gradients run as they arrive, forwards as memory allows, weight gradients in
-    idle intervals or when memory is full. Never deadlocks: a forward is admitted only if the oldest micro-batch on the
-    rank can still pass through all of its stages (banker's algorithm).
+    problem: ranks, placement, task durations and memory limits. greed: parameters of the rule. Input gradients run as
+    they arrive, forwards as memory allows, weight gradients in idle intervals or when memory is full. Never deadlocks:
+    a forward is admitted only if the oldest micro-batch on the rank can still pass through all of its stages (banker's
+    algorithm).
     """
     s, m, duration = problem.stages, problem.micro_batches, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * m], [0] * problem.ranks)

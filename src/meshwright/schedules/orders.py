@@ -262,8 +262,8 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
 
 
 def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """Build the pipeline program `name` from task orders. orders: [rank][position], task number kind x stages + stage
-    with kinds 0 forward, 1 input gradient, 2 weight gradient."""
+    """Build the pipeline program `name` from task orders. problem: gives the placement of stages on ranks. orders:
+    [rank][position], task number kind x stages + stage with kinds 0 forward, 1 input gradient, 2 weight gradient."""
     rows = []
     for rank, order in enumerate(orders):
         count = [0] * (3 * problem.stages)

@@ -202,6 +202,6 @@ def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> Co
 
 
 def _format_range(values: list[float]) -> str:
-    """Return the range of some numbers as text: `1 to 4`, or `4` if all are equal."""
+    """Return the range of `values` as text: `1 to 4`, or `4` if all are equal."""
     low, high = min(values), max(values)
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"

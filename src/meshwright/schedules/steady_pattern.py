@@ -13,7 +13,10 @@ from meshwright.schedules.orders import Order, Problem
 def compute_shortest_period(problem: Problem) -> float:
     """Return a lower bound of the time per micro-batch while the pipeline is full, in the unit of the durations: the
     larger of the work of the busiest rank on one micro-batch, and the lifetime of activations divided by the number
-    that fits into memory."""
+    that fits into memory.
+
+    problem: placement of stages, task durations and memory limits.
+    """
     s, t = problem.stages, problem.duration
     work = max(sum(t[x] + t[s + x] + t[2 * s + x] for x in held) for held in problem.stages_by_rank)
     return max(work, *(lives / limit for lives, limit in zip(problem.activation_lifetime, problem.limit, strict=True)))
@@ -23,10 +26,11 @@ def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, .
     """Build task orders in which the tasks of one micro-batch repeat for each micro-batch, `every` time units later;
     return [rank][position], task numbers (see `Problem`).
 
-    delays: [2 x stages per rank], times added before each forward by chunk, then before each input gradient by chunk,
-    to move tasks that collide on a rank. Forwards and input gradients start as soon as their input arrives and their
-    rank is free at this phase of the period; weight gradients fill the rest. A task for which the period has no free
-    interval starts at once; later timing of the orders shifts what follows.
+    problem: placement of stages, task durations and memory limits. delays: [2 x stages per rank], times added before
+    each forward by chunk, then before each input gradient by chunk, to move tasks that collide on a rank. Forwards and
+    input gradients start as soon as their input arrives and their rank is free at this phase of the period; weight
+    gradients fill the rest. A task for which the period has no free interval starts at once; later timing of the orders
+    shifts what follows.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank

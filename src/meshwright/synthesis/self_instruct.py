@@ -178,8 +178,9 @@ def _add_instances(
 ) -> None:
     """Ask the model for input-output pairs of each task and append them to `outcome.records`.
 
-    asker: client of the model. sampling: settings of the requests. instances: maximum number of pairs of a task with
-    free-text answers. For classifications the label is generated before the input, so that labels are balanced.
+    tasks: instructions. asker: client of the model. sampling: settings of the requests. instances: maximum number of
+    pairs of a task with free-text answers. For classifications the label is generated before the input, so that labels
+    are balanced.
     """
     kinds = asker.ask(
         [
