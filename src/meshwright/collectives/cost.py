@@ -102,8 +102,8 @@ def compute_closed_form_seconds(
     """Return the seconds that an algorithm takes by its closed form (formula), or None if it has none.
 
     total_bytes: size of the full vector. segments, groups (ranks per node), dims (sides of the grid): the algorithm's
-        options. alpha and beta are those of the network's links; of two tiers, hierarchical algorithms use both, all
-        others the outer one.
+    options. alpha and beta are those of the network's links; if links inside and between nodes differ, hierarchical
+    algorithms use both, all others those between nodes.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:

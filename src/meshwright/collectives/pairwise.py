@@ -67,11 +67,12 @@ def merge_rounds(rounds: Rounds) -> Rounds:
 
 
 def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the program of the all-pairs all-reduce: every rank reduces one block and sends it to all.
+    """Generate the program of the all-pairs all-reduce: every rank reduces one block (1/n of the vector) and sends it
+    to all.
 
     Best for small vectors inside a machine, where all pairs have good links. 2 rounds; 2(n-1)/n S bytes per rank in
-    2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    2(n-1) messages; time 2 alpha + 2(n-1)/n S beta. Here: n ranks, S bytes in the vector; a message of b bytes takes
+    alpha + b beta seconds.
     """
     program = Builder("all-reduce", "all-pairs", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -103,22 +104,21 @@ def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the program of the pairwise reduce-scatter: blocks go directly to their owners.
+    """Generate the program of the pairwise reduce-scatter: blocks (1/n of the vector each) go directly to their owners.
 
     Best for large vectors if all pairs are near. n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S
-    beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the pairwise all-gather: blocks go directly from their owners to all ranks.
+    """Generate the program of the pairwise all-gather: blocks (1/n of the vector each) go directly from their owners to
+    all ranks.
 
     Best for large vectors if all pairs are near. n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S
-    beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))

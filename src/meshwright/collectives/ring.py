@@ -71,11 +71,12 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the program of the bidirectional-ring all-reduce: one half of every block in each direction.
+    """Generate the program of the bidirectional-ring all-reduce: one half of every block (1/n of the vector) in each
+    direction.
 
     For full-duplex links. 2(n-1) rounds; 2(n-1)/n S bytes per rank, half of them over each of its two links; time
-    2(n-1) alpha + (n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    2(n-1) alpha + (n-1)/n S beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta
+    seconds.
     """
     program = Builder("all-reduce", "bidirectional-ring", ranks, chunks=2 * ranks)
     ways = _split_directions(ranks)
@@ -87,10 +88,11 @@ def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the program of the bidirectional-ring reduce-scatter: one half of every block in each direction.
+    """Generate the program of the bidirectional-ring reduce-scatter: one half of every block (1/n of the vector) in
+    each direction.
 
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta. Here: n ranks, S bytes in the vector; a
+    message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
@@ -99,10 +101,11 @@ def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the bidirectional-ring all-gather: one half of every block in each direction.
+    """Generate the program of the bidirectional-ring all-gather: one half of every block (1/n of the vector) in each
+    direction.
 
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta. Here: n ranks, S bytes in the vector; a
+    message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(

@@ -99,10 +99,11 @@ def start_rank(
     number: int, ranks: int, description: Mapping[str, Any], command: Sequence[str], threads: int, keep: Sequence[int],
     output: int = 2,
 ) -> StartedRank:  # fmt: skip
-    """Start the process of one rank, and send it `description` as JSON on standard input; return its record.
+    """Start the process of one rank; return its record.
 
-    number: global rank. ranks: world size. command: command line. threads: number of its compute threads. keep: file
-    descriptors that it inherits. output: file descriptor that becomes its standard output (2: standard error).
+    number: global rank. ranks: world size. description: what the rank has to do, sent as JSON on its standard input.
+    command: command line. threads: number of its compute threads. keep: file descriptors that it inherits. output: file
+    descriptor that becomes its standard output (2: standard error).
     """
     ours, theirs = os.pipe()
     calls, stack = create_memory_file(number, ranks), _temporary_descriptor()

@@ -43,12 +43,14 @@ def probe(
     short: dict[str, Any] | None = None,
     log: Callable[[str], None] = print_message,
 ) -> dict[str, Any]:
-    """Measure this machine with `ranks` processes (default: one for each GPU, two without GPUs) and return the result.
+    """Measure the speed of this machine with `ranks` processes (None: one for each GPU, two without GPUs); return the
+    result.
 
-    directory: where the disk is measured. plan: fields of the default `MeasurementPlan` to override. threads: of each
-        process (default: chosen by the number of cores). log: receives progress lines.
-    short: {"precisions": list of names such as "fp32", "axes": list of mesh axes such as "dp"}, to measure on CPUs only
-        what one run needs; None: everything.
+    device: "auto", "cpu" or "cuda". directory: where the disk is measured. plan: fields of the default
+    `MeasurementPlan` to override. threads: of each process (None: chosen by the number of cores). log: receives
+    progress lines. short: {"precisions": list of names such as "fp32", "axes": list of mesh axes such as "tp"}, to
+    measure on CPUs only what one run needs; None: everything.
+
     Returns the result of `probe.rank.measure` and "kind" ("cpu" or "cuda"), "rank" and "failed" (None, or the rank and
     error line of failed reference steps); if `short` is given, also "cluster": the tables of the hardware profile.
     Raises `UserError` for a device or number of ranks that this machine does not have.

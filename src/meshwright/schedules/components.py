@@ -94,8 +94,9 @@ class ComponentDurations:
 
     @property
     def overlapped(self) -> float:
-        """Time of an overlapped forward and backward (F&B): the sum over its four groups, each as long as the longer of
-        its two components."""
+        """Time of an overlapped forward and backward (F&B), in the unit of the durations: the sum over four pairs of
+        components that run at the same time (attention with combine, dispatch with MLP ...), each as long as the longer
+        of the two."""
         forward, backward = self.tabulate()[:2]
         return float(np.maximum(forward, backward[::-1]).sum())
 
@@ -116,11 +117,12 @@ class ComponentDurations:
 
 @dataclass(frozen=True, eq=False)
 class ComponentTiming:
-    """Simulated times of a pipeline program whose steps are split into layer components, in the unit of the durations.
+    """Simulated times of a pipeline program whose steps are split into layer components (attention, dispatch, MLP,
+    combine), in the unit of the durations.
 
-    timing: result of the simulation, in which all steps of a group start and end together. start, end: [steps], each
-        step's own times within its group. exposed: [ranks], all-to-all time during which the rank does not compute.
-        all_to_all: [ranks], total all-to-all time.
+    timing: result of the simulation, in which all steps of a group (that run together on a rank) start and end
+    together. start, end: [steps], each step's own times within its group. exposed: [ranks], all-to-all time during
+    which the rank does not compute. all_to_all: [ranks], total all-to-all time.
     """
 
     timing: PipelineTiming

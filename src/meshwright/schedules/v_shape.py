@@ -26,7 +26,8 @@ Block = list[tuple[int, int, int, int]]  # slots of F0, F1, I1 and I0 by rank; d
 def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the program of V-Half: half of 1F1B's activations, half of its bubble; two stages per rank in a V shape.
 
-    arXiv 2405.15362, section 3. A micro-batch takes two slots per rank down the ranks, one slot per rank up.
+    arXiv 2405.15362, section 3. A micro-batch takes two time slots (the time of one step each) per rank down the ranks,
+    one slot per rank up.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
     - bubble: (3 x ranks - 4) / 2 for odd ranks, (3 x ranks - 7) / 2 for even ones (2 ranks: 1/2), for at least `ranks`
@@ -48,8 +49,8 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the program of V-Min: a third of 1F1B's activations, two thirds of its bubble; two stages per rank in a
     V shape.
 
-    arXiv 2405.15362, section 3. A micro-batch takes one slot per rank in both directions: no shorter activation
-    lifetime is possible.
+    arXiv 2405.15362, section 3. A micro-batch takes one time slot (the time of one step) per rank in both directions:
+    no shorter activation lifetime is possible.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
     - bubble: 2 x ranks - 5/2, or 2 x ranks - 7/2 if 3 divides ranks (2 ranks: 1), for at least 2 x ranks micro-batches;
