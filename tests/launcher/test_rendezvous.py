@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.launcher import device
-from meshwright.launcher.rendezvous import Place, check_world_size, first_host, join_if_started_by_others, read_place
+from meshwright.launcher.rendezvous import Place, check_world_size, first_host, is_started_by_others, read_place
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.training import worker
@@ -23,11 +23,11 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
 
 
 def test_externally_started_processes_are_detected_by_environment():
-    assert not join_if_started_by_others({})
-    assert join_if_started_by_others(TORCHRUN)
-    assert join_if_started_by_others(SLURM)
-    assert not join_if_started_by_others(SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})  # an interactive job
-    assert join_if_started_by_others({"RANK": "0", "WORLD_SIZE": "1"})
+    assert not is_started_by_others({})
+    assert is_started_by_others(TORCHRUN)
+    assert is_started_by_others(SLURM)
+    assert not is_started_by_others(SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})  # an interactive job
+    assert is_started_by_others({"RANK": "0", "WORLD_SIZE": "1"})
 
 
 def test_torchrun_environment_gives_rank_and_rendezvous():

@@ -40,7 +40,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
     write, None for the default one. directory: on the disk to measure. as_json: print JSON.
     """
     with result_printer(as_json) as answer:
-        from meshwright.launcher.rendezvous import join_if_started_by_others, read_place
+        from meshwright.launcher.rendezvous import is_started_by_others, read_place
         from meshwright.planner.cluster import this_machine
         from meshwright.probe import report
         from meshwright.probe.ranks import join, probe
@@ -48,7 +48,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
         path = this_machine() if output is None else output
         if not directory.is_dir():
             raise UserError(f"--directory: there is no directory {directory}")
-        joining = join_if_started_by_others()
+        joining = is_started_by_others()
         first = not joining or read_place().rank == 0
         if first:
             _check_writable(path, make=output is None)

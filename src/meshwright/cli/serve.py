@@ -69,11 +69,11 @@ def command(checkpoint: str, layout: str, as_json: bool, **options: Any) -> None
     `serving.serve.serve`. as_json: print a JSON document when requests are accepted.
     """
     from meshwright.comm.local import PRELOADED_TO_SERVE, start_server
-    from meshwright.launcher.rendezvous import join_if_started_by_others
+    from meshwright.launcher.rendezvous import is_started_by_others
     from meshwright.threads import prepare_process
 
     prepare_process()
-    if not join_if_started_by_others():
+    if not is_started_by_others():
         start_server(PRELOADED_TO_SERVE)  # it loads torch while this process imports what it serves with
     from meshwright.serving.serve import serve
 

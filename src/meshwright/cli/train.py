@@ -42,7 +42,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
     overrides: KEY=VALUE for fields of the recipe. restarts: maximum number of restarts after a lost rank. no_probe:
     skip the hardware measurement. trust: the recipe may run code that it names. as_json: print JSON.
     """
-    from meshwright.launcher.rendezvous import join_if_started_by_others
+    from meshwright.launcher.rendezvous import is_started_by_others
     from meshwright.training.api import reports_result, train
 
     with result_printer(as_json) as answer:
@@ -53,7 +53,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
                 raise
             sys.exit(Terminated.exit_code if isinstance(stopped, Terminated) else 130)  # rank 0 prints it for all
         except RankLost:
-            if not join_if_started_by_others():
+            if not is_started_by_others():
                 print_message(f"to go on: {shlex.join(['meshwright', *sys.argv[1:]])}")
             raise
         if reports_result():

@@ -258,11 +258,10 @@ def collective(
 def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """Load a collective program from a file. operation, ranks, root, reduction: what it must be (None: anything);
-    `UserError` otherwise.
+    """Load a collective program from a file and check that it is the requested one: `UserError` if its operation,
+    number of ranks, root or reduction differs from that given (None: not checked).
 
-    file: with leading `@`. ranks: number of ranks. root: source or destination rank. reduction: "sum", "mean",
-    "minimum" or "maximum".
+    file: with leading `@`. root: source or destination rank. reduction: "sum", "mean", "minimum" or "maximum".
     """
     program = load_program(file, "collective")
     if program.operation != operation:

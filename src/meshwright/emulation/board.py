@@ -78,7 +78,8 @@ class EmulatedWork(dist.Work):
         self._board, self._ready, self._describe, self._finish = board, ready, describe, finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let other ranks run until the call is complete, then write its results. timeout: ignored."""
+        """Let other ranks run until the call is complete, then write its results to the output tensors; return True.
+        timeout: ignored."""
         self._board.scheduler.wait(self._ready, self._describe)
         self._deliver()
         return True

@@ -71,7 +71,8 @@ class EmulatedGroup(_ProcessGroup):
     # --- collectives
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """All-reduce each tensor of the list over the ranks, in place. opts: with the reduction; None: sum."""
+        """All-reduce each tensor of the list over the ranks, in place. opts: with the reduction; None: sum. Returns the
+        handle of the call."""
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
         part = Part(tensors, tensors, tensors[0], f"{op} {' '.join(map(describe_tensor, tensors))}")
         return self.board.join(self, "all_reduce", part, op)
@@ -79,14 +80,16 @@ class EmulatedGroup(_ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> EmulatedWork:
-        """Reduce each rank's tensors[0] over the ranks into that of the root (`opts.rootRank`)."""
+        """Reduce each rank's tensors[0] over the ranks into that of the root (`opts.rootRank`). Returns the handle of
+        the call."""
         op = name_reduction(opts.reduceOp)
         outputs = tensors if opts.rootRank == self._rank else []
         form = f"{op} {describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
         return self.board.join(self, "reduce", Part(tensors, outputs, tensors[0], form), op, opts.rootRank)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """Overwrite the tensor of every rank with that of the root (`opts.rootRank`)."""
+        """Overwrite the tensor of every rank with that of the root (`opts.rootRank`). Returns the handle of the
+        call."""
         root = 0 if opts is None else opts.rootRank
         form = f"{tensors[0].dtype} {tensors[0].numel()} from {self.ranks[root]}"
         return self.board.join(self, "broadcast", Part(tensors, tensors, tensors[0], form), root=root)
@@ -94,12 +97,14 @@ class EmulatedGroup(_ProcessGroup):
     def allgather(
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Gather one tensor of each rank on all of them: outputs[0][i] receives rank i's tensors[0]."""
+        """Gather one tensor of each rank on all of them: outputs[0][i] receives rank i's tensors[0]. Returns the handle
+        of the call."""
         self._check_count(outputs[0], "all_gather")
         return self.board.join(self, "all_gather", Part(tensors, outputs[0], tensors[0], str(tensors[0].dtype)))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
-        """Gather every rank's `tensor` on all ranks into `output`, concatenated in rank order."""
+        """Gather every rank's `tensor` on all ranks into `output`, concatenated in rank order. Returns the handle of
+        the call."""
         chunks = self._cut(output, tensor.numel(), "all_gather")
         return self.board.join(self, "all_gather", Part([tensor], chunks, tensor, describe_tensor(tensor)))
 
@@ -114,21 +119,21 @@ class EmulatedGroup(_ProcessGroup):
 
     def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any) -> EmulatedWork:
         """Gather one tensor of each rank on the root (`opts.rootRank`): there outputs[0][i] receives rank i's
-        tensors[0]."""
+        tensors[0]. Returns the handle of the call."""
         mine = outputs[0] if opts.rootRank == self._rank else []
         form = f"{describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
         return self.board.join(self, "gather", Part(tensors, mine, tensors[0], form), root=opts.rootRank)
 
     def scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
         """Send one tensor of the root (`opts.rootRank`) to each rank: outputs[0] on rank i receives the root's
-        tensors[0][i]."""
+        tensors[0][i]. Returns the handle of the call."""
         mine = tensors[0] if opts.rootRank == self._rank else []
         form = f"{describe_tensor(outputs[0])} from {self.ranks[opts.rootRank]}"
         return self.board.join(self, "scatter", Part(mine, outputs, outputs[0], form), root=opts.rootRank)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
-        """Reduce over the ranks and scatter: outputs[0] on rank i receives the reduction of all ranks'
-        tensors[0][i]."""
+        """Reduce over the ranks and scatter: outputs[0] on rank i receives the reduction of all ranks' tensors[0][i].
+        Returns the handle of the call."""
         self._check_count(tensors[0], "reduce_scatter")
         op = name_reduction(opts.reduceOp)
         form = f"{op} {' '.join(map(describe_tensor, tensors[0]))}"
@@ -136,7 +141,7 @@ class EmulatedGroup(_ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
         """Reduce over the ranks and scatter: `output` on rank i receives the reduction of the i-th of n equal slices of
-        all ranks' `tensor`."""
+        all ranks' `tensor`. Returns the handle of the call."""
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
         chunks = self._cut(tensor, output.numel(), "reduce_scatter")
         form = f"{op} {describe_tensor(tensor)}"
@@ -153,7 +158,7 @@ class EmulatedGroup(_ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """Send tensors[i] to rank i of the group, and receive outputs[i] from it."""
+        """Send tensors[i] to rank i of the group, and receive outputs[i] from it. Returns the handle of the call."""
         self._check_count(outputs, "all_to_all")
         self._check_count(tensors, "all_to_all")
         return self.board.join(self, "all_to_all", Part(tensors, outputs, tensors[0], str(tensors[0].dtype)))
@@ -167,15 +172,15 @@ class EmulatedGroup(_ProcessGroup):
         opts: Any = None,
     ) -> EmulatedWork:
         """Send slice i of `tensor` (along dim 0) to rank i, and receive slice i of `output` from it. sizes,
-        output_sizes: rows of each slice of `tensor` and `output`; empty: equal slices."""
+        output_sizes: rows of each slice of `tensor` and `output`; empty: equal slices. Returns the handle of the
+        call."""
         part = Part(self._split(tensor, sizes), self._split(output, output_sizes), tensor, str(tensor.dtype))
         return self.board.join(self, "all_to_all", part)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> EmulatedWork:
-        """Wait for all ranks of the group, as a call in flight: the returned handle is complete once all have
-        called."""
+        """Wait for all ranks of the group; return the handle of the call, complete once all have called."""
         return self.board.join(self, "barrier", Part((), (), None))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -185,15 +190,18 @@ class EmulatedGroup(_ProcessGroup):
     # --- messages
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> EmulatedWork:
-        """Send tensors[0] to the rank at index `peer` of the group; `tag` must equal the receiver's."""
+        """Send tensors[0] to the rank at index `peer` of the group; `tag` must equal the receiver's. Returns the handle
+        of the call."""
         return self.board.send(self, Part(tensors, (), tensors[0]), peer, tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> EmulatedWork:
-        """Receive into tensors[0] from the rank at index `peer` of the group; `tag` must equal the sender's."""
+        """Receive into tensors[0] from the rank at index `peer` of the group; `tag` must equal the sender's. Returns
+        the handle of the call."""
         return self.board.receive(self, Part((), tensors, tensors[0]), peer, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> EmulatedWork:
-        """Receive into tensors[0] from any rank of the group: the first message sent to this rank with this `tag`."""
+        """Receive into tensors[0] from any rank of the group: the first message sent to this rank with this `tag`.
+        Returns the handle of the call."""
         return self.board.receive(self, Part((), tensors, tensors[0]), -1, tag)
 
     def split_group(self, *_: Any, **__: Any) -> Any:

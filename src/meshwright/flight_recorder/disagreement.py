@@ -188,12 +188,12 @@ class _Divergence:
         return [_make_signature(longest[at]) for at in sorted(longest) if at < self.index]
 
     def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
-        """Predict the signature (operation, site, dtype and shape) of the group's next call from its repeating pattern
-        of calls: the signature that followed the longest earlier run equal to the latest calls.
+        """Predict the group's next call from its repeating pattern of calls; return its signature (operation, site,
+        dtype and shape): the one that followed the longest earlier run equal to the latest calls.
 
-        The history are the calls that all ranks of the group made alike, followed by `then`, further signatures to
-        assume. among: allowed results (None: all). None if there is no earlier run, or two equally long runs continue
-        differently.
+        The history consists of the calls that all ranks of the group made alike, followed by `then`, further signatures
+        to assume. among: allowed results (None: all). None if there is no earlier run, or two equally long runs
+        continue differently.
         """
         history = [*self._list_common_calls(), *then]
         best, follower = 0, None

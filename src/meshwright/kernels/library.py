@@ -49,8 +49,8 @@ class Kernels:
         self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Allocate a zeroed array aligned to 64 bytes, in huge pages where the system has them. A page takes physical
-        memory when it is first written."""
+        """Allocate and return a zeroed array aligned to 64 bytes, in huge pages where the system has them. A page takes
+        physical memory when it is first written."""
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
         rounded = -(-size // 64) * 64
@@ -63,8 +63,11 @@ class Kernels:
         return bytes_.view(dtype).reshape(shape)
 
     def pack(self, weight: Array, dtype: str) -> PackedMatrix:
-        """Pack weight matrices into the kernels' memory layout. weight: [n, k] or [count, n, k], float32 or bfloat16
-        bits (uint16). dtype: element type of the result, "float32" or "bfloat16" (rounded to nearest even)."""
+        """Pack weight matrices into the kernels' memory layout; return them.
+
+        weight: [n, k] or [count, n, k], float32 or bfloat16 bits (uint16). dtype: element type of the result, "float32"
+        or "bfloat16" (rounded to nearest even).
+        """
         count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
         buffer = self.empty((self.packed_bytes(n, k, dtype, count),), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")

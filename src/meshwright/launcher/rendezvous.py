@@ -49,7 +49,7 @@ class Place:
     host_ranks: int | None = None
 
 
-def join_if_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
+def is_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that it must join
     them. environment: variables; None: this process's.
 

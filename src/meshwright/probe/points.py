@@ -201,7 +201,7 @@ def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any
 
 @contextmanager
 def use_precision(precision: str) -> Iterator[None]:
-    """Context manager in which float32 matrix products use TF32 if `precision` is "tf32", and full float32
+    """Return a context in which float32 matrix products use TF32 if `precision` is "tf32", and full float32
     otherwise."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

@@ -27,7 +27,7 @@ def measure_reference_steps(
     mesh: Mesh, plan: MeasurementPlan, kernel: ReferenceKernel, usual_seconds: float
 ) -> list[ReferenceStep]:
     """Measure the step time of the reference model (a small transformer for calibration) under each reference layout;
-    collective call with equal results on all ranks.
+    return one result per layout, equal on all ranks. Collective.
 
     mesh: from `probe.rank.make_probe_mesh`. kernel: reference matrix product, timed between steps to correct for the
     CPU's current speed. usual_seconds: its duration on the undisturbed machine. Layouts alternate in `plan.rounds`

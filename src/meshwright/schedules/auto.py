@@ -180,8 +180,8 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose the candidate with the smallest makespan among those that fit into memory; among equals the one with the
-    smallest peak memory, then a named schedule.
+    """Choose and return the candidate with the smallest makespan among those that fit into memory; among equals the one
+    with the smallest peak memory, then a named schedule.
 
     refused: named schedule -> reason why it does not accept the sizes. bound: lower bound of the makespan, None if
     unknown.
@@ -279,8 +279,8 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
-    """Simulate a pipeline program; return it as the candidate `name`. limits: [ranks], memory limits in micro-batches
-    on all stages of the rank."""
+    """Simulate a pipeline program; return it as the candidate `name`. durations: of its steps. limits: [ranks], memory
+    limits in micro-batches on all stages of the rank."""
     timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))

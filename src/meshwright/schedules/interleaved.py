@@ -71,11 +71,12 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
 
 
 def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """Generate the program of breadth-first GPipe: all micro-batches run through a chunk before the next of `chunks`
-    chunks.
+    """Generate the program of breadth-first GPipe: all micro-batches run through one of a rank's `chunks` stages before
+    its next.
 
     Lamy-Poirier 2023, arXiv 2211.05953, section 4; backwards in PyTorch's order, last micro-batch first. A rank uses
-    the weights of one chunk at a time: sharded weights are all-gathered once per chunk and pass, not once per round.
+    the weights of one chunk at a time: sharded weights are all-gathered once per chunk and pass, not once per round of
+    micro-batches.
 
     Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of
     a rank's forward, full backward, input gradient and weight gradient over all its chunks:

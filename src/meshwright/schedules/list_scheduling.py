@@ -20,9 +20,9 @@ class PartialOrders:
     """State of all ranks while task orders are built, from which a scheduling rule chooses a rank's next task.
 
     A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
-    gradient; its k-th run is that of micro-batch k. ends: [tasks + 1], list of the end times of each task's runs so
-    far; the last list is all zeros and serves as input of the first stage's forward. used: [ranks], saved activations
-    on each rank, in units of one stage and micro-batch.
+    gradient; its k-th run is that of micro-batch k. problem: ranks, placement, task durations and memory limits. ends:
+    [tasks + 1], list of the end times of each task's runs so far; the last list is all zeros and serves as input of the
+    first stage's forward. used: [ranks], saved activations on each rank, in units of one stage and micro-batch.
     """
 
     problem: Problem
@@ -154,11 +154,11 @@ def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
     """Reorder task orders as out-of-order execution in a processor would; return (makespan, [rank][position] task
-    numbers).
+    numbers, see `Problem`).
 
-    orders: the same form. window: number of a rank's next tasks of which one may run ahead of earlier tasks that cannot
-    start yet, if the memory limit still holds for all tasks that it overtakes, and if it delays them by at most 1 -
-    `patience` of its own duration.
+    orders: [rank][position], task numbers. While a rank's next task cannot start yet, one of its next `window` tasks
+    may run ahead, if the memory limit still holds for all tasks that it overtakes, and if it delays them by at most 1 -
+    `patience` (a fraction) of its own duration.
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

@@ -229,7 +229,7 @@ def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[
 
 def _find_place() -> rendezvous.Place | None:
     """Return the rank of this process if torchrun or SLURM has started one process per rank, else None."""
-    return rendezvous.read_place() if rendezvous.join_if_started_by_others() else None
+    return rendezvous.read_place() if rendezvous.is_started_by_others() else None
 
 
 def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.documents import to_json_dict
 from meshwright.errors import ignore_model_warnings
-from meshwright.launcher.rendezvous import join_if_started_by_others, read_place
+from meshwright.launcher.rendezvous import is_started_by_others, read_place
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe, resolve_recipe
 from meshwright.terminal import print_message
@@ -107,7 +107,7 @@ def train(
     wanted = resolve_recipe(recipe, overrides, trust=trust)
     if layout is not None:
         wanted = resolve_recipe(wanted, {"layout": str(layout)})
-    started = read_place(wanted.run.rendezvous) if join_if_started_by_others() else None
+    started = read_place(wanted.run.rendezvous) if is_started_by_others() else None
     if started is not None and started.rank > 0:
         ignore_model_warnings()
     if wanted.layout == "auto":
@@ -128,7 +128,7 @@ def train(
 def reports_result() -> bool:
     """Return True if this process prints the result of `train`: rank 0 where torchrun, Kubernetes or SLURM started the
     ranks, else the process that starts them."""
-    if not join_if_started_by_others():
+    if not is_started_by_others():
         return True
     return read_place("file:///").rank == 0  # the rank is the same wherever ranks meet
 

@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError, Terminated
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_process import run_rank
-from meshwright.launcher.rendezvous import Place, join_if_started_by_others, read_place
+from meshwright.launcher.rendezvous import Place, is_started_by_others, read_place
 from meshwright.terminal import print_message
 
 
@@ -45,7 +45,7 @@ def next_rendezvous(rendezvous: str | None = None) -> Place:
         launched.meetings += 1
         method = rendezvous or launched.place.method
         return replace(launched.place, method=f"{method}-{launched.meetings}" if method.startswith("file:") else method)
-    if join_if_started_by_others():
+    if is_started_by_others():
         return read_place(rendezvous)
     return Place(0, 1, 0, "env://", "itself")
 
@@ -77,7 +77,7 @@ def exit_codes() -> Iterator[None]:
         if _launched.get() is not None:
             raise
         stopped = isinstance(error, (Terminated, KeyboardInterrupt))
-        first = not join_if_started_by_others() or read_place().rank == 0
+        first = not is_started_by_others() or read_place().rank == 0
         if first or not stopped:  # that all were stopped, rank 0 says for all
             text = " ".join(str(error).split()) or "interrupted"
             print_message(f"meshwright: {'' if stopped else 'error: '}{text}")
