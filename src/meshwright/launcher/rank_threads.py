@@ -139,8 +139,9 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
 
 
 def _threads_per_rank(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
-    """Choose and return the number of threads of each rank. recipe: may set it (`run.threads`). ranks: number of ranks
-    that share `cores` cores (None: those available to this process)."""
+    """Return the number of threads of each rank: `run.threads` of the recipe; else that of its checkpoint if the layout
+    is the same; else chosen by cores and model size. ranks: number of ranks that share `cores` cores (None: those
+    available to this process)."""
     return resolve_threads(recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), resumed_state(recipe))
 
 
