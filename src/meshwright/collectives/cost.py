@@ -148,8 +148,8 @@ def _linear_gather_form(c: Inputs) -> float:
 
 
 def _butterfly_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the butterfly all-reduce; ranks beyond a power of two cost two more
-    rounds."""
+    """Return the seconds, for inputs `c`, of the butterfly all-reduce; it has two more rounds if the number of ranks is
+    not a power of two."""
     return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
