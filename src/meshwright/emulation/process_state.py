@@ -129,7 +129,8 @@ class ProcessState:
 
 
 def _environment() -> Any:
-    """Return `os.environ`; its `_data` is the dictionary behind it, which is swapped as a whole."""
+    """Return `os.environ` untyped, for access to `_data`, the dictionary behind it, which is replaced as a whole when
+    another rank runs."""
     return os.environ
 
 

@@ -88,8 +88,8 @@ class EmulatedRanks:
         return self.scheduler.run([partial(_run_task, task) for task in tasks])
 
     def _install(self, stack: contextlib.ExitStack) -> None:
-        """Replace what torch.distributed, torch and Python offer a process by what emulated ranks need, until `stack`
-        is closed."""
+        """Patch functions of torch.distributed, torch and Python (process groups, store, sleep, signal handlers ...) so
+        that each rank's thread can run code written for a process; closing `stack` undoes it."""
         threads = torch.get_num_threads()
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)  # as the ranks that Meshwright starts

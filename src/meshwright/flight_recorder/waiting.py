@@ -193,10 +193,11 @@ def _describe_circle(
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
     """Return the verdict on ranks that have made fewer calls of a group than other ranks; None if there are none, or if
-    no process has died, timed out or been stopped (SIGSTOP). For CUDA, where hosts queue calls without waiting. ranks:
-    rank -> its state; now: seconds of the monotonic clock.
+    no process has died, timed out or been stopped (SIGSTOP). Needed for CUDA, where hosts queue calls without waiting
+    in them.
 
-    Blamed are the ranks that are behind others while no rank is behind them.
+    ranks: rank -> its state; now: seconds of the monotonic clock. Blamed are the ranks that are behind others while no
+    rank is behind them.
     """
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None
