@@ -36,12 +36,11 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 
 
 def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float) -> list[float]:
-    """Time a collective on a float32 vector; return this rank's seconds per call, [`BATCHES`] (one value per batch of
-    calls).
+    """Time a collective on a float32 vector and return this rank's seconds per call in each of `BATCHES` batches.
 
-    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message is returned. size:
-    bytes of the full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups
-    of the axis run the collective at once.
+    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of
+        the full (unsharded) vector. seconds: time budget.
+    All ranks call this with equal arguments, and all groups of the axis run the collective at once.
     """
     device = mesh.device
     call, calls_each = _make_call(axis, operation, size, device)
