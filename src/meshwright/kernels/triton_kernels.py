@@ -90,7 +90,7 @@ def attend_sections(
     (block tables, `table_width` entries a row). positions: int32 [tokens]. scale: factor of the scores. sections:
     maximum number of sections of a sequence. width: elements of a row of `qkv`. window: keys that a query attends to,
     0: all. GROUP: query heads per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK:
-    tokens of a KV block. PADDED names: powers of 2.
+    tokens of a KV block. GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
     """
     tile, kv = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile), tl.load(tiles + stride + tile)
