@@ -35,8 +35,8 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
     """Return the program with every whole compute step split into its layer components (attention, dispatch, MLP,
     combine).
 
-    A single step becomes one group (steps that run together) per component, so its all-to-all is exposed. An overlapped forward and backward
-    become four groups, in each of which one computes while the other communicates:
+    A single step becomes one group (steps that run together) per component, so its all-to-all is exposed. An overlapped
+    forward and backward become four groups, in each of which one computes while the other communicates:
 
         forward     attention   dispatch   MLP        combine
         backward    combine     MLP        dispatch   attention
