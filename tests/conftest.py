@@ -35,6 +35,9 @@ local._SERVER_CODE = local._SERVER_CODE.replace(
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+LONGEST_FILES = (REPOSITORY / "tests" / "longest_files.txt").read_text().split()
+"""Files of tests that take longest, longest first. If one of them began last, the other processes would wait for it."""
+
 
 class Outcome(NamedTuple):
     """What a command left: its exit code, standard output and standard error."""
@@ -67,7 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         left_out = [item for item in items if item.get_closest_marker(marker)]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = [item for item in items if not item.get_closest_marker(marker)]
+    if hasattr(config, "workerinput"):  # one of several processes, to which whole files are given in this order
+        places = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONGEST_FILES)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")

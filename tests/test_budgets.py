@@ -7,6 +7,8 @@ import io
 import tokenize
 from pathlib import Path
 
+from tests.conftest import LONGEST_FILES, REPOSITORY
+
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
 MOST_LINES = 400  # of a file, all in all
 TRAINING_CORE = 5_825  # lines of code; the goal is 5,500
@@ -42,6 +44,11 @@ def count_code_lines(source: str) -> int:
         if token.type not in _LAYOUT:
             lines |= set(range(token.start[0], token.end[0] + 1))
     return len(lines - strings)
+
+
+def test_longest_files_of_tests_exist():
+    assert len(set(LONGEST_FILES)) == len(LONGEST_FILES) > 50
+    assert [name for name in LONGEST_FILES if not (REPOSITORY / "tests" / name).is_file()] == []
 
 
 def test_count_code_lines_leaves_out_blanks_comments_and_docstrings():

@@ -59,7 +59,7 @@ def give_up() -> None:
     time.sleep(60)
 
 
-def gone(pid: int, within: float = 5.0) -> bool:
+def gone(pid: int, within: float = 60.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:
@@ -97,8 +97,8 @@ def test_a_rank_that_dies_is_named(ranks):
 
 
 def test_unresponsive_rank_is_named(ranks):
-    with pytest.raises(RankLost, match=r"local rank 1 did not answer within 0.5 s"):
-        ranks.run(hang_on_one, timeout=0.5)
+    with pytest.raises(RankLost, match=r"local rank 1 did not answer within 1.5 s"):
+        ranks.run(hang_on_one, timeout=1.5)
     assert ranks.run(add, 1, 2) == [3, 4]
 
 
@@ -107,8 +107,8 @@ def test_hang_report_names_call_and_missing_rank(ranks):
         r"rank 1 has not entered call \d+ of ranks 0,1 \(all_reduce test\.lonely over data\), where rank 0 has been "
         r"waiting for \d+\.\d s at .*test_local\.py:\d+ \(stay_away\); its last was call \d+ \(.*test.first"
     )
-    with pytest.raises(RankLost, match=f"did not answer within 1.5 s in .*stay_away; {parted}"):
-        ranks.run(stay_away, timeout=1.5)
+    with pytest.raises(RankLost, match=f"did not answer within 4 s in .*stay_away; {parted}"):
+        ranks.run(stay_away, timeout=4.0)
     with pytest.raises(
         RankLost, match=r"rank 1 had no answer from rank 0 in test.lonely .*; rank 0 has not entered call"
     ):

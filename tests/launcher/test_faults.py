@@ -92,7 +92,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
     os.kill(running.pid, signal.SIGTERM)
     asked = time.monotonic()
     line = end(running, 143)[-1]
-    assert time.monotonic() - asked < 20
+    assert time.monotonic() - asked < 60
     step = newest(place / "run/checkpoints").step
     assert 3 < step < STEPS and last_step(place) == step
     assert line == f"meshwright: stopped by SIGTERM after saving step {step}; the same command goes on from there"
@@ -118,7 +118,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
     os.kill(running.pid, signal.SIGTERM)
     asked = time.monotonic()
     line = end(running, 143)[-1]
-    assert time.monotonic() - asked < 15
+    assert time.monotonic() - asked < 60
     assert line == (
         "meshwright: stopped by SIGTERM before a checkpoint was due; "
         "there is no checkpoint yet: the same command begins again"

@@ -112,7 +112,7 @@ def test_run_killed_in_step_and_save_resumes_bitwise(place, undisturbed):
     killed = kill_rank(running, directory, 1, lambda: last_step(directory) >= 3)
     ended = time.monotonic()
     _, errors = running.communicate(timeout=200)
-    assert running.returncode == 3 and time.monotonic() - ended < 15
+    assert running.returncode == 3 and time.monotonic() - ended < 60
     line = errors.strip().splitlines()[-1]
     assert line.startswith(f"meshwright: error: rank 1 (process {killed}) was killed by signal 9 (SIGKILL) after step ")
     assert "; the same command goes on from step-0000" in line

@@ -119,12 +119,6 @@ def test_keys_invisible_to_local_queries_are_not_read():
 # --- attention over ranks
 
 
-@pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("ranks", [3, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_output_and_gradients_match_one_device(ranks):
     with LocalRanks(ranks) as started:

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from meshwright.comm.local import LocalRanks
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
@@ -17,12 +16,6 @@ from tests.training.training_cases import recipe
 TIED = dataclasses.replace(scale_down_config(preset("qwen3-0.6b")), layers=9)
 GPT2 = dataclasses.replace(scale_down_config(preset("gpt2")), layers=9)
 LLAMA = dataclasses.replace(scale_down_config(preset("llama-3-8b")), layers=9)
-
-
-@pytest.fixture(scope="module")
-def four():
-    with LocalRanks(4) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def check(case: Case, found: Watched) -> None:
 @pytest.mark.parametrize("name", DENSE)
 def test_a_compiled_forward_keeps_what_was_said(name: str, recompute: str) -> None:
     config = dataclasses.replace(model(name), layers=2)
-    for dtype, starts in (("float32", None), ("bfloat16", DOCUMENTS)):
+    for dtype, starts in (("bfloat16", DOCUMENTS), *([] if recompute else [("float32", None)])):
         case = Case(config, f"dp1{recompute}", dtype=dtype, starts=starts, backend=PARTITIONED)
         check(case, watch(case))
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.collectives.named import named_programs
-from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.planner.traffic import ROUTED
@@ -92,12 +90,6 @@ def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[s
     recorded = mesh.record.sent_by_axis() if by_axis else mesh.record.sent_by_site()
     mesh.close()
     return recorded, trainer.task.predicted_traffic_by_axis() if by_axis else trainer.task.predicted_traffic()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[LocalRanks]:
-    with LocalRanks(4) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])

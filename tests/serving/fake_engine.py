@@ -162,7 +162,7 @@ class ServedApp:
         self._thread.join()
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> float:
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> float:
     """Wait until `holds` is true; return how long it took. Fails after `seconds`."""
     begun = time.monotonic()
     while not holds():

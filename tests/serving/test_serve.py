@@ -97,7 +97,7 @@ def test_server_of_several_ranks(stories: Path, short_directory: Path):
                     os.kill(ready["ranks"][0]["pid"], signal.SIGKILL)
                     began = time.monotonic()
                     while httpx.get(f"{url}/health").status_code == 200:
-                        assert time.monotonic() - began < 2
+                        assert time.monotonic() - began < 30
         assert text == undisturbed
         assert httpx.get(f"{url}/health").status_code == 200
 

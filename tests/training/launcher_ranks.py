@@ -83,9 +83,8 @@ def case_fault_on_rank_1(description: dict[str, Any], start: Place) -> dict[str,
     if start.rank == 1:
         failing.touch()
         raise ZeroDivisionError("the cause")
-    while not failing.exists():
-        time.sleep(0.01)
-    time.sleep(0.2)
+    until(failing)
+    time.sleep(1.0)  # on a busy machine rank 1 may take a while from one line to the next
     raise RuntimeError("a consequence: connection closed by peer")
 
 
@@ -96,15 +95,18 @@ def case_left_alone(description: dict[str, Any], start: Place) -> dict[str, Any]
     return {}
 
 
-def wait_in_a_call(start: Place, site: str) -> None:
+def wait_in_a_call(start: Place, description: dict[str, Any], site: str) -> None:
+    """Post a call once rank 0 is where it stays."""
+    until(Path(description["directory"]) / "elsewhere")
     calls = get_process_writer()
     calls.wait(calls.post(calls.group((0, 1)), site, "all_reduce", "data", 16, "float32", (4,)))
 
 
 def case_rank_0_is_elsewhere(description: dict[str, Any], start: Place) -> dict[str, Any]:
     if start.rank == 0:
+        (Path(description["directory"]) / "elsewhere").touch()
         time.sleep(60)
-    wait_in_a_call(start, "data.gradients")
+    wait_in_a_call(start, description, "data.gradients")
     time.sleep(0.3)
     get_process_writer().give_up()
     raise RankLost("rank 1 had no answer")
@@ -112,8 +114,9 @@ def case_rank_0_is_elsewhere(description: dict[str, Any], start: Place) -> dict[
 
 def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[str, Any]:
     if start.rank == 0:
+        (Path(description["directory"]) / "elsewhere").touch()
         time.sleep(60)
-    wait_in_a_call(start, "data.gradients")
+    wait_in_a_call(start, description, "data.gradients")
     os.kill(os.getpid(), signal.SIGSTOP)
     return {}
 
@@ -122,8 +125,11 @@ def case_stopped_outside_calls(description: dict[str, Any], start: Place) -> dic
     """As in a save: rank 1 waits for a file of rank 0, which is stopped."""
     calls = get_process_writer()
     calls.done(calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,)))
+    posted = Path(description["directory"]) / "posted"
     if start.rank == 0:
+        until(posted)
         os.kill(os.getpid(), signal.SIGSTOP)
+    posted.touch()
     time.sleep(60)
     return {}
 

@@ -48,7 +48,7 @@ def test_every_fault_of_a_mixture_is_noticed():
 
 
 @pytest.mark.parametrize("kinds", ["fewer", pytest.param("all", marks=pytest.mark.exhaustive)])
-def test_every_expert_parallel_fault_is_caught(kinds, request):
+def test_every_expert_parallel_fault_is_caught(kinds, two_layers, request):
     if kinds == "fewer":
         request.getfixturevalue("fewer_kinds")
     document = run_verification("dp2 zero1 ep2", model="mixtral-8x7b-v0.1", mutate=True)

@@ -21,21 +21,9 @@ REFERENCES: dict[Any, Reference] = {}
 MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2", "mixtral-tiny")
 
 
-@pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four():
-    with LocalRanks(4) as ranks:
-        yield ranks
-
-
 def problem_of(model: str, layout: Layout, layers: int = 5, batch: int = 8) -> Problem:
     config = scale_down_config(preset(model), layout.tp, layers=layers, ep=layout.ep)
-    return Problem(config, batch, "float64", choose_sequence_length(layout))
+    return Problem(config, batch, "float64", choose_sequence_length(layout), steps=2)
 
 
 def reference(problem: Problem) -> Reference:

@@ -15,6 +15,7 @@ from meshwright.layout import Layout
 from meshwright.model.preference import Preference
 from meshwright.recipe import load_recipe
 from meshwright.spec.presets import preset
+from meshwright.verification import mutations
 from meshwright.verification.compare import compare
 from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config
 from meshwright.verification.ranks import run_rank
@@ -68,13 +69,17 @@ def test_a_spoilt_sum_of_a_responses_parts_is_noticed(kind: str):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "kinds"),
     [
-        pytest.param("dp2 zero2 mb2", marks=pytest.mark.slow),
-        pytest.param("tp2", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
+        ("dp2 zero2 mb2", "fewer_kinds"),
+        pytest.param("dp2 zero2 mb2", "fewer_local_faults", marks=pytest.mark.exhaustive),
+        pytest.param("tp2", "fewer_local_faults", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
     ],
 )
-def test_every_planted_fault_is_caught_or_declared_neutral(tiny_recipe: Path, layout: str, fewer_local_faults: None):
+def test_every_planted_fault_is_caught_or_declared_neutral(
+    tiny_recipe: Path, layout: str, kinds: str, two_layers: None, request: pytest.FixtureRequest
+):
+    request.getfixturevalue(kinds)
     document = verified(tiny_recipe, layout, mutate=True)
     assert document["passed"] and document["mutations"]["missed"] == []
     sites = {fault["fault"].split(" (")[0] for fault in document["mutations"]["faults"]}
@@ -98,7 +103,10 @@ def test_batches_have_rows_with_zero_one_and_two_pairs():
                 assert len(told) and told[-1] < here[-1] and (targets[told] == tokens[told + 1]).all()
 
 
-def test_verify_command_covers_objective_of_recipe(tiny_recipe: Path, command_line: Any, fewer_kinds: None):
+def test_verify_command_covers_objective_of_recipe(
+    tiny_recipe: Path, command_line: Any, fewer_local_faults: None, two_layers: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mutations, "KINDS", ("skip",))
     text = tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"').replace('"dp1"', '"cp2"')
     tiny_recipe.write_text(text)
     outcome = command_line("verify", tiny_recipe, "--mutate", "--json")

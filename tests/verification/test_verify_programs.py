@@ -31,7 +31,9 @@ def test_layout_with_programs_matches_one_device(tiny_recipe: Path, layout: str,
 
 
 @pytest.mark.parametrize("kinds", ["fewer", pytest.param("all", marks=pytest.mark.exhaustive)])
-def test_every_fault_planted_in_a_program_is_caught(tiny_recipe: Path, kinds: str, request: pytest.FixtureRequest):
+def test_every_fault_planted_in_a_program_is_caught(
+    tiny_recipe: Path, kinds: str, two_layers: None, request: pytest.FixtureRequest
+):
     if kinds == "fewer":
         request.getfixturevalue("fewer_kinds")
     document = run_verification(load_recipe(tiny_recipe, ["layout=dp4 zero1 hs2", *OTHERS]), mutate=True)
