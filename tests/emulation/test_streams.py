@@ -1,5 +1,5 @@
-"""Streams simulated on emulated ranks: the engine's step is right there, and ten faults of its waits and buffers are
-not."""
+"""Streams simulated on emulated ranks: the engine's step is right there, and planted faults of its waits and buffers
+are not."""
 
 from __future__ import annotations
 
