@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from meshwright.comm.local import LocalRanks
+from meshwright.flight_recorder.circular_wait import find_circular_wait
 from tests.training import training_cases as cases
 
 CHANGES = {
@@ -70,3 +72,13 @@ def test_compiled_model_steps_match_eager_steps(two, home, method, fault):
     run(two, eager, f"cp2:{method} fp32", model=model, train_compile=False, train_steps=2)
     run(two, compiled, f"cp2:{method} fp32", model=model, train_compile=True, train_steps=2, fault=fault)
     cases.assert_same_steps(compiled, eager)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["dp2 cp2 zero3 ac:selective", "tp2 cp2:ulysses ac:full", "dp2 tp2 zero1"])
+def test_compiled_steps_on_several_axes_call_in_one_order(layout):
+    """The compiler orders the calls of a block's backward pass: on all ranks alike, over all axes together."""
+    with TemporaryDirectory() as place, LocalRanks(4) as ranks:
+        run(ranks, Path(place), f"{layout} fp32", train_compile=True, train_steps=2, fault="without_generated_code")
+        calls = [each.calls for each in ranks.calls().seen if each.calls]
+    assert find_circular_wait(calls) is None and all(len(each.calls) > 20 for each in calls)

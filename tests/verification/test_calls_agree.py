@@ -1,7 +1,9 @@
-"""Ranks that are well make the same calls in every group, whatever the layout: nobody would be blamed."""
+"""Ranks that are well make the same calls in every group, whatever the layout: nobody would be blamed, or wait in a
+circle."""
 
 from __future__ import annotations
 
+from meshwright.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verification.run import _default_models, _Verifier
@@ -26,3 +28,4 @@ def test_healthy_ranks_agree_on_calls_of_every_layout(first_case_alone: None):
             snapshot = bench.ranks(layout.world_size).calls()
             assert all(len(each.calls.calls) > 20 and each.calls.torn == 0 for each in snapshot.seen)
             assert snapshot.verdict is None, f"{text}: {snapshot.verdict.line}"
+            assert find_circular_wait([each.calls for each in snapshot.seen if each.calls]) is None, text

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from meshwright.comm.backend import current_stream
 from meshwright.parallel.flat_buffers import TensorSlice
 
 
@@ -43,7 +44,6 @@ class SnapshotBuffers:
         without synchronization."""
         copied: list[TensorSlice] = []
         used: list[torch.Tensor] = []
-        ready: torch.cuda.Event | None = None
         for dtype, group in _group_by_dtype(slices).items():
             buffer = self._get_buffer(dtype, group)
             position = 0
@@ -57,10 +57,8 @@ class SnapshotBuffers:
                 view = buffer[position : position + size]
                 copied.append(replace(item, tensor=view))
                 position += size
-        if any(item.tensor.is_cuda for item in slices):
-            ready = torch.cuda.Event()
-            ready.record()
-        return Snapshot(tuple(copied), tuple(used), ready)
+        stream = next(filter(None, (current_stream(item.tensor.device) for item in slices)), None)
+        return Snapshot(tuple(copied), tuple(used), None if stream is None else stream.record_event())
 
     def _get_buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
         """Return the host buffer for all slices of one dtype (`group`), allocated or enlarged if needed; pinned for

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm import transport
+from meshwright.comm import backend, transport
 from meshwright.comm.faults import Fault
 from meshwright.comm.handle import DONE, Handle, make_rank_lost_error
 from meshwright.comm.mesh import Axis, calls_in_flight
@@ -164,15 +164,16 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     """
     communicator = axis.communicator
     calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
-    for m in messages:
-        size, here, there = m.tensor.nbytes, axis.ranks[axis.rank], axis.ranks[m.peer]
-        communicator.record.note(m.site, "transfer", axis.name, size, 0 if m.arrives else size)
-        pair = communicator.calls.group(axis.ranks, (there, here) if m.arrives else (here, there))
-        dtype, shape = m.tensor.dtype, m.tensor.shape
-        calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
-        whats.append(partial(_name_message, m, axis, communicator.calls.count(pair)))
-        planted = m.arrives and communicator.faults.active is not None
-        faults.append(communicator.faults.match_call(m.site, "transfer") if planted else None)
+    with communicator.calls.together():
+        for m in messages:
+            size, here, there = m.tensor.nbytes, axis.ranks[axis.rank], axis.ranks[m.peer]
+            communicator.record.note(m.site, "transfer", axis.name, size, 0 if m.arrives else size)
+            pair = communicator.calls.group(axis.ranks, (there, here) if m.arrives else (here, there))
+            dtype, shape = m.tensor.dtype, m.tensor.shape
+            calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
+            whats.append(partial(_name_message, m, axis, communicator.calls.count(pair)))
+            planted = m.arrives and communicator.faults.active is not None
+            faults.append(communicator.faults.match_call(m.site, "transfer") if planted else None)
     try:
         if (around := communicator.around) is None or not messages:
             posted = transport.transfer(messages, axis)
@@ -261,8 +262,8 @@ def barrier(axis: Axis, site: str) -> None:
     call = _record_call("barrier", axis, site, 0, 0)
     nothing = torch.zeros(1, device=axis.communicator.device)
     _post_call(lambda: transport.all_reduce(nothing, axis, "sum"), call, nothing, False)
-    if nothing.is_cuda:
-        torch.cuda.current_stream(nothing.device).synchronize()
+    if (stream := backend.current_stream(nothing.device)) is not None:
+        stream.synchronize()
 
 
 def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:

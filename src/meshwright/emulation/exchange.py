@@ -79,7 +79,9 @@ def compute_results(operation: str, parts: Sequence[Part], op: str, root: int) -
         totals = [_reduce(tensors, op) for tensors in zip(*inputs, strict=True)]
         return [totals if operation == "all_reduce" or rank == root else [] for rank in ranks]
     if operation == "reduce_scatter":
-        return [[_reduce([of_rank[rank] for of_rank in inputs], op)] for rank in ranks]
+        # A rank's own part first, as where comm/ adds up what it received.
+        orders = [[rank, *(other for other in ranks if other != rank)] for rank in ranks]
+        return [[_reduce([inputs[source][rank] for source in order], op)] for rank, order in enumerate(orders)]
     copies = [[tensor.clone() for tensor in tensors] for tensors in inputs]
     if operation == "broadcast":
         return [copies[root] for _ in ranks]

@@ -35,6 +35,8 @@ class EmulatedRanks:
     rank's process state.
     """
 
+    backend: str | None = None  # of every group, in place of the one that is asked for
+
     def __init__(self, world_size: int, *, initialized: bool = True) -> None:
         self.world_size, self.initialized = world_size, initialized
         self.states: list[ProcessState] = []
@@ -48,7 +50,7 @@ class EmulatedRanks:
         outside = ProcessState.of_process()
         self.states = [ProcessState.of_rank(rank, self.world_size) for rank in range(self.world_size)]
         self.scheduler = Scheduler(self.states, outside)
-        self.board = Board(self.scheduler)
+        self.board = self._make_board()
         self._store = EmulatedStore(self.board)  # held: torch's own objects hold its C++ half alone
         with contextlib.ExitStack() as stack:
             _emulations.append(self)
@@ -86,6 +88,10 @@ class EmulatedRanks:
     def run_each(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Call tasks[r]() on rank r; return the results, [rank]. Raises the same errors as `run`."""
         return self.scheduler.run([partial(_run_task, task) for task in tasks])
+
+    def _make_board(self) -> Board:
+        """Return the board on which the ranks' calls meet."""
+        return Board(self.scheduler)
 
     def _install(self, stack: contextlib.ExitStack) -> None:
         """Patch functions of torch.distributed, torch and Python (process groups, store, sleep, signal handlers ...) so
@@ -139,7 +145,8 @@ class EmulatedRanks:
             world.generation += 1
         group = EmulatedGroup(self.board, (world.generation, group_name), rank, tuple(ranks or range(size)))
         group._set_group_name(group_name)
-        config = str(c10d.BackendConfig(c10d.Backend("gloo" if backend == "undefined" else backend)))
+        asked = "gloo" if backend == "undefined" else backend
+        config = f"cpu:{self.backend}" if self.backend else str(c10d.BackendConfig(c10d.Backend(asked)))
         names = {"pg_tag": f"user:{tag}"} if tag else {"add_to_default_tag": True}
         c10d._register_pg_in_world(
             group, backend_name=backend, store=store, group_name=group_name, backend_config=config, **names

@@ -75,7 +75,7 @@ class Call:
         payload_bytes: Size of its data on this rank in bytes.
         form: Dtype and shape of its data, such as "float32[128, 64]".
         place: File, line and function of the code that makes the call.
-        posted: Time at which the rank entered the call.
+        posted: Time at which the rank entered the call, the same for messages that are posted as one group.
         waited: Time at which the process began to wait for its completion; None before.
         done: Time of completion; None before.
     """

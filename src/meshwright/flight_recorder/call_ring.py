@@ -15,8 +15,8 @@ import os
 import struct
 import sys
 import tempfile
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic_ns
 from types import CodeType, FrameType
@@ -114,6 +114,7 @@ class CallWriter:
         self._capacity, self._records = capacity, _compute_records_offset(groups)
         self._heap = self._records + capacity * _RECORD_BYTES
         self._number = 0
+        self._time_of_group: int | None = None
         self._names = 0
         self._groups: dict[Hashable, int] = {}
         self._counts: list[int] = []
@@ -192,7 +193,8 @@ class CallWriter:
         form = self._forms.get((dtype, shape))
         if form is None:
             form = 0 if self._form_bytes == FORM_BYTES else self._add_form(dtype, shape)
-        body = _BODY.pack(number, kind, group, form, self._find_place(), index, payload_bytes, monotonic_ns())
+        posted = self._time_of_group or monotonic_ns()
+        body = _BODY.pack(number, kind, group, form, self._find_place(), index, payload_bytes, posted)
         start = self._records + number % self._capacity * _RECORD_BYTES
         self._memory[start : start + _BODY.size] = body
         words = self._words
@@ -200,6 +202,15 @@ class CallWriter:
         if group < GROUPS:
             words[(_COUNTS >> 3) + group] = index
         return number
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Context manager whose calls are posted as one group (`ncclGroupStart`): their records have the same time."""
+        self._time_of_group = monotonic_ns()
+        try:
+            yield
+        finally:
+            self._time_of_group = None
 
     def wait(self, number: int) -> None:
         """Record that the process now waits for the completion of a call, given by the number that `post` returned."""

@@ -1,0 +1,269 @@
+"""Simulator of CUDA streams on emulated ranks, on which a step fails that uses memory before it may.
+
+A rank computes on one stream, in program order. Each communicator has a stream of its own, as under NCCL: its kernels
+run in posted order, start when the tensors they read are computed, and end late: at a random later call of the rank, or
+only when they are waited for. From post to end what a kernel writes is poisoned (NaN), and what it reads must not
+change. The host runs ahead of both: copies to host memory have arrived once the host has waited for their event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import backend
+from meshwright.emulation.board import Board, EmulatedWork, GroupKey, describe_place, find_caller
+from meshwright.emulation.exchange import Part, Tensors
+from meshwright.emulation.ranks import EmulatedRanks
+from meshwright.emulation.scheduler import EmulationFailed, Scheduler
+
+
+class StreamFault(EmulationFailed):
+    """Use of memory that a kernel in flight reads or writes, without waiting for the kernel."""
+
+
+class _Operand(NamedTuple):
+    """Tensor that a kernel in flight reads or writes. address: of its memory when the kernel was posted. before: copy
+    of a tensor that is read; None for one that is written and poisoned."""
+
+    tensor: torch.Tensor
+    address: int
+    before: torch.Tensor | None
+
+    def find_misuse(self) -> str | None:
+        """Return what happened to the tensor since the kernel was posted; None if nothing did."""
+        if self.tensor.data_ptr() != self.address or not self.tensor.untyped_storage().nbytes():
+            return "was freed"
+        if self.before is None:
+            return None if _is_poisoned(self.tensor) else "was overwritten"
+        return None if torch.equal(_view_bytes(self.tensor), _view_bytes(self.before)) else "was changed"
+
+
+class _Kernel:
+    """One kernel on a communicator's stream: a collective call, or messages posted as one group. name: of the call and
+    its code location, for errors."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.done = name, False
+        self.works: list[EmulatedWork] = []
+        self.operands: list[_Operand] = []
+        self.issued: list[float] = []
+        """Shared with the ranks of a collective: the times at which each of their streams reaches the kernel."""
+
+    def is_ready(self) -> bool:
+        """Return True if all ranks have posted their parts."""
+        return all(work._ready() for work in self.works)
+
+    def end(self) -> Tensors:
+        """Write the results, after a check of the memory; return the outputs. Raises StreamFault."""
+        self.done = True
+        for operand in self.operands:
+            if (misuse := operand.find_misuse()) is not None:
+                role = "output" if operand.before is None else "input"
+                raise StreamFault(f"an {role} of {self.name} {misuse} before the call was waited for")
+        for work in self.works:
+            work._deliver()
+        return [output for work in self.works for output in work._outputs]
+
+
+class StreamBoard(Board):
+    """Board whose calls are kernels on the communicators' streams. seed: of the moments at which they end."""
+
+    def __init__(self, scheduler: Scheduler, seed: int) -> None:
+        super().__init__(scheduler)
+        self._random = random.Random(seed)
+        self._queues: dict[tuple[int, GroupKey], deque[_Kernel]] = defaultdict(deque)
+        """Kernels in flight by rank and communicator, in posted order."""
+        self._group: _Kernel | None = None  # to which messages are added that are posted together
+        self._issued: dict[tuple[GroupKey, int], list[float]] = defaultdict(list)
+        self.streams = [ComputeStream() for _ in scheduler.ranks]
+
+    @property
+    def stream(self) -> ComputeStream:
+        """Stream on which the running rank computes."""
+        return self.streams[self.scheduler.current().index]
+
+    def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
+        """Post this rank's part in a collective call; arguments and errors as of `Board.join`."""
+        written = () if operation == "broadcast" and group.rank() == root else part.outputs
+        kernel = self._make_kernel(operation)
+        self._hold(kernel, part, written)
+        kernel.works.append(super().join(group, operation, part, op, root))
+        kernel.issued = self._issued[group.key, group.calls]
+        return self._enqueue(group, kernel)
+
+    def send(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
+        """Post a message, alone or in the group that is being posted; arguments as of `Board.send`."""
+        return self._post_message(group, part, partial(super().send, group, part, peer, tag))
+
+    def receive(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
+        """Post the receipt of a message, alone or in the group that is being posted; arguments as of
+        `Board.receive`."""
+        return self._post_message(group, part, partial(super().receive, group, part, peer, tag))
+
+    def post_together(self, messages: Sequence[dist.P2POp]) -> list[EmulatedWork]:
+        """Post messages as one kernel and return its handle, in place of `torch.distributed.batch_isend_irecv`."""
+        self._group = kernel = self._make_kernel("messages")
+        group: Any = messages[0].group
+        try:
+            for each in messages:
+                (group.send if each.op is dist.isend else group.recv)([each.tensor], each.group_peer, each.tag)
+        finally:
+            self._group = None
+        return [self._enqueue(group, kernel)]
+
+    def _post_message(self, group: Any, part: Part, post: Callable[[], EmulatedWork]) -> EmulatedWork:
+        """Post one end of a message by `post`."""
+        kernel = self._group or self._make_kernel("a message")
+        self._hold(kernel, part, part.outputs)
+        kernel.works.append(work := post())
+        return work if kernel is self._group else self._enqueue(group, kernel)
+
+    def _make_kernel(self, operation: str) -> _Kernel:
+        """Return a new kernel of the running rank, some of whose earlier ones may end now."""
+        rank = self.scheduler.current()
+        self.stream.host += self._random.expovariate(1.0)
+        for (owner, _), queue in list(self._queues.items()):
+            while owner == rank.index and queue and queue[0].is_ready() and self._random.random() < 0.3:
+                queue.popleft().end()
+        return _Kernel(f"{operation} (call {rank.calls + 1} of rank {rank.index}, {describe_place(find_caller())})")
+
+    def _hold(self, kernel: _Kernel, part: Part, written: Tensors) -> None:
+        """Add a call's tensors to those that `kernel` uses: copy what it reads, poison what it writes."""
+        reads, part.inputs = part.inputs, [each.detach().clone() for each in part.inputs]
+        places = {_find_place(each) for each in written}
+        kept = {_find_place(each) for each in reads} if len(written) > 1 else set()
+        # In place, a sum overwrites what it reads; a gather leaves the rank's own part as it is.
+        for tensor, before in zip(reads, part.inputs, strict=True):
+            if tensor.numel() and (_find_place(tensor) not in places or _find_place(tensor) in kept):
+                kernel.operands.append(_Operand(tensor.detach(), tensor.data_ptr(), before))
+        for tensor in written:
+            if _find_place(tensor) not in kept and tensor.numel():
+                tensor.data.fill_(_choose_poison(tensor.dtype))
+                kernel.operands.append(_Operand(tensor.detach(), tensor.data_ptr(), None))
+
+    def _enqueue(self, group: Any, kernel: _Kernel) -> EmulatedWork:
+        """Put a kernel on the communicator's stream; return the handle whose `wait` the compute stream makes."""
+        stream = self.stream
+        queue = self._queues[self.scheduler.current().index, group.key]
+        queue.append(kernel)
+        kernel.issued.append(max(stream.host, stream.device))
+
+        def ready() -> bool:
+            """Return True if the kernel and all before it on its stream can end."""
+            return kernel.done or all(each.is_ready() for each in islice(queue, queue.index(kernel) + 1))
+
+        def finish() -> Tensors:
+            """End the kernel and those before it."""
+            while not kernel.done:
+                queue.popleft().end()
+            stream.device = max(stream.device, *kernel.issued) + self._random.expovariate(1.0)
+            return [output for work in kernel.works for output in work._outputs]
+
+        return EmulatedWork(self, ready, lambda: kernel.works[0]._describe(), finish)
+
+
+class ComputeStream:
+    """Stream on which one rank computes, with the methods of `torch.cuda.Stream` that the engine calls. Attributes
+    `host`, `device`: simulated seconds that the host and the stream have reached."""
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+        self._copies: list[Callable[[], object]] = []
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy of `source` to `target`, which is poisoned until the host has waited for it."""
+        self._copies.append(partial(target.copy_, source.detach().clone()))
+        target.fill_(_choose_poison(target.dtype))
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that is queued."""
+        self.record_event().synchronize()
+
+    def record_event(self) -> StreamEvent:
+        """Return an event behind all that is queued now."""
+        return StreamEvent(self, self._copies, len(self._copies), self.device)
+
+
+class StreamEvent(NamedTuple):
+    """Event on a compute stream, with the method of `torch.cuda.Event` that the engine calls. copies: those of the
+    stream; count: how many of them are before the event. seconds: when the stream reaches it."""
+
+    stream: ComputeStream
+    copies: list[Callable[[], object]]
+    count: int
+    seconds: float
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event: copies queued before it have arrived."""
+        self.stream.host = max(self.stream.host, self.seconds)
+        for at in range(self.count):
+            self.copies[at]()
+            self.copies[at] = lambda: None
+
+
+class StreamRanks(EmulatedRanks):
+    """Emulated ranks with simulated streams: `comm` makes the calls that it makes under NCCL. Use it as a context
+    manager. seed: of the moments at which kernels end."""
+
+    backend = "nccl"
+    board: StreamBoard
+
+    def __init__(self, world_size: int, *, seed: int = 0) -> None:
+        super().__init__(world_size)
+        self.seed = seed
+
+    def _make_board(self) -> Board:
+        """Return the board with the streams of all ranks."""
+        return StreamBoard(self.scheduler, self.seed)
+
+    def _install(self, stack: contextlib.ExitStack) -> None:
+        """Give `comm` and the checkpoints the streams, too."""
+        super()._install(stack)
+        copy = torch.Tensor.copy_
+
+        def copy_late(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            """Copy a tensor as `Tensor.copy_`; asynchronous copies, which are to host memory, arrive late."""
+            if not non_blocking:
+                return copy(target, source)
+            self.board.stream.copy_to_host(target, source)
+            return target
+
+        for where, name, value in (
+            (dist, "batch_isend_irecv", self.board.post_together),
+            (backend, "current_stream", lambda device: self.board.stream),
+            (torch.Tensor, "copy_", copy_late),
+        ):
+            stack.enter_context(mock.patch.object(where, name, value))
+
+
+def _choose_poison(dtype: torch.dtype) -> float | int:
+    """Return the value with which a tensor of a dtype is poisoned: NaN, or the greatest integer."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _is_poisoned(tensor: torch.Tensor) -> bool:
+    """Return True if all elements of a tensor are poison."""
+    poison = _choose_poison(tensor.dtype)
+    return bool((tensor.isnan() if poison != poison else tensor == poison).all())
+
+
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, in which NaN equals itself."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _find_place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return address and size of a tensor's memory in bytes."""
+    return tensor.data_ptr(), tensor.nbytes

@@ -1,0 +1,97 @@
+"""Check of NCCL's rule over all communicators of a run: replay of the ranks' recorded calls on devices that run one
+kernel at a time, in posted order. Torch-free.
+
+Kernels of two communicators may keep each other from starting on a device, so ranks that post them in different orders
+may wait for each other in a circle. Recorded calls that can be replayed so cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from meshwright.flight_recorder.call_log import Call, Group, RankCalls
+
+_Key = tuple[Group, int]  # a call, the same for all ranks that take part in it
+
+
+def find_circular_wait(ranks: Sequence[RankCalls]) -> str | None:
+    """Return a text on the first violation of NCCL's rule in the recorded calls of `ranks`; None if there is none.
+
+    Violations: ranks of a communicator make different calls at one position; ranks wait for each other in a circle.
+    Messages that are posted as one group run at the same time, as one kernel; else a rank's kernels run one after
+    the other. Calls that no longer lie in every member's ring are left out.
+    """
+    first = _find_first_common_calls(ranks)
+    kernels = {each.rank: _list_kernels(each, first) for each in ranks}
+    at, left = dict.fromkeys(kernels, -1), dict.fromkeys(kernels, 0)
+    entered: dict[_Key, dict[int, Call]] = {}
+    starting = list(kernels)
+    while starting:
+        rank = starting.pop()
+        at[rank] += 1
+        if at[rank] == len(kernels[rank]):
+            continue
+        left[rank] = len(kernels[rank][at[rank]])
+        for call in kernels[rank][at[rank]]:
+            here = entered.setdefault((call.group, call.index), {})
+            for other, theirs in here.items():
+                if (theirs.operation, theirs.site) != (call.operation, call.site):
+                    return (
+                        f"ranks of one communicator make different calls: rank {other} {_describe(theirs)}, "
+                        f"rank {rank} {_describe(call)}"
+                    )
+            here[rank] = call
+            if len(here) == len(set(call.group.members)):
+                for member in here:
+                    left[member] -= 1
+                    if not left[member]:
+                        starting.append(member)
+    stuck = {rank: kernels[rank][place] for rank, place in at.items() if place < len(kernels[rank])}
+    return _describe_circle(stuck, entered) if stuck else None
+
+
+def _find_first_common_calls(ranks: Sequence[RankCalls]) -> dict[Group, int]:
+    """Return for each group the index of its first call that all of its ranks still have in their rings."""
+    first: dict[Group, int] = {}
+    for each in ranks:
+        seen: set[Group] = set()
+        for call in each.calls:
+            if call.group not in seen:
+                seen.add(call.group)
+                first[call.group] = max(first.get(call.group, 0), call.index)
+    return first
+
+
+def _list_kernels(rank: RankCalls, first: dict[Group, int]) -> list[list[Call]]:
+    """Return a rank's calls in posted order, from the index in `first` on: messages of one group together, every other
+    call alone."""
+    calls = [call for call in rank.calls if call.index >= first[call.group] and len(set(call.group.members)) > 1]
+    together = groupby(calls, lambda call: (call.group.pair is None, call.posted, call.group.pair and call.axis))
+    return [kernel for key, found in together for kernel in ([[c] for c in found] if key[0] else [list(found)])]
+
+
+def _describe_circle(stuck: dict[int, list[Call]], entered: dict[_Key, dict[int, Call]]) -> str:
+    """Return a text on ranks that wait for each other. stuck: rank -> kernel in which it waits. entered: call -> ranks
+    that have come to it."""
+    waits: dict[int, tuple[Call, int]] = {}
+    for rank, kernel in stuck.items():
+        for call in kernel:
+            missing = [each for each in call.group.members if each not in entered[call.group, call.index]]
+            if missing:
+                waits[rank] = call, next((each for each in missing if each in stuck), missing[0])
+                break
+    path = [min(waits)]
+    while path[-1] in waits and waits[path[-1]][1] not in path:
+        path.append(waits[path[-1]][1])
+    if path[-1] not in waits:
+        call, missing = waits[path[-2]]
+        return f"rank {path[-2]} waits in {_describe(call)} for rank {missing}, which makes no such call"
+    circle = path[path.index(waits[path[-1]][1]) :]
+    steps = [f"rank {rank} in {_describe(waits[rank][0])} for rank {waits[rank][1]}" for rank in circle]
+    return f"circular wait: {'; '.join(steps)}"
+
+
+def _describe(call: Call) -> str:
+    """Return call, communicator and code location as text."""
+    return f"{call.name} of ranks {call.group.to_text()} at {call.place}"

@@ -1,0 +1,241 @@
+"""Streams simulated on emulated ranks: the engine's step is right there, and planted faults of its waits and buffers
+are not."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from meshwright.checkpoint.snapshot import Snapshot, SnapshotBuffers
+from meshwright.comm import backend, collectives
+from meshwright.comm.mesh import Mesh
+from meshwright.emulation.ranks import EmulatedRanks
+from meshwright.emulation.streams import StreamFault, StreamRanks
+from meshwright.flight_recorder.call_log import RankCalls
+from meshwright.flight_recorder.call_ring import get_process_writer
+from meshwright.flight_recorder.circular_wait import find_circular_wait
+from meshwright.layout import Layout
+from meshwright.parallel import context, pipeline, zero
+from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.spec.presets import preset
+from meshwright.training import trainer
+from meshwright.verification.cases import CaseBuilder
+from meshwright.verification.grid import build_layout_grid
+from meshwright.verification.problem import Problem
+from meshwright.verification.ranks import RankResult, run_rank
+
+LAYOUTS = (  # every axis, ZeRO stage and way of recomputing, and each kind of schedule
+    *("cp3 ac:full", "dp4 zero2 hs2 mb2", "dp2 zero1 cp2:ulysses", "dp2 zero3 tp2 ac:selective", "dp2 tp2 ep2"),
+    *("dp2 zero3 pp2:zb-v mb4", "pp2:dualpipe mb4 tp2:nosp"),
+)
+
+
+def make_problem(layout: Layout) -> Problem:
+    """Two steps of a small model with a tied head, or with experts where the layout spreads them."""
+    model = "qwen1.5-moe-a2.7b" if layout.expert_parallel else "qwen3-0.6b"
+    return replace(CaseBuilder(layout, preset(model)).plain(2), steps=2)
+
+
+def train(ranks: EmulatedRanks, layout: Layout) -> list[RankResult]:
+    """Results by rank of training on a layout."""
+    return [result for (result,) in ranks.run(run_rank, make_problem(layout), str(layout))]
+
+
+@cache
+def train_plain(text: str) -> list[RankResult]:
+    """Results by rank of training on a layout with calls that block."""
+    layout = Layout.parse(text)
+    with EmulatedRanks(layout.world_size) as ranks:
+        return train(ranks, layout)
+
+
+def find_difference(left: list[RankResult], right: list[RankResult]) -> str | None:
+    """First result that two runs do not have bit for bit alike."""
+    for rank, (one, other) in enumerate(zip(left, right, strict=True)):
+        for step, mine in one.steps.items():
+            theirs = other.steps[step]
+            if (mine.loss, mine.norm) != (theirs.loss, theirs.norm):
+                return f"rank {rank}, step {step}: loss or norm"
+            slices = zip(mine.gradients + mine.weights, theirs.gradients + theirs.weights, strict=True)
+            for here, there in slices:
+                if not torch.equal(here.tensor, there.tensor):
+                    return f"rank {rank}, step {step}: {here.kind} of {here.name}"
+        if one.final_loss != other.final_loss:
+            return f"rank {rank}: validation"
+    return None
+
+
+def read_calls(ranks: EmulatedRanks) -> list[RankCalls]:
+    """Recorded calls by rank."""
+    return [replace(each, rank=rank) for rank, each in enumerate(ranks.run(lambda: get_process_writer().read()))]
+
+
+def check(text: str, seed: int) -> None:
+    """Assert that a layout on simulated streams computes the bits of one that blocks, in calls without a circle."""
+    layout = Layout.parse(text)
+    with StreamRanks(layout.world_size, seed=seed) as ranks:
+        assert find_difference(train_plain(text), train(ranks, layout)) is None, text
+        calls = read_calls(ranks)
+    assert find_circular_wait(calls) is None
+    assert layout.world_size == 1 or all(len(each.calls) > 10 for each in calls)
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_step_on_streams_has_the_bits_of_one_that_blocks(text: str):
+    check(text, seed=LAYOUTS.index(text))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_step_on_streams_has_the_bits_of_one_that_blocks_for_the_whole_grid():
+    for seed, layout in enumerate(build_layout_grid()):
+        check(str(layout), seed)
+
+
+# --- planted faults
+
+FAULTS = {  # layout, owner, function, text, replacement
+    "ring computes with a block that has not arrived": (
+        *("cp2", context, "_kv_blocks", "handle.wait()", "pass"),
+    ),
+    "ring receives into the block that it sends": (
+        *("cp3", context, "_kv_blocks", "spare[distance % 2]", "spare[0]"),
+    ),
+    "ZeRO-3 computes before the all-gather has ended": (
+        *("dp2 zero3", zero.FsdpUnit, "unshard", "self.pending_all_gather.wait()", "pass"),
+    ),
+    "ZeRO-3 frees the next unit while it is gathered": (
+        *("dp2 zero3", zero.ParameterPrefetcher, "leave", "unit.reshard()"),
+        "[u.parameters.untyped_storage().resize_(0) for u in self._sharded[self._next.get(name, name)]]",
+    ),
+    "ZeRO-2 reuses a gradient buffer that is being sent": (
+        *("dp2 zero2", zero.GradientReducer, "reduce", "output = unit.gradient if first"),
+        "self._pool.release(gradient.buffer); output = unit.gradient if first",
+    ),
+    "gradients are read before their reduction has ended": (
+        *("dp2 zero1", zero.GradientReducer, "_wait_for_oldest", "handle.wait()", "pass"),
+    ),
+    "replicas' sums are not waited for": (
+        *("dp4 zero2 hs2", zero.GradientReducer, "finish"),
+        *("for handle in self._replica_sums:", "for handle in ():"),
+    ),
+    "tied embedding's sum is not waited for": (
+        *("pp2 mb2", zero.GradientReducer, "finish", "for handle in tied:", "for handle in ():"),
+    ),
+    "forward begins before the parameters are gathered": (
+        *("dp2 zero1", zero.ParameterPrefetcher, "_unshard", "unit.unshard()", "pass"),
+    ),
+    "optimizer updates parameters that are being gathered": (
+        *("dp2 zero1", trainer.Trainer, "step", "self.optimizer.step("),
+        "self.parallel.all_gather_parameters(); self.optimizer.step(",
+    ),
+    "pipeline overwrites the activation that it sends": (
+        *("pp2 mb2", pipeline._PipelineExecution, "step", "made.detach()"),
+        "self.__dict__.setdefault('buffer', torch.empty_like(made)).copy_(made.detach())",
+    ),
+    "pipeline computes with an activation that has not arrived": (
+        *("pp2 mb2", pipeline._PipelineExecution, "read", "handle.wait()", "pass"),
+    ),
+    "blocking call returns without a wait": (
+        *("tp2", collectives, "_post_call", "handle.wait()", "pass"),
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def edited(owner: Any, name: str, old: str, new: str) -> Iterator[None]:
+    """The function `owner.name` with a text of its source replaced."""
+    function = vars(owner)[name]
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{name} has changed: plant the fault anew"
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), f"edited {name}", "exec", dont_inherit=True), function.__globals__, made)
+    with mock.patch.object(owner, name, made[name]):
+        yield
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_caught_on_streams(fault: str):
+    text, owner, name, old, new = FAULTS[fault]
+    plain = train_plain(text)
+    with StreamRanks(Layout.parse(text).world_size) as ranks, edited(owner, name, old, new):
+        try:
+            found = find_difference(plain, train(ranks, Layout.parse(text)))
+        except StreamFault as error:
+            found = str(error)
+    assert found is not None
+
+
+def meet_others() -> list[tuple[float, float]]:
+    """Simulated times of this rank's host before and after barriers."""
+    world = Mesh.create(Layout.parse("dp3")).world
+    stream: Any = backend.current_stream(torch.device("cpu"))
+    times = []
+    for _ in range(4):
+        before = stream.host
+        collectives.barrier(world, "test")
+        times.append((before, stream.host))
+    return times
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_barrier_holds_the_host_and_one_of_the_stream_alone_does_not(planted: bool):
+    fault = edited(collectives, "barrier", "stream.synchronize()", "pass") if planted else nullcontext()
+    with StreamRanks(3) as ranks, fault:
+        barriers = list(zip(*ranks.run(meet_others), strict=True))
+    early = [min(after for _, after in each) < max(before for before, _ in each) for each in barriers]
+    assert any(early) == planted
+
+
+def save_and_update() -> list[float]:
+    """Values that a checkpoint of eight weights would write, which the next step changes meanwhile."""
+    weights = torch.arange(8.0)
+    snapshot = SnapshotBuffers().take([TensorSlice("master", "weights", 0, 8, weights)])
+    weights.zero_()
+    snapshot.wait()
+    return snapshot.slices[0].tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "old", "new"),
+    [
+        (Snapshot, "wait", "return", "return"),
+        (Snapshot, "wait", "self.ready.synchronize()", "pass"),
+        (SnapshotBuffers, "take", "stream.record_event()", "None"),
+    ],
+    ids=["right", "no wait", "no event"],
+)
+def test_snapshot_is_read_after_its_event_has_passed(owner: Any, name: str, old: str, new: str):
+    with StreamRanks(1) as ranks, edited(owner, name, old, new) if old != new else nullcontext():
+        (written,) = ranks.run(save_and_update)
+    assert (written == list(range(8))) == (old == new)
+
+
+def test_reordered_calls_of_one_rank_are_a_circle_though_the_run_is_right():
+    text, reducer = "dp4 zero2 hs2", zero.GradientReducer
+    late = (
+        "if last and unit.axes.data.rank == 0: self.__dict__.setdefault('late', []).append(unit)\n"
+        "    elif last and not unit.axes.replica.trivial:"
+    )
+    post = (
+        "self._replica_sums += [all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True)"
+        " for unit in self.__dict__.pop('late', [])]\n    for handle in self._replica_sums:"
+    )
+    with (
+        StreamRanks(4) as ranks,
+        edited(reducer, "_add_to_shard", "if last and not unit.axes.replica.trivial:", late),
+        edited(reducer, "finish", "for handle in self._replica_sums:", post),
+    ):
+        assert find_difference(train_plain(text), train(ranks, Layout.parse(text))) is None
+        found = find_circular_wait(read_calls(ranks))
+    assert found is not None and found.startswith("circular wait: rank 0 in call")
+    assert "data.gradients over shard" in found and "data.gradients.replicas over replica" in found
