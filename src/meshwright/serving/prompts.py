@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from meshwright.data.records.conversations import Message
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.template_rendering import TemplateError
+from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
 from meshwright.data.tokenizers.special_tokens import find_named_in, find_special_tokens, make_text_encoder
 from meshwright.errors import UserError
 from meshwright.serving.text import IncrementalDetokenizer
@@ -58,10 +59,7 @@ class Prompts:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
-        try:
-            tokenizer = Tokenizer.from_buffer(read_file(path))
-        except Exception as error:  # the library raises nothing more special
-            raise UserError(f"{path} is not a tokenizer: {error}") from None
+        tokenizer = parse_tokenizer(read_file(path), path)
         start = config.bos_token if config.bos_token is not None else config.eos_token
         sizes = {"vocabulary": config.vocabulary, "max_length": max_length}
         return cls(tokenizer, start=start, ends=read_end_tokens(directory, config), directory=directory, **sizes)
@@ -75,7 +73,9 @@ class Prompts:
         """
         self._check_characters(len(text))
         start = [self.start] if add_start and self.start is not None else []
-        return self.check(start + self._encoder.encode(text, add_special_tokens=False).ids, empty=empty)
+        with convert_library_errors("text becomes no tokens"):
+            tokens = self._encoder.encode(text, add_special_tokens=False).ids
+        return self.check(start + tokens, empty=empty)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the token IDs of a conversation in the model's chat template, with the header of the assistant's next

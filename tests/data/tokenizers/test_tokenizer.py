@@ -239,6 +239,22 @@ class TestExisting:
             find_tokenizer(str(directory))
         assert said in str(caught.value) and "\n" not in str(caught.value)
 
+    def test_token_id_beyond_the_largest_vocabulary_is_refused(self, directory: Path):
+        (directory / "tokenizer_config.json").write_text('{"eos_token": "[E]"}')
+        content = json.loads((directory / "tokenizer.json").read_text())
+        content["model"]["vocab"]["a"] = 2**31  # writing this tokenizer would take 8 GiB
+        (directory / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match="a token with the id 2,147,483,648; allowed are ids below 16,777,216"):
+            find_tokenizer(str(directory))
+
+    def test_text_without_token_is_one_error_line(self, directory: Path):
+        (directory / "tokenizer_config.json").write_text('{"eos_token": "[E]"}')
+        content = json.loads((directory / "tokenizer.json").read_text())
+        content["model"]["unk_token"] = "missing"
+        (directory / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match="text becomes no tokens .the tokenizers library: .*Missing"):
+            self.load(directory, directory / "out").encode(["a strange text"])
+
     def test_directory_without_tokenizer_names_command_that_makes_one(self, tmp_path: Path):
         with pytest.raises(UserError, match=r"holds no tokenizer\.json; AutoTokenizer"):
             find_tokenizer(str(tmp_path))

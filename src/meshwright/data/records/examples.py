@@ -14,6 +14,7 @@ from meshwright.data.records.chat_template import ChatTemplate, RenderedConversa
 from meshwright.data.records.conversations import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document
+from meshwright.data.tokenizers.library import convert_library_errors
 from meshwright.data.tokenizers.special_tokens import make_template_encoder
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, find_tokenizer
 from meshwright.errors import UserError
@@ -103,7 +104,8 @@ class ExampleEncoder:
     def _encode(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
         """Tokenize rendered conversations; returns for each (token ids [tokens], response mask uint8 [tokens])."""
         named = [_hide_own_tokens(one, self._names) for one in rendered]
-        encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
+        with convert_library_errors("text becomes no tokens"):
+            encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
         result = []
         for (_, spans), encoding in zip(named, encodings, strict=True):
             tokens = np.array(encoding.ids, dtype=self.tokenizer.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer, models
 
 from meshwright.data.files import read_json
+from meshwright.data.tokenizers.library import convert_library_errors
 
 
 def find_named_special(config: Mapping[str, Any]) -> set[str]:
@@ -108,7 +109,8 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if hidden.isdisjoint(_split_merge(merge))]
     state["post_processor"] = None  # adds special tokens, which text does not get, and knows them by their names
-    return Tokenizer.from_str(json.dumps(state)), names
+    with convert_library_errors("its special tokens cannot be kept out of text"):
+        return Tokenizer.from_str(json.dumps(state)), names
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 
 from meshwright.data.files import write_atomic
 from meshwright.data.tokenizers.kinds import END_OF_TEXT, KINDS, create_byte_tokenizer
+from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
 from meshwright.data.tokenizers.special_tokens import (
     find_named_special,
     find_special_tokens,
@@ -63,11 +63,11 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Return the token ids of each text, [tokens] of type `dtype`, without start and end tokens. Raises `UserError`
-        if a text would become a special token.
+        if a text would become a special token, or if the tokenizer has no token for it.
         """
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
-        with _convert_panics("text becomes no tokens"):
+        with convert_library_errors("text becomes no tokens"):
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         tokens = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
         for text, ids in zip(texts, tokens, strict=True):
@@ -81,21 +81,8 @@ class TextTokenizer:
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
         """Return the text of a sequence of token ids; special tokens are written by name."""
-        with _convert_panics("tokens become no text"):
+        with convert_library_errors("tokens become no text"):
             return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
-
-
-@contextmanager
-def _convert_panics(what: str) -> Iterator[None]:
-    """Convert a panic of the tokenizers library, which is no `Exception`, to `UserError` inside the context. what:
-    beginning of the error message.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise UserError(f"data.tokenizer: {what} (the tokenizers library: {str(error)[:200]})") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +120,7 @@ class TokenizerFiles:
 
     def load(self) -> TextTokenizer:
         """Build the tokenizer from the files. Raises `UserError` if tokenizer.json is invalid."""
-        return _make_text_tokenizer(_parse_tokenizer(self.tokenizer, Path(FILES[0])), json.loads(self.config))
+        return _make_text_tokenizer(parse_tokenizer(self.tokenizer, Path(FILES[0])), json.loads(self.config))
 
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
@@ -159,7 +146,7 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
         data = read_file(file)
     except OSError as error:
         raise UserError(f"data.tokenizer: {file} cannot be read ({error.strerror or error})") from None
-    tokenizer = _parse_tokenizer(data, file)
+    tokenizer = parse_tokenizer(data, file)
     config = _load_json_object(directory / "tokenizer_config.json")
     eos = _find_special_token(tokenizer, directory, config, "eos")
     if eos is None:
@@ -200,7 +187,7 @@ def find_least_vocabulary(name: str) -> int:
     end-of-text token, for an existing tokenizer its own size. Raises `UserError` if the tokenizer's files are missing
     or none names the EOS token."""
     found = find_tokenizer(name)
-    return KINDS[name].least if found is None else _count_vocabulary(Tokenizer.from_buffer(found.tokenizer))
+    return KINDS[name].least if found is None else _count_vocabulary(parse_tokenizer(found.tokenizer, Path(FILES[0])))
 
 
 def write_tokenizer(
@@ -230,7 +217,7 @@ def write_tokenizer(
 
 def load_tokenizer(directory: Path) -> TextTokenizer:
     """Load the tokenizer whose tokenizer.json and tokenizer_config.json `write_tokenizer` wrote into `directory`."""
-    tokenizer = _parse_tokenizer((directory / FILES[0]).read_bytes(), directory / FILES[0])
+    tokenizer = parse_tokenizer((directory / FILES[0]).read_bytes(), directory / FILES[0])
     return _make_text_tokenizer(tokenizer, _load_json_object(directory / FILES[1]))
 
 
@@ -253,19 +240,6 @@ def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
     return tokenizer.get_vocab() == reference.get_vocab() and bool(
         json.loads(tokenizer.to_str()) == json.loads(reference.to_str())
     )
-
-
-def _parse_tokenizer(data: bytes, file: Path) -> Tokenizer:
-    """Parse `data`, the content of a tokenizer.json. Raises `UserError` that names `file`."""
-    try:
-        with _convert_panics(f"{file} is not a tokenizer that can be read"):
-            return Tokenizer.from_buffer(data)
-    except UserError:
-        raise
-    except Exception as error:  # the library raises bare exceptions
-        raise UserError(
-            f"data.tokenizer: {file} is not a tokenizer that can be read ({str(error).splitlines()[0]})"
-        ) from None
 
 
 def _load_json_object(path: Path) -> dict[str, Any]:
