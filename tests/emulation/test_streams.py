@@ -81,9 +81,9 @@ def read_calls(ranks: EmulatedRanks) -> list[RankCalls]:
 
 def check(text: str, seed: int) -> None:
     """Assert that a layout on simulated streams computes the bits of one that blocks, in calls without a circle."""
-    layout = Layout.parse(text)
+    layout, plain = Layout.parse(text), train_plain(text)
     with StreamRanks(layout.world_size, seed=seed) as ranks:
-        assert find_difference(train_plain(text), train(ranks, layout)) is None, text
+        assert find_difference(plain, train(ranks, layout)) is None, text
         calls = read_calls(ranks)
     assert find_circular_wait(calls) is None
     assert layout.world_size == 1 or all(len(each.calls) > 10 for each in calls)
@@ -222,6 +222,7 @@ def test_snapshot_is_read_after_its_event_has_passed(owner: Any, name: str, old:
 
 def test_reordered_calls_of_one_rank_are_a_circle_though_the_run_is_right():
     text, reducer = "dp4 zero2 hs2", zero.GradientReducer
+    plain = train_plain(text)
     late = (
         "if last and unit.axes.data.rank == 0: self.__dict__.setdefault('late', []).append(unit)\n"
         "    elif last and not unit.axes.replica.trivial:"
@@ -235,7 +236,7 @@ def test_reordered_calls_of_one_rank_are_a_circle_though_the_run_is_right():
         edited(reducer, "_add_to_shard", "if last and not unit.axes.replica.trivial:", late),
         edited(reducer, "finish", "for handle in self._replica_sums:", post),
     ):
-        assert find_difference(train_plain(text), train(ranks, Layout.parse(text))) is None
+        assert find_difference(plain, train(ranks, Layout.parse(text))) is None
         found = find_circular_wait(read_calls(ranks))
     assert found is not None and found.startswith("circular wait: rank 0 in call")
     assert "data.gradients over shard" in found and "data.gradients.replicas over replica" in found

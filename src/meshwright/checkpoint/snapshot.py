@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.comm.backend import current_stream
+from meshwright.comm import backend
 from meshwright.parallel.flat_buffers import TensorSlice
 
 
@@ -57,7 +57,7 @@ class SnapshotBuffers:
                 view = buffer[position : position + size]
                 copied.append(replace(item, tensor=view))
                 position += size
-        stream = next(filter(None, (current_stream(item.tensor.device) for item in slices)), None)
+        stream = next(filter(None, (backend.current_stream(item.tensor.device) for item in slices)), None)
         return Snapshot(tuple(copied), tuple(used), None if stream is None else stream.record_event())
 
     def _get_buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:

@@ -196,17 +196,17 @@ class ComputeStream:
 
 class StreamEvent(NamedTuple):
     """Event on a compute stream, with the method of `torch.cuda.Event` that the engine calls. copies: those of the
-    stream; count: how many of them are before the event. seconds: when the stream reaches it."""
+    stream; copies_before: how many of them are before the event. seconds: when the stream reaches it."""
 
     stream: ComputeStream
     copies: list[Callable[[], object]]
-    count: int
+    copies_before: int
     seconds: float
 
     def synchronize(self) -> None:
         """Let the host wait for the event: copies queued before it have arrived."""
         self.stream.host = max(self.stream.host, self.seconds)
-        for at in range(self.count):
+        for at in range(self.copies_before):
             self.copies[at]()
             self.copies[at] = lambda: None
 

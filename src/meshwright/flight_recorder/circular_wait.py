@@ -85,8 +85,8 @@ def _describe_circle(stuck: dict[int, list[Call]], entered: dict[_Key, dict[int,
     while path[-1] in waits and waits[path[-1]][1] not in path:
         path.append(waits[path[-1]][1])
     if path[-1] not in waits:
-        call, missing = waits[path[-2]]
-        return f"rank {path[-2]} waits in {_describe(call)} for rank {missing}, which makes no such call"
+        call, absent = waits[path[-2]]
+        return f"rank {path[-2]} waits in {_describe(call)} for rank {absent}, which makes no such call"
     circle = path[path.index(waits[path[-1]][1]) :]
     steps = [f"rank {rank} in {_describe(waits[rank][0])} for rank {waits[rank][1]}" for rank in circle]
     return f"circular wait: {'; '.join(steps)}"
