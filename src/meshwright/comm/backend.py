@@ -1,7 +1,10 @@
-"""Backends of torch.distributed that carry a process group's calls."""
+"""Backends of torch.distributed that carry a process group's calls, and their time limits."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
 
 
@@ -12,3 +15,12 @@ def group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
         backends.)
     """
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
+
+
+def backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
+    """Return the time limit to give to torch.distributed for calls on tensors of `device` that may take `seconds`.
+
+    On CUDA it is twice as long: NCCL's watchdog aborts the process, and counts from when a call was queued. Our own
+    watch (`flight_recorder.device_calls`) comes first and reports the hang.
+    """
+    return timedelta(seconds=2 * seconds if torch.device(device).type == "cuda" else seconds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.named import NamedProgram
-from meshwright.comm.backend import group_backends
+from meshwright.comm.backend import backend_timeout, group_backends
 from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
@@ -257,7 +256,7 @@ class Mesh:
                 return groups.get(ranks)  # the world's, where it has one rank
             if ranks not in groups:
                 with communicator.record_joint_call(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
-                    group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
+                    group = dist.new_group(list(ranks), timeout=backend_timeout(device, timeout_seconds))
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
                 if groups[ranks] is not None:
                     made.append(group)
