@@ -29,6 +29,20 @@ def test_backend_gives_up_later_than_the_watch_of_a_device():
     assert backend_timeout(torch.device("cuda", 1), 30.0).total_seconds() == 60
 
 
+@pytest.mark.parametrize("config, device, backend", [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cpu:gloo", "cpu", None)])
+def test_groups_of_axes_have_the_backend_of_their_device_alone(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: str, backend: str | None
+):
+    new_group = mock.Mock()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 512)
+    monkeypatch.setattr(dist, "get_rank", lambda: 9)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    mesh = Mesh.create(Layout(dp=64, tp=8), device)
+    assert new_group.call_count == 64 + 8 and {call.args[2] for call in new_group.call_args_list} == {backend}
+    assert mesh.tp.ranks == tuple(range(8, 16)) and mesh.dp.ranks == tuple(range(1, 512, 8))
+
+
 def test_threads_use_the_device_of_the_thread_that_starts_them(monkeypatch: pytest.MonkeyPatch):
     done: list[tuple[Any, int]] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
