@@ -2,11 +2,11 @@
 
     python bench/gpu/precision.py [--device cuda] [--small]
 
-Checks: tf32 multiplies float32 less exactly than fp32 does, and not otherwise than CUDA's TF32 (10 bits); fp16 with a
-scaled loss learns what float32 learns, within 2 %, and finds its scale from 2^30 downwards by steps that are skipped.
-Measures: seconds of a training step of a Llama shape at sequence 2048 in fp32, tf32, bf16 and fp16, in turns. `--small`
-shrinks the shape, so that the script itself can be tried on a CPU (where there is no tf32). Writes
-`bench/results/gpu_precision.json`; exit code 1 when a check does not hold.
+Measures first: seconds of a training step of a Llama shape at sequence 2048 in fp32, tf32, bf16 and fp16, in turns.
+Then checks: tf32 multiplies float32 less exactly than fp32 does, and not otherwise than CUDA's TF32 (10 bits); fp16
+with a scaled loss learns what float32 learns, within 2 %, and finds its scale from 2^30 downwards by steps that are
+skipped. Each case fails alone. `--small` shrinks the shape, so that the script itself can be tried on a CPU (where
+there is no tf32). Writes `bench/results/gpu_precision.json`; exit code 1 when a check does not hold.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import argparse
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import write_result
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import Cases
+
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.training.loss_scale import LossScale
@@ -63,11 +66,12 @@ def losses(precision: str, device: str, steps: int) -> list[float]:
 
 
 def search(device: str) -> dict[str, Any]:
-    """fp16 from a scale that overflows: which steps were skipped, where the scale ended."""
+    """fp16 from a scale that overflows: whether it found one that does not, steps skipped, where the scale ended."""
     trainer = trainer_of("fp16", device, SMALL)
     trainer.loss_scale = LossScale(2.0**30, 2000)
     finite = [trainer.step().finite for _ in range(SEARCHING_STEPS)]
-    return {"skipped": finite.count(False), "finite": finite, "scale": trainer.loss_scale.value}
+    settled = not finite[0] and all(finite[-SETTLED_STEPS:])
+    return {"settled": settled, "skipped": finite.count(False), "scale": trainer.loss_scale.value}
 
 
 def measure(device: str, shape: dict[str, int], precisions: list[str]) -> dict[str, Any]:
@@ -101,29 +105,26 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     device, cuda = options.device, options.device.startswith("cuda")
-    checks: dict[str, bool] = {}
-    errors = {name: product_error(name, device) for name in (["fp32", "tf32"] if cuda else ["fp32"])}
-    checks["fp32 products are float32's"] = errors["fp32"] < 1e-6
-    if cuda:
-        checks["tf32 products are TF32's"] = 10 * errors["fp32"] < errors["tf32"] < TF32_ERROR
-    whole, half = losses("fp32", device, LEARNING_STEPS), losses("fp16", device, LEARNING_STEPS)
-    checks["fp16 learns what fp32 learns"] = abs(half[-1] - whole[-1]) < 0.02 * whole[-1]
-    found = search(device)
-    checks["fp16 finds its scale"] = not found["finite"][0] and all(found["finite"][-SETTLED_STEPS:])
+    header = {"device": torch.cuda.get_device_name() if cuda else "cpu"}
+    cases = Cases("gpu_precision" if cuda and not options.small else None, header, 280.0)
     precisions = ["fp32", *(["tf32"] if cuda else []), "bf16", "fp16"]
-    result = {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "product_errors": errors,
-        "losses": {"fp32": whole[-1], "fp16": half[-1]},
-        "search": {key: found[key] for key in ("skipped", "scale")},
-        "checks": checks,
-        "steps": measure(device, SMALL if options.small else SHAPE, precisions),
-    }
-    if cuda and not options.small:
-        write_result("gpu_precision", result)
-    else:
-        print(result)
-    return 0 if all(checks.values()) else 1
+    shape = SMALL if options.small else SHAPE
+    cases.run("measured", "steps", partial(measure, device, shape, precisions))
+    error = partial(product_error, "fp32", device)
+    exact = cases.run("product_errors", "fp32", error, lambda found: found < 1e-6)
+    if cuda and exact is not None:
+        error = partial(product_error, "tf32", device)
+        cases.run("product_errors", "tf32", error, lambda found: 10 * exact < found < TF32_ERROR)
+    whole = cases.run("losses", "fp32", lambda: losses("fp32", device, LEARNING_STEPS)[-1])
+    if whole is not None:
+        cases.run(
+            "losses",
+            "fp16",
+            lambda: losses("fp16", device, LEARNING_STEPS)[-1],
+            lambda found: abs(found - whole) < 0.02 * whole,
+        )
+    cases.run("search", "fp16", partial(search, device), lambda found: found["settled"])
+    return cases.end()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     python bench/gpu/serving_on_gpu.py [--small]
 
-Checked: logits in float32 and bfloat16 against the training model in float64 on the CPU, for each kind of model; steps
-captured in CUDA graphs against eager ones; with `batch_invariant` the bits of answers alone, among others, in chunks,
-and after a prefix hit. Measured on random weights in bf16 of the shapes of Llama 3.2 1B and 3.1 8B: tokens per second,
-time to first token at 1, 8 and 32 requests, share of the measured read bandwidth that decoding at batch 1 reaches
-(goal: 80 %), and what `batch_invariant` costs. `--small` shrinks the measured model, so that the script itself can be
-tried without a GPU, in Triton's interpreter (TRITON_INTERPRET=1). Writes `bench/results/gpu_serving.json`; exit code 1
-when a check does not hold.
+Measured first, on random weights in bf16 of the shapes of Llama 3.2 1B and 3.1 8B: tokens per second, time to first
+token at 1, 8 and 32 requests, share of the measured read bandwidth that decoding at batch 1 reaches (goal: 80 %), and
+what `batch_invariant` costs. Then checked: logits in float32 and bfloat16 against the training model in float64 on the
+CPU, for each kind of model; steps captured in CUDA graphs against eager ones; with `batch_invariant` the bits of
+answers alone, among others, in chunks, and after a prefix hit. `--small` shrinks the measured model, so that the script
+itself can be tried without a GPU, in Triton's interpreter (TRITON_INTERPRET=1). Writes
+`bench/results/gpu_serving.json`; exit code 1 when a check does not hold.
 """
 
 from __future__ import annotations
@@ -235,6 +235,16 @@ def main() -> int:
     header = {"device": torch.cuda.get_device_name() if CUDA else "cpu", "versions": device_operations.VERSION,
               "torch": torch.__version__, "prompt_and_answer_tokens": TOKENS}  # fmt: skip
     cases = Cases("gpu_serving" if CUDA and not small else None, header)
+    bandwidth = cases.run("bandwidth", "bytes per second", read_bandwidth)
+    shapes = {"small": medium(True)[0]} if small else {"1B": preset("llama-3.2-1b"), "8B": preset("llama-3.1-8b")}
+    for shape, config in shapes.items():
+        pair = []
+        for invariant in (False, True):
+            free_memory()
+            title = f"{shape} {'batch-invariant' if invariant else 'plain'}"
+            pair.append(cases.run("serving", title, partial(measure, config, invariant, bandwidth, small)))
+        if all(pair):
+            cases.run("cost of batch invariance", shape, partial(compare, *pair))
     for invariant in (False, True):
         name = "batch-invariant" if invariant else "plain"
         for family in FAMILIES[:: 4 if small or invariant else 1]:
@@ -246,16 +256,6 @@ def main() -> int:
     none = lambda found: not sum(count for what, count in found.items() if what != "of")  # noqa: E731
     cases.run("differing answers", "batch-invariant", partial(same_bits, small, True), none)
     cases.run("differing answers", "plain", partial(same_bits, small, False))
-    bandwidth = cases.run("bandwidth", "bytes per second", read_bandwidth)
-    shapes = {"small": medium(True)[0]} if small else {"1B": preset("llama-3.2-1b"), "8B": preset("llama-3.1-8b")}
-    for shape, config in shapes.items():
-        pair = []
-        for invariant in (False, True):
-            free_memory()
-            title = f"{shape} {'batch-invariant' if invariant else 'plain'}"
-            pair.append(cases.run("serving", title, partial(measure, config, invariant, bandwidth, small)))
-        if all(pair):
-            cases.run("cost of batch invariance", shape, partial(compare, *pair))
     return cases.end()
 
 

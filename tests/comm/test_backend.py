@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import collectives
-from meshwright.comm.backend import group_backends
+from meshwright.comm import collectives, transport
+from meshwright.comm.backend import backend_timeout, group_backends
+from meshwright.comm.device_thread import start_thread
 from meshwright.comm.local import LocalRanks
-from meshwright.comm.mesh import Mesh
+from meshwright.comm.mesh import Axis, Communicator, Mesh
 from meshwright.layout import Layout
 from meshwright.training.loop import deterministic
 
@@ -17,6 +22,66 @@ from meshwright.training.loop import deterministic
 def test_backend_of_a_group_is_named_by_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     assert group_backends(None) == {"cpu": "gloo", "cuda": "nccl"}
+
+
+def test_backend_gives_up_later_than_the_watch_of_a_device():
+    assert backend_timeout("cpu", 30.0).total_seconds() == 30
+    assert backend_timeout(torch.device("cuda", 1), 30.0).total_seconds() == 60
+
+
+@pytest.mark.parametrize("config, device, backend", [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cpu:gloo", "cpu", None)])
+def test_groups_of_axes_have_the_backend_of_their_device_alone(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: str, backend: str | None
+):
+    new_group = mock.Mock()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 512)
+    monkeypatch.setattr(dist, "get_rank", lambda: 9)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    mesh = Mesh.create(Layout(dp=64, tp=8), device)
+    assert new_group.call_count == 64 + 8 and {call.args[2] for call in new_group.call_args_list} == {backend}
+    assert mesh.tp.ranks == tuple(range(8, 16)) and mesh.dp.ranks == tuple(range(1, 512, 8))
+
+
+def test_threads_use_the_device_of_the_thread_that_starts_them(monkeypatch: pytest.MonkeyPatch):
+    done: list[tuple[Any, int]] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((device, threading.get_ident())))
+    for cuda in (True, False):
+        thread = start_thread(lambda: done.append(("run", threading.get_ident())), "test", cuda)
+        thread.join()
+    assert [what for what, _ in done] == [3, "run", "run"] and done[0][1] == done[1][1] != threading.get_ident()
+
+
+def gather_and_scatter_natively() -> None:
+    """Rows of two dims, whose whole has another dim: gloo's own calls compare shapes, on CUDA tensors too."""
+    mesh = Mesh.create(Layout(dp=2))
+    part = torch.arange(6.0).view(2, 3) + 10 * mesh.rank
+    whole, total = torch.empty(2, 2, 3), torch.empty(2, 3)
+    with mock.patch.object(transport, "uses_native_calls", lambda axis, tensor: True):
+        collectives.all_gather(whole, part, mesh.data, "gather").wait()
+        collectives.reduce_scatter(total, whole.clone(), mesh.data, "scatter").wait()
+    assert torch.equal(whole[1] - whole[0], torch.full((2, 3), 10.0)) and torch.equal(total, 2 * whole[mesh.rank])
+    mesh.close()
+
+
+def test_own_calls_of_the_backend_get_parts_and_whole_of_one_shape(two: LocalRanks):
+    two.run(gather_and_scatter_natively)
+
+
+def test_barrier_on_a_device_holds_the_host():
+    order: list[str] = []
+    axis = Axis("world", (0, 1), 0, None, Communicator("cuda"))
+    queued, nothing = mock.Mock(), mock.Mock(is_cuda=True, dtype=torch.float32, shape=(1,))
+    queued.wait.side_effect = lambda *_: order.append("stream waits")
+    stream = mock.Mock(**{"synchronize.side_effect": lambda: order.append("host waits")})
+    with (
+        mock.patch.object(torch, "zeros", lambda *_, device: nothing),
+        mock.patch.object(transport, "all_reduce", lambda *_: ([queued], None)),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: stream),
+    ):
+        collectives.barrier(axis, "probe")
+    assert order == ["stream waits", "host waits"]
 
 
 def call_with_one_rank(trivial_calls: bool) -> tuple[list[str], list[torch.Tensor], str]:

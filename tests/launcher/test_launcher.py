@@ -101,6 +101,17 @@ def test_missing_rank_prints_its_stack_while_alive(tmp_path):
     )
 
 
+def test_hang_of_a_device_is_reported_though_the_host_is_stuck(tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(
+        RankLost, match=r"^rank 1 has not entered call 1 of .*, where rank 0 has been waiting for 0\.\d s"
+    ):
+        start(tmp_path, "device of rank 0 hangs")
+    assert time.monotonic() - begun < 30, "both would have slept for a minute"
+    report = (tmp_path / "rank-lost.txt").read_text()
+    assert re.search(r"  rank 0 \(process \d+, gave up\): has been waiting for .* in call 1 of", report), report
+
+
 def test_stopped_waiting_rank_without_report_is_still_named(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(launcher, "STOPPED_SECONDS", 0.2)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckFailed, RankLost, RanksDisagree, Terminated, UserError
+from meshwright.flight_recorder import device_calls
 from meshwright.flight_recorder.call_ring import get_process_writer
-from meshwright.launcher.rank_process import run_rank
+from meshwright.flight_recorder.device_calls import DeviceCalls
+from meshwright.launcher.rank_process import end_as_lost, run_rank
 from meshwright.launcher.rendezvous import Place, connect_to_store, initialise
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -110,6 +113,31 @@ def case_rank_0_is_elsewhere(description: dict[str, Any], start: Place) -> dict[
     time.sleep(0.3)
     get_process_writer().give_up()
     raise RankLost("rank 1 had no answer")
+
+
+class NeverReached:
+    """Event of a device that hangs."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return False
+
+
+def case_device_of_rank_0_hangs(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    """The host goes on after each call, and then waits for its device in C; rank 1 never makes the call."""
+    if start.rank == 0:
+        device_calls.LOOK_SECONDS = 0.01
+        error = RankLost("the GPU of rank 0 was not through a call within 0.2 s")
+        calls = DeviceCalls(get_process_writer(), NeverReached, 0.2, lambda number: end_as_lost(error))
+        for _ in range(2):
+            number = calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,))
+            calls.wait(number)
+            calls.done(number)
+        threading.Thread(target=calls.watch, daemon=True).start()
+    time.sleep(60)
+    return {}
 
 
 def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[str, Any]:

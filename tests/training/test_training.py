@@ -4,10 +4,12 @@ does, bit for bit."""
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import re
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -382,6 +384,20 @@ def test_deterministic_algorithms_are_enabled_only_during_run(home, monkeypatch)
         directory.create()
         loop.train(recipe, Mesh.single(), directory, show_progress=False)
     assert asked == [True, True, False, False] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_discarded_run_is_garbage_collected(home):
+    """A process that trains one model after another has the memory of one."""
+    recipe = cases.recipe(home / "discarded", "mb2 ac:selective fp32", train_steps=2)
+    directory = RunDirectory(recipe.run_directory)
+    directory.create()
+    run = loop.Run(recipe, Mesh.single(), directory, show_progress=False)
+    run.run()
+    trainer = run.trainer
+    left = [weakref.ref(each) for each in (run, trainer, trainer.parallel, trainer.parallel.shards[0].master)]
+    del run, trainer
+    gc.collect()
+    assert [each() for each in left] == [None] * 4
 
 
 # --- steps that cannot count

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshwright.checkpoint.model_files import INDEX, plan_model_files
 from meshwright.checkpoint.saving import Save, SaveCancelled, SaveFailed
 from meshwright.checkpoint.settings import SaveOptions, SaveTarget
 from meshwright.checkpoint.snapshot import SnapshotBuffers
+from meshwright.comm.device_thread import start_thread
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -120,8 +122,8 @@ class Checkpointer:
         save = Save(self._target, f"{self._token:x}-{self._saves}", step, snapshot, text, validation_loss)
         self._save = save
         if self._background:
-            self._thread = threading.Thread(target=self._run, args=(save,), name=f"checkpoint {step}", daemon=True)
-            self._thread.start()
+            cuda = self._mesh.device.type == "cuda"
+            self._thread = start_thread(partial(self._run, save), f"checkpoint {step}", cuda)
         else:
             self._run(save)
         self.stall_seconds = time.perf_counter() - begun

@@ -1,6 +1,9 @@
-"""Backends of torch.distributed that carry a process group's calls, and the stream on which a rank computes."""
+"""Backends of torch.distributed that carry a process group's calls, their time limits, and the stream on which a rank
+computes."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,3 +22,12 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream on which this rank computes, None on a device without streams. The simulator of streams
     (emulation/streams.py) replaces this function."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
+    """Return the time limit to give to torch.distributed for calls on tensors of `device` that may take `seconds`.
+
+    On CUDA it is twice as long: NCCL's watchdog aborts the process, and counts from when a call was queued. Our own
+    watch (`flight_recorder.device_calls`) comes first and reports the hang.
+    """
+    return timedelta(seconds=2 * seconds if torch.device(device).type == "cuda" else seconds)

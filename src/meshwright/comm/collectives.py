@@ -293,8 +293,8 @@ def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: 
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time limit of one wait of the host; None for CUDA tensors, where NCCL's watchdog ends
-    hanging calls."""
+    """Return the time limit of one wait of the host; None for CUDA tensors, where a watch of the device
+    ends hanging calls (`launcher.device_watch`)."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 

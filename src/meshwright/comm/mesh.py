@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.named import NamedProgram
-from meshwright.comm.backend import group_backends
+from meshwright.comm.backend import backend_timeout, group_backends
 from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
@@ -249,6 +248,8 @@ class Mesh:
         # Axes over the same ranks share one group: connections are full meshes, and groups are made by all ranks alike.
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everybody: dist.group.WORLD}
         made: list[dist.ProcessGroup] = []
+        # Beside NCCL the world alone has gloo, for host tensors: each of its groups connects all ranks by TCP.
+        backend = "nccl" if group_backends(None).get(torch.device(device).type) == "nccl" else None
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
             """Return the process group of `ranks`, created once; None if this rank is not in it, or for a single
@@ -257,7 +258,8 @@ class Mesh:
                 return groups.get(ranks)  # the world's, where it has one rank
             if ranks not in groups:
                 with communicator.record_joint_call(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
-                    group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
+                    timeout = backend_timeout(device, timeout_seconds)
+                    group = dist.new_group(list(ranks), timeout, backend)
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
                 if groups[ranks] is not None:
                     made.append(group)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.named import NamedProgram
+from meshwright.comm.device_thread import start_thread
 from meshwright.comm.programs import Buffers, Executable
 from meshwright.program.check_collective import CheckedCollective
 
@@ -113,8 +114,7 @@ class NamedPrograms:
                 tensor.record_stream(self._stream)
                 return _StreamWork(self._stream.record_event())
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run_posted_programs, name="collective programs", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run_posted_programs, "collective programs", tensor.is_cuda)
         work = Work(run)
         self._queue.put(work)
         return work

@@ -139,8 +139,9 @@ class RankCalls:
 
     @property
     def waiting(self) -> Call | None:
-        """Call that the process waits for, None if it waits for none."""
-        return next((call for call in reversed(self.calls) if call.waiting), None)
+        """Oldest call that the process waits for, None if it waits for none. On a device, which passes calls in order,
+        the one it is in."""
+        return next((call for call in self.calls if call.waiting), None)
 
     @property
     def last_done(self) -> Call | None:

@@ -12,12 +12,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn, TextIO
 
-from meshwright.errors import MeshwrightError, UserError, ignore_model_warnings, out_of_memory_message
+from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory_message
 from meshwright.flight_recorder.call_ring import attach_process_writer
 from meshwright.launcher import rendezvous
 from meshwright.launcher.rendezvous import Place
+from meshwright.terminal import print_message
 
 
 def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
@@ -33,8 +35,8 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
     _end_with_launcher(description.get("launcher"))
     faulthandler.enable()
     ignore_model_warnings()
-    report = os.fdopen(description["report"], "w")
-    os.set_inheritable(report.fileno(), False)
+    _report.append(os.fdopen(description["report"], "w"))
+    os.set_inheritable(description["report"], False)
     for descriptor in (description["calls"], description["stack"], *description["keep"]):
         os.set_inheritable(descriptor, False)
     faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)  # the launcher asks where we are
@@ -43,20 +45,44 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
         description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
     )
     try:
-        text, code = json.dumps({"result": work(description, start)}), 0
+        said, code = {"result": work(description, start)}, 0
     except BaseException as error:
         if (reason := out_of_memory_message(error)) is not None:
             error = UserError(f"rank {start.rank}: {reason}")
-        if isinstance(error, MeshwrightError):
-            said: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
-        else:
-            said = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
-        text, code = json.dumps(said | {"at": time.monotonic()}), 1
-    try:
-        report.write(text)
-        report.close()
-    except BrokenPipeError:
-        pass  # nobody is left to tell
+        said, code = _describe_error(error), 1
+    _end_process(said, code)
+
+
+def end_as_lost(error: RankLost) -> NoReturn:
+    """End this process at once, from any thread, with the error of a rank that got no answer: its main thread may be
+    waiting for a device that never comes to an end. Reported to the launcher, or printed where others started it."""
+    if not _report:
+        print_message(f"meshwright: error: {error}")
+    _end_process(_describe_error(error), 1 if _report else error.exit_code)
+
+
+_report: list[TextIO] = []  # pipe to the launcher, if that started this process
+_ending = threading.Lock()  # held for good by the thread that reports
+
+
+def _describe_error(error: BaseException) -> dict[str, Any]:
+    """Return the report of an exception that is being handled, for the launcher to raise it again."""
+    if isinstance(error, MeshwrightError):
+        said: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
+    else:
+        said = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
+    return said | {"at": time.monotonic()}
+
+
+def _end_process(said: dict[str, Any], code: int) -> NoReturn:
+    """Write the result or error as JSON to the report pipe, if there is one, and end the process with this exit
+    code."""
+    text = json.dumps(said)
+    _ending.acquire()
+    for report in _report:
+        with suppress(BrokenPipeError):  # nobody is left to tell
+            report.write(text)
+            report.close()
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of process groups whose peers have died may never come to an end.

@@ -187,7 +187,9 @@ def initialise(place: Place, store: Store, device: str, timeout_seconds: float) 
     """
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=timeout_seconds)
+    from meshwright.comm.backend import backend_timeout
+
+    timeout = backend_timeout(device, timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     options: dict[str, Any] = {}
     if device.startswith("cuda"):

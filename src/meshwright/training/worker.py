@@ -112,6 +112,7 @@ def _run_as_rank(
 
     from meshwright.collectives.named import named_programs
     from meshwright.comm.mesh import Mesh
+    from meshwright.launcher.device_watch import watch_device_calls
 
     if work is None:
         from meshwright.training.loop import train
@@ -144,7 +145,8 @@ def _run_as_rank(
         layout = recipe.parsed_layout
         programs = named_programs(recipe.collectives, layout, recipe.where)
         mesh = Mesh.create(layout, device, timeout, programs)
-        return work(recipe, mesh, directory, **options)
+        with watch_device_calls(mesh.communicator, calls):
+            return work(recipe, mesh, directory, **options)
     except RankLost as error:
         if calls is None:
             raise

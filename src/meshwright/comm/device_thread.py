@@ -1,0 +1,24 @@
+"""Threads that use the device of the thread that starts them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+
+def start_thread(run: Callable[[], object], name: str, cuda: bool) -> threading.Thread:
+    """Start a daemon thread that runs `run` and return it. cuda: give it the caller's current CUDA device; a new
+    thread's is the first GPU, where its first call would open a context."""
+    device = torch.cuda.current_device() if cuda else None
+
+    def run_on_device() -> None:
+        """Run, on the device."""
+        if device is not None:
+            torch.cuda.set_device(device)
+        run()
+
+    thread = threading.Thread(target=run_on_device, name=name, daemon=True)
+    thread.start()
+    return thread
