@@ -17,6 +17,7 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
+from meshwright.program.pipeline import Kind
 from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of
 from meshwright.spec.parameters import parameter_table
@@ -113,15 +114,14 @@ def _watch_steps(pipeline: Any, note: Any) -> None:
     run = pipeline.run
 
     def watched(compute: Any) -> None:
-        for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
-            method = getattr(compute, kind)
+        step = compute.run
 
-            def noted(*arguments: Any, method: Any = method, kind: str = kind) -> Any:
-                result = method(*arguments)
-                note(kind)
-                return result
+        def noted(kind: Kind, key: Any, x: Any) -> Any:
+            result = step(kind, key, x)
+            note(kind.name.lower())
+            return result
 
-            setattr(compute, kind, noted)
+        compute.run = noted
         run(compute)
 
     pipeline.run = watched
