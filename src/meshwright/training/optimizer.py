@@ -95,11 +95,12 @@ class Optimizer:
         state = [[part.state[kind] for part in parts] for kind in self._state]
         common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}
         if self.name == "adamw":
-            betas = {"beta1": self._betas[0], "beta2": self._betas[1], "eps": self._epsilon}
-            adamw(masters, gradients, *state, [], [part.updates for part in parts], amsgrad=False, **betas, **common)
+            updates, (beta1, beta2) = [part.updates for part in parts], self._betas
+            common |= {"beta1": beta1, "beta2": beta2, "eps": self._epsilon, "amsgrad": False}
+            adamw(masters, gradients, state[0], state[1], [], updates, **common)
         else:
-            momentum = state[0] if state else []
-            sgd(masters, gradients, momentum, momentum=self._momentum, dampening=0.0, nesterov=False, **common)
+            common |= {"momentum": self._momentum, "dampening": 0.0, "nesterov": False}
+            sgd(masters, gradients, state[0] if state else [], **common)
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the optimizer state by kind ("exp_avg" ...), one 1-D tensor per shard. The tensors are not copied: a
