@@ -118,8 +118,9 @@ class _CrossEntropy(torch.autograd.Function):
             # Relative to the largest of them, so that a narrow type neither loses the small ones nor overflows.
             factor = d_loss.abs().amax().clamp(min=torch.finfo(d_loss.dtype).tiny)
             factors_T = d_loss / factor
-        gradients = context.gradients or _recompute_gradients(context, factors_T)
-        return *_scale_gradients(factor, *gradients, context.dtype), None, None, None
+        d_hidden_TH, d_weight_VH, d_bias_V = context.gradients or _recompute_gradients(context, factors_T)
+        gradients = _scale_gradients(factor, d_hidden_TH, d_weight_VH, d_bias_V, context.dtype)
+        return *gradients, None, None, None
 
 
 def _scale_gradients(

@@ -224,8 +224,8 @@ def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
             groups[-1].steps.append(_Step(kind, (stage, replica, micro_batch), what, makes, tuple(answers.get(at, ()))))
         else:
             value = find_carried_value(program, at)
-            what, replica, stage, micro_batch = value
-            enters, site = (stage + 1, ACTIVATION_SITE) if what == OUTPUT else (stage, GRADIENT_SITE)
+            direction, replica, stage, micro_batch = value
+            enters, site = (stage + 1, ACTIVATION_SITE) if direction == OUTPUT else (stage, GRADIENT_SITE)
             arrives, peer, name = kind in ARRIVING, program.find_peer(at), program.describe(at)
             key = enters, replica, micro_batch
             groups[-1].transfers.append(_Transfer(value, peer, arrives, key, site, name))

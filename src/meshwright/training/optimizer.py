@@ -100,7 +100,8 @@ class Optimizer:
             adamw(masters, gradients, state[0], state[1], [], updates, **common)
         else:
             common |= {"momentum": self._momentum, "dampening": 0.0, "nesterov": False}
-            sgd(masters, gradients, state[0] if state else [], **common)
+            momentum: list[torch.Tensor | None] = [*state[0]] if state else []
+            sgd(masters, gradients, momentum, **common)
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the optimizer state by kind ("exp_avg" ...), one 1-D tensor per shard. The tensors are not copied: a
