@@ -152,7 +152,7 @@ def measure(model: str, layout_text: str) -> dict[str, int]:
     mesh.record.clear()
     trainer.step()
     figures = {
-        "sent_bytes": mesh.record.sent_bytes(),
+        "sent_bytes": sum(mesh.record.sent_by_site().values()),
         "peak_bytes": max(0, peak_resident_bytes() - before),
         "state_bytes": sum(trainer.memory().values()),
     }

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshwright as mw
 from meshwright.checkpoint import find_checkpoint
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.cli.main import meshwright
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import prepare_held_out, run_evaluation
-from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.inspection.placement import describe_placement
 from meshwright.inspection.report import inspect_model
-from meshwright.model.huggingface import save_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import ALIGNMENT

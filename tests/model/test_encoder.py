@@ -13,11 +13,12 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
-from meshwright.model.huggingface import load_encoder, load_huggingface, save_huggingface
+from meshwright.model.huggingface import load_encoder, load_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import AxisOperations
@@ -20,7 +21,7 @@ from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.experts import Router
 from meshwright.model.grouped_product import grouped_product
-from meshwright.model.huggingface import load_huggingface, save_huggingface
+from meshwright.model.huggingface import load_huggingface
 from meshwright.model.initialise import extract_entry, initialise
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.recompute import ActivationCheckpointing

@@ -13,9 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
 from meshwright.model.cache import KeyValueCache
-from meshwright.model.huggingface import load_huggingface, save_huggingface
+from meshwright.model.huggingface import load_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config_json import config_from_huggingface
@@ -147,6 +148,7 @@ def test_model_is_saved_in_requested_dtype_with_tokenizer(saved: Path, tmp_path:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert json.loads((tmp_path / "half" / "generation_config.json").read_text()) == {
+        "_from_model_config": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
         entries = [initial_value(entry, 5).view(entry.engine_shape) for entry in tensor.entries]
         ours.get_parameter(tensor.name).data.copy_(torch.cat(entries))
     pairs = Pairs.from_ids(IDS).with_reference(reference)
-    values = ours(tokens[:, :-1], targets, Documents.from_ids(IDS).in_pairs(pairs))
+    values = ours(tokens[:, :-1], targets, replace(Documents.from_ids(IDS), pairs=pairs))
     loss = Preference("dpo", beta)(values, pairs).loss / 3
     loss.backward()
 

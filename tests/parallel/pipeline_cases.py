@@ -14,8 +14,8 @@ from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import RankLost
 from meshwright.layout import Layout
-from meshwright.parallel.pipeline import Pipeline
-from meshwright.program.pipeline import PipelineProgram
+from meshwright.parallel.pipeline import Key, Pipeline
+from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.program.pipeline_text import parse_pipeline
 from meshwright.schedules.library import generate
 from tests.program.pipeline_interpreter import random_program
@@ -64,6 +64,12 @@ class Toy:
         self.alive: dict[str, StorageWeakRef] = {}
         self.late: list[str] = []  # outputs that are kept though their gradient has come back
         self.calls: Counter[str] = Counter()
+
+    def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
+        if kind == Kind.WEIGHT_GRADIENT:
+            return self.weight_gradient(*key)
+        of_kind = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward, Kind.INPUT_GRADIENT: self.input_gradient}
+        return of_kind[kind](*key, x)
 
     def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
         self.calls["F"] += 1
@@ -123,8 +129,8 @@ class Toy:
         y, d_out = self.queued.pop((stage, replica, micro_batch))
         self._add(stage, *torch.autograd.grad(y, self.weights[stage], d_out))
 
-    def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
-        return torch.full((ROWS, width(stage)), torch.nan, dtype=torch.float64)
+    def buffer(self, key: Key) -> torch.Tensor:
+        return torch.full((ROWS, width(key[0])), torch.nan, dtype=torch.float64)
 
 
 def run(program: PipelineProgram, mesh: Mesh, steps: int = 1) -> dict[str, Any]:

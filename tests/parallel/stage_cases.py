@@ -17,6 +17,7 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
+from meshwright.program.pipeline import Kind
 from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import program_of
 from meshwright.spec.parameters import parameter_table
@@ -113,15 +114,14 @@ def _watch_steps(pipeline: Any, note: Any) -> None:
     run = pipeline.run
 
     def watched(compute: Any) -> None:
-        for kind in ("forward", "backward", "input_gradient", "weight_gradient"):
-            method = getattr(compute, kind)
+        step = compute.run
 
-            def noted(*arguments: Any, method: Any = method, kind: str = kind) -> Any:
-                result = method(*arguments)
-                note(kind)
-                return result
+        def noted(kind: Kind, key: Any, x: Any) -> Any:
+            result = step(kind, key, x)
+            note(kind.name.lower())
+            return result
 
-            setattr(compute, kind, noted)
+        compute.run = noted
         run(compute)
 
     pipeline.run = watched
@@ -151,20 +151,17 @@ def outputs_kept(problem: Problem, layout_text: str) -> list[bool]:
     run = pipeline.run
 
     def watched(compute: Any) -> None:
-        forward, backward = compute.forward, compute.backward
+        step = compute.run
 
-        def noted_forward(*arguments: Any) -> Any:
-            out = forward(*arguments)
-            if out is not None:
-                sent[arguments[:3]] = StorageWeakRef(out.untyped_storage())
+        def noted(kind: Kind, key: Any, x: Any) -> Any:
+            if kind == Kind.BACKWARD and key in sent:
+                kept.append(not sent[key].expired())
+            out = step(kind, key, x)
+            if kind == Kind.FORWARD and out is not None:
+                sent[key] = StorageWeakRef(out.untyped_storage())
             return out
 
-        def noted_backward(*arguments: Any) -> Any:
-            if arguments[:3] in sent:
-                kept.append(not sent[arguments[:3]].expired())
-            return backward(*arguments)
-
-        compute.forward, compute.backward = noted_forward, noted_backward
+        compute.run = noted
         run(compute)
 
     pipeline.run = watched  # type: ignore[method-assign]
@@ -183,16 +180,16 @@ def head_gradients_kept(problem: Problem, layout_text: str) -> list[int]:
     run = pipeline.run
 
     def watched(compute: Any) -> None:
-        backward = compute.backward
+        step = compute.run
 
-        def noted_backward(stage: int, *arguments: Any) -> Any:
-            if rank.partition.stages[stage].last:
+        def noted(kind: Kind, key: Any, x: Any) -> Any:
+            if kind == Kind.BACKWARD and rank.partition.stages[key[0]].last:
                 shape = rank.model.head_weight.shape
                 tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == shape]
                 found.append(sum(each.untyped_storage().nbytes() == each.nbytes for each in tensors))
-            return backward(stage, *arguments)
+            return step(kind, key, x)
 
-        compute.backward = noted_backward
+        compute.run = noted
         run(compute)
 
     pipeline.run = watched  # type: ignore[method-assign]

@@ -3,6 +3,7 @@ record of its allocator."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import tempfile
@@ -94,7 +95,7 @@ def _measure(step: Step) -> Measured:
         documents = Documents() if step.starts is None else Documents.from_starts(step.starts, step.sequence)
         if step.pairs:
             ids = torch.arange(step.sequence).expand(rows, -1) // (step.sequence // 2)
-            documents = Documents.from_ids(ids).in_pairs(Pairs.from_ids(ids))
+            documents = dataclasses.replace(Documents.from_ids(ids), pairs=Pairs.from_ids(ids))
         micro_batches.append(shard_sequences(*parts, documents, mesh))
     del numbers, parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.saved import Routed, Saved, saved_activations
+from meshwright.program.pipeline import Kind
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
@@ -119,7 +121,7 @@ def watch(case: Case) -> Watched:
         ids = torch.zeros(case.rows, case.sequence, dtype=torch.int64)
         for row, starts in enumerate(case.starts):
             ids[row, list(starts)[1:]] = 1
-        documents = documents.in_pairs(Pairs.from_ids(ids.cumsum(dim=1)))
+        documents = dataclasses.replace(documents, pairs=Pairs.from_ids(ids.cumsum(dim=1)))
     numbers, documents = numbers.to(device), documents.to(device)
     batch = shard_sequences(numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous(), documents, mesh)
     of_batch = (*batch[:2], batch[2].starts_BS, batch[2].places_C)
@@ -151,9 +153,9 @@ def watch(case: Case) -> Watched:
         with mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", noted), watching, hooks:
             x = None
             if case.stage:
-                x = compute.buffer(case.stage, 0, 0)
+                x = compute.buffer((case.stage, 0, 0))
                 x.copy_(torch.randn(x.shape, generator=make))
-            compute.forward(case.stage, 0, 0, x)
+            compute.run(Kind.FORWARD, (case.stage, 0, 0), x)
         return compute, storages, packed, counted
 
     forward()

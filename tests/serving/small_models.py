@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data.tokenizers.tokenizer import write_tokenizer
-from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig

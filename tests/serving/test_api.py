@@ -177,8 +177,8 @@ def test_chat_without_template_asks_for_plain_prompt(model: mw.Model):
 
 
 def test_an_encoder_is_not_served(tmp_path: Path):
+    from meshwright.checkpoint.model_directory import save_huggingface
     from meshwright.model.encoder import Encoder
-    from meshwright.model.huggingface import save_huggingface
     from meshwright.model.initialise import initialise
     from meshwright.spec.parameters import parameter_table
 

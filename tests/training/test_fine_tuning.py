@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data import NO_TARGET, PackedExamples, TokenBatch, prepare
 from meshwright.data.records.conversations import Message
 from meshwright.errors import UserError
 from meshwright.evaluation.evaluation import run_evaluation
 from meshwright.launcher.recipe_checks import check_recipe
 from meshwright.model.documents import Documents
-from meshwright.model.huggingface import load_huggingface, save_huggingface
+from meshwright.model.huggingface import load_huggingface
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, Recipe
 from meshwright.serving.api import load

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
 
-from meshwright.parallel.zero_engine import Shard
 from meshwright.recipe import TrainRecipe
 from meshwright.training.optimizer import Optimizer
 
@@ -22,6 +22,19 @@ def recipe(**changes) -> TrainRecipe:
 def values(seed: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [[torch.randn(shape, generator=generator, dtype=dtype) for shape in unit] for unit in SHAPES]
+
+
+@dataclass
+class Shard:
+    """Elements [start, stop) of the flat buffer of a unit."""
+
+    unit: str
+    master: torch.Tensor
+    gradient: torch.Tensor
+    decay_numel: int
+    start: int
+    stop: int
+    balancing: tuple[tuple[int, int], ...] = ()
 
 
 def flat(unit: list[torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ import torch
 from meshwright.comm.local import LocalRanks
 from meshwright.data import prepare
 from meshwright.evaluation.evaluation import run_evaluation
-from meshwright.parallel.zero_engine import Shard
 from meshwright.recipe import TrainRecipe
 from meshwright.serving.api import load
 from meshwright.spec.config_json import config_from_path
@@ -89,7 +89,9 @@ def test_mixture_resumes_on_other_ranks_as_if_undisturbed(family: str, home: Pat
 def test_router_bias_of_overloaded_expert_decreases_outside_adam():
     train = TrainRecipe(steps=1, batch=1, learning_rate=0.5, router_bias_rate=0.01, weight_decay=0.5)
     master, gradient = torch.zeros(6), torch.tensor([1.0, 1.0, 7.0, -3.0, 0.0, 1.0])
-    optimizer = Optimizer([Shard("unit", master, gradient, 1, 0, 6, ((2, 5),))], train)
+    optimizer = Optimizer(
+        [SimpleNamespace(master=master, gradient=gradient, decay_numel=1, balancing=((2, 5),))], train
+    )
     optimizer.step(0.5, 0.1)
     torch.testing.assert_close(master, torch.tensor([-0.5, -0.5, -0.01, 0.01, 0.0, -0.5]))
     assert all(bool((state[0][2:5] == 0).all()) for state in optimizer.state_tensors().values())

@@ -294,7 +294,7 @@ class Checkpointer:
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
     """Return parameter table, small files and model check for the checkpoints of a model with the architecture
     `config`, built by Meshwright."""
-    small_files = _make_small_files(config, options.dtype, options.tokenizer_directory)
+    small_files = make_small_files(config, options.dtype, options.tokenizer_directory)
     return CheckpointContents(parameter_table(config), small_files, lambda path: _check_config(config, path))
 
 
@@ -315,20 +315,22 @@ def _check_config(config: ModelConfig, path: Path) -> None:
             )
 
 
-def _make_small_files(config: ModelConfig, dtype: str, tokenizer_directory: Path | None) -> dict[str, bytes]:
+def make_small_files(
+    config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
+) -> dict[str, bytes]:
     """Return file name -> content of the configuration and tokenizer files of a Hugging Face directory. dtype: of the
-    exported weights. tokenizer_directory: directory from which tokenizer files are copied, None for none."""
+    exported weights. tokenizer_directory: directory from which the `tokenizer_files` that it has are copied, None for
+    none."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token
     if config.eos_tokens:
         tokens["eos_token_id"] = list(config.eos_tokens) if len(config.eos_tokens) > 1 else config.eos_tokens[0]
-    files = {
-        "config.json": to_json_bytes(config_to_huggingface(config) | {"dtype": dtype, "torch_dtype": dtype}),
-        "generation_config.json": to_json_bytes(tokens),
-    }
+    files = {"config.json": to_json_bytes(config_to_huggingface(config) | {"dtype": dtype, "torch_dtype": dtype})}
+    if not config.encoder:
+        files["generation_config.json"] = to_json_bytes(tokens)
     if tokenizer_directory is not None:
-        for name in TOKENIZER_FILES:
+        for name in tokenizer_files:
             if (tokenizer_directory / name).is_file():
                 files[name] = (tokenizer_directory / name).read_bytes()
     return files

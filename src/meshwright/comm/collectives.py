@@ -30,7 +30,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     """
     if axis.trivial:
         return DONE
-    size = tensor.numel() * tensor.element_size()
+    size = tensor.nbytes
     sent = 2 * size * (axis.size - 1) // axis.size
     if op == "sum":
         sent = _count_sent_bytes(axis, "all_reduce", tensor, sent)
@@ -58,7 +58,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
     if axis.trivial:
         _copy_unless_shared(output, mine)
         return DONE
-    size = source.numel() * source.element_size()
+    size = source.nbytes
     sent = _count_sent_bytes(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
     call = _record_call("reduce_scatter", axis, site, size, sent)
     if call.skipped:
@@ -84,7 +84,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     if axis.trivial:
         _copy_unless_shared(mine, source)
         return DONE
-    size = output.numel() * output.element_size()
+    size = output.nbytes
     sent = _count_sent_bytes(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
     call = _record_call("all_gather", axis, site, size, sent)
     if call.skipped:
@@ -97,7 +97,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     if over is not axis:
         source = source.clone()  # its place in the output is another's now
     if turned:
-        lose = partial(_shift_by_one_rank_, output, axis)
+        lose = lambda: output.copy_(_shift_by_one_rank(output, axis))  # noqa: E731
     return _post_call(lambda: transport.all_gather(output, source, over), call, output, async_op, lose)
 
 
@@ -108,7 +108,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     """
     if axis.trivial:
         return DONE
-    size = tensor.numel() * tensor.element_size()
+    size = tensor.nbytes
     call = _record_call("broadcast", axis, site, size, size if axis.rank == source else 0)
     if call.skipped:
         return DONE
@@ -135,7 +135,7 @@ def all_to_all(
     if axis.trivial:
         _copy_unless_shared(output, source)
         return DONE
-    size = source.numel() * source.element_size()
+    size = source.nbytes
     own = source_sizes[axis.rank] if source_sizes else source.shape[0] // axis.size
     sent = size - (size // source.shape[0] * own if source.shape[0] else 0)
     call = _record_call("all_to_all", axis, site, size, sent)
@@ -175,11 +175,8 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
             planted = m.arrives and communicator.faults.active is not None
             faults.append(communicator.faults.match_call(m.site, "transfer") if planted else None)
     try:
-        if (around := communicator.around) is None or not messages:
+        with communicator.around(messages[0].site if messages else "nothing"):
             posted = transport.transfer(messages, axis)
-        else:
-            with around(messages[0].site):
-                posted = transport.transfer(messages, axis)
     except (RuntimeError, RankLost) as error:
         raise make_rank_lost_error(whats[0], error) from error
     handles = []
@@ -204,7 +201,7 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
     if axis.trivial:
         _copy_unless_shared(output, source)
         return DONE
-    size = source.numel() * source.element_size()
+    size = source.nbytes
     call = _record_call("rotate", axis, site, size, size)
     if call.skipped:
         output.zero_()
@@ -278,11 +275,6 @@ def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
-def _shift_by_one_rank_(parts: torch.Tensor, axis: Axis) -> None:
-    """Shift the slices of `parts`, one per rank of `axis`, cyclically by one in place (fault "wrong group")."""
-    parts.copy_(_shift_by_one_rank(parts, axis))
-
-
 def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
     """Return the bytes that this rank sends in a call of `operation` on `vector`.
 
@@ -335,18 +327,6 @@ class _RecordedCall:
         fault = self.fault
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
-    def post(self, tensor: torch.Tensor, uneven: bool) -> int:
-        """Write the call to the flight recorder's ring buffer and return its number there.
-
-        tensor: gives dtype and shape to record. uneven: record dim 0 as "...", as it differs between ranks.
-        """
-        axis, calls = self.axis, self.axis.communicator.calls
-        group = axis.calls_group
-        shape = ("...", *tensor.shape[1:]) if uneven else tensor.shape
-        number = calls.post(group, self.site, self.operation, axis.name, self.payload, tensor.dtype, shape)
-        self.index = calls.count(group)
-        return number
-
     def __call__(self) -> tuple[str, str]:
         """Return two texts for an error: which rank had no answer from which, and in which call."""
         axis = self.axis
@@ -380,14 +360,13 @@ def _post_call(
     output: result, which the call's fault corrupts at completion. then: callback at completion, before the fault.
         async_op: return before completion. uneven: dim 0 differs between ranks.
     """
-    axis, fault = call.axis, call.fault
-    number = call.post(output, uneven)
+    axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
+    shape = ("...", *output.shape[1:]) if uneven else output.shape  # what differs between ranks is not recorded
+    number = calls.post(axis.calls_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
+    call.index = calls.count(axis.calls_group)
     try:
-        if (around := axis.communicator.around) is None:
+        with axis.communicator.around(call.site):
             works, finish = post()
-        else:
-            with around(call.site):
-                works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
         raise make_rank_lost_error(call, error) from error
     handle = Handle(works, call, _host_timeout(axis, output), axis.communicator, number).then(finish).then(then)

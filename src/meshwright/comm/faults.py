@@ -32,10 +32,8 @@ class Fault:
     kind: str
     position: int = 1
     call: int | None = None
-    axis: str = ""  # over which the call is made
-    groups: tuple[
-        tuple[int, ...], ...
-    ] = ()  # over which a "wrong group" has it made; none: over the right ranks, turned
+    axis: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         which = "" if self.call is None else f", call {self.call} alone"

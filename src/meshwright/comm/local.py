@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -170,16 +170,8 @@ class LocalRanks:
             self._rings[rank] = create_named_file(self._directory / f"calls-{rank}", rank, self.world_size)
         key = secrets.token_bytes(16)
         with Listener(str(self._directory / "socket"), backlog=self.world_size, authkey=key) as listener:
-            settings = _PoolSettings(
-                str(self._directory),
-                key,
-                self.world_size,
-                self.threads,
-                self.timeout,
-                list(sys.path),
-                os.getcwd(),
-                self.backend,
-            )
+            directory = str(self._directory)
+            settings = _PoolSettings(directory, key, self.world_size, self.threads, self.timeout, self.backend)
             self._pids = _Server.running().fork(settings)
             connections: dict[int, Connection] = {}
             listener._listener._socket.settimeout(0.2)  # type: ignore[attr-defined]
@@ -229,9 +221,9 @@ class _PoolSettings:
     world_size: int
     threads: int
     timeout: float
-    path: list[str]
-    cwd: str
     backend: str
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    cwd: str = field(default_factory=os.getcwd)
 
 
 def start_server(preloaded: Sequence[str] = PRELOADED) -> None:

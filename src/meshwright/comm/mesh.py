@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
+from meshwright.comm.wrong_groups import list_axis_groups
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
@@ -66,8 +67,8 @@ class Communicator:
         self.waited_seconds = 0.0  # of this process's host, in calls, since it started
         self.trivial_calls = False
         """Calls over one rank are made too: a test of a backend that one process can run (NCCL on one GPU)."""
-        self.around: Callable[[str], AbstractContextManager[Any]] | None = None
-        """While a profile is taken: what a call is posted in, by its site, so that a device's kernels bear its name."""
+        self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        """Makes the context in which a call is posted, of its site: in a profile a device's kernels bear its name."""
 
     @contextmanager
     def record_joint_call(
@@ -193,12 +194,10 @@ class Mesh:
         self._made: list[dist.ProcessGroup] = []
         self._group_of = group_of
         for name in (*AXIS_NAMES, *(EXPERT_AXES if layout.expert_parallel else ())):
-            for ranks in layout.groups(name):
-                group = group_of(tuple(ranks))
-                if rank in ranks:
-                    axis = Axis(name, tuple(ranks), ranks.index(rank), group, communicator)
-                    setattr(self, name, axis)
-                    _axes.setdefault(axis.key, []).append(axis)
+            axis = self._make_axis(name, layout.groups(name))
+            assert axis is not None, f"axis {name} without rank {rank}"
+            setattr(self, name, axis)
+            _axes.setdefault(axis.key, []).append(axis)
         if not layout.expert_parallel:
             for name, same in EXPERT_AXES.items():
                 setattr(self, name, getattr(self, same))
@@ -275,27 +274,24 @@ class Mesh:
         (such as "tp"), to which this rank belongs. Creates process groups: every rank calls it, with the same
         arguments."""
         axis: Axis = getattr(self, name)
-        if size == axis.size:
-            return axis
-        found = axis
-        for ranks in self.layout.groups(name):
-            for start in range(0, len(ranks), size):
-                block = tuple(ranks[start : start + size])
-                group = self._group_of(block)
-                if self.rank in block:
-                    found = Axis(f"{name}/{size}", block, block.index(self.rank), group, self.communicator)
-        return found
+        title = f"{name}/{size}"
+        return axis if size == axis.size else self._make_axis(title, list_axis_groups(self.layout, title)) or axis
 
     def make_subset_axis(self, name: str, places: Sequence[int]) -> Axis | None:
         """Return the sub-axis of the ranks at the indices `places` (from 0) of the axis `name`, such as "pp"; None on
         other ranks. Creates process groups: every rank calls it, with the same arguments."""
+        everywhere = len(places) == getattr(self, name).size
+        title = name if everywhere else f"{name}[{','.join(map(str, places))}]"
+        return self._make_axis(title, list_axis_groups(self.layout, title))
+
+    def _make_axis(self, name: str, groups: Iterable[tuple[int, ...]]) -> Axis | None:
+        """Create the process group of each of `groups` (global ranks) and return this rank's as an axis called `name`;
+        None if it is in none of them. Every rank calls it, with the same arguments."""
         found = None
-        for ranks in self.layout.groups(name):
-            chosen = tuple(ranks[place] for place in places)
-            group = self._group_of(chosen)
-            if self.rank in chosen:
-                title = name if chosen == tuple(ranks) else f"{name}[{','.join(map(str, places))}]"
-                found = Axis(title, chosen, chosen.index(self.rank), group, self.communicator)
+        for ranks in groups:
+            group = self._group_of(ranks)
+            if self.rank in ranks:
+                found = Axis(name, ranks, ranks.index(self.rank), group, self.communicator)
         return found
 
     def inject(self, fault: Fault | None) -> None:
@@ -305,10 +301,7 @@ class Mesh:
         """
         other = None
         if fault is not None and fault.kind == "wrong group":
-            for ranks in fault.groups:
-                group = self._group_of(ranks)
-                if self.rank in ranks:
-                    other = Axis(f"not {fault.axis}", ranks, ranks.index(self.rank), group, self.communicator)
+            other = self._make_axis(f"not {fault.axis}", fault.groups)
         self.faults.inject(fault, other)
 
     def close(self) -> None:

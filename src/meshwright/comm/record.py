@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 
 @dataclass(slots=True)
@@ -22,6 +23,12 @@ class SiteRecord:
     payload_bytes: int = 0  # the whole vector: what is reduced, or what a gather makes
     sent_bytes: int = 0  # what this rank puts on the wire
 
+    def add(self, calls: int, payload_bytes: int, sent_bytes: int) -> None:
+        """Add `calls` further calls with their bytes to the totals."""
+        self.calls += calls
+        self.payload_bytes += payload_bytes
+        self.sent_bytes += sent_bytes
+
 
 class Record:
     """Counters of the collective calls of one process, by call site, operation and axis."""
@@ -35,35 +42,27 @@ class Record:
         entry = self.sites.get((site, operation, axis))
         if entry is None:
             entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
-        entry.calls += 1
-        entry.payload_bytes += payload_bytes
-        entry.sent_bytes += sent_bytes
+        entry.add(1, payload_bytes, sent_bytes)
 
     def clear(self) -> None:
         """Reset all counters of collective calls to zero."""
         self.sites.clear()
 
-    def sent_bytes(self) -> int:
-        """Return the total bytes that this rank has sent in collective calls since the last `clear`."""
-        return sum(entry.sent_bytes for entry in self.sites.values())
-
     def sent_by_site(self) -> dict[str, int]:
         """Return call site -> bytes that this rank has sent since the last `clear`, without sites that sent nothing."""
-        sent: dict[str, int] = {}
-        for entry in self.sites.values():
-            if entry.sent_bytes:
-                sent[entry.site] = sent.get(entry.site, 0) + entry.sent_bytes
-        return sent
+        return self._sum_sent_bytes(lambda entry: entry.site)
 
     def sent_by_axis(self) -> dict[str, int]:
         """Return mesh axis -> bytes that this rank has sent since the last `clear`; sub-axes ("tp/2", "pp[0,3]") are
         included in their axis."""
-        sent: dict[str, int] = {}
+        return self._sum_sent_bytes(lambda entry: re.split(r"[/[]", entry.axis, maxsplit=1)[0])
+
+    def _sum_sent_bytes(self, key_of: Callable[[SiteRecord], str]) -> dict[str, int]:
+        """Return key -> bytes sent by the call sites whose totals have this key, without keys that sent nothing."""
+        sent: Counter[str] = Counter()
         for entry in self.sites.values():
-            if entry.sent_bytes:
-                axis = re.split(r"[/[]", entry.axis, maxsplit=1)[0]
-                sent[axis] = sent.get(axis, 0) + entry.sent_bytes
-        return sent
+            sent[key_of(entry)] += entry.sent_bytes
+        return dict(+sent)
 
     def table(self) -> list[dict[str, str | int]]:
         """Return the totals as JSON-able dicts with the fields of `SiteRecord`, one per call site and operation, in the
@@ -71,13 +70,8 @@ class Record:
         axis."""
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
-            line = lines.get((entry.site, entry.operation))
-            if line is None:
-                lines[entry.site, entry.operation] = replace(entry)
-                continue
-            line.calls += entry.calls
-            line.payload_bytes += entry.payload_bytes
-            line.sent_bytes += entry.sent_bytes
+            line = lines.setdefault((entry.site, entry.operation), SiteRecord(entry.site, entry.operation, entry.axis))
+            line.add(entry.calls, entry.payload_bytes, entry.sent_bytes)
         return [asdict(line) for line in lines.values()]
 
 

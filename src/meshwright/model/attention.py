@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
-from meshwright.model.scaled_dot_product import attend_bidirectionally
 from meshwright.spec.config import ModelConfig
 
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
             assert self.context.size == 1, "a cache holds whole rows"
             out_BNSD = cache.attend(layer, q, k, v)
         elif self.encoder:
-            out_BNSD = attend_bidirectionally(q, k, v, visible)
+            out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         else:
             out_BNSD = self.context.attend(q, k, v, visible)
         return self.output(out_BNSD.transpose(1, 2).flatten(2))

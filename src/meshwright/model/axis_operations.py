@@ -19,25 +19,25 @@ from meshwright.model.scaled_dot_product import attend, visibility
 Function = Callable[..., Any]
 
 
-class TokenAxis(Protocol):
-    """A parallel axis whose ranks hold different tokens of the same sequences. name: "tp" or "cp". size: number of
-    ranks.
+class TokenAxis:
+    """A parallel axis whose ranks hold different tokens of the same sequences. This base class is for one device. name:
+    "tp" or "cp". size: number of ranks.
     """
 
     name: str
-    size: int
+    size = 1
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
         label of the call in traces."""
+        return x
 
 
-class TensorOperations:
+class TensorOperations(TokenAxis):
     """Communication of tensor parallelism: `enter` precedes column-parallel products, `leave` follows row-parallel
     ones. This base class is for one device: every method returns its input. `site`: label of the call in traces."""
 
     name = "tp"
-    size = 1
     rank = 0
     trivial = True
     """No rank meets another: a bias may be added within its product."""
@@ -53,11 +53,6 @@ class TensorOperations:
         """Return the sum of the ranks' partial results `x_BSH` of a row-parallel product, [B, S, H]; with sequence
         parallelism this rank's token slice of it. `site`: label of the call in traces."""
         return x_BSH
-
-    def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
-        label of the call in traces."""
-        return x
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
         """Return the ranks' `x` concatenated along dim `dim`; backward returns this rank's slice of the summed
@@ -82,12 +77,11 @@ class TensorOperations:
         """
 
 
-class ContextOperations:
+class ContextOperations(TokenAxis):
     """Attention under context parallelism, which splits the tokens of each sequence over ranks. This base class is for
     one device, which holds all tokens."""
 
     name = "cp"
-    size = 1
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
@@ -103,11 +97,6 @@ class ContextOperations:
         """Return the causal attention [B, N, S, D] of this rank's queries over the keys of all ranks. `visible`: mask
         that `visibility` returned."""
         return attend(q_BNSD, k_BKSD, v_BKSD, visible)
-
-    def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of `x` (any shape) over the ranks; backward passes the gradient through unchanged. `site`:
-        label of the call in traces."""
-        return x
 
 
 class TokenDispatcher(Protocol):
@@ -144,20 +133,15 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`, in subclasses with activation checkpointing. compile_options: compile it by torch.compile
-        with these options; None: run it eagerly. around: wrapper applied to the compiled function."""
+        """Return `function`, a block or a part of one, in subclasses with checkpointing of its operators.
+        compile_options: compile it by torch.compile with these options; None: run it eagerly. around: wrapper applied
+        to the compiled function."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
-    def wrap_parts(
-        self,
-        first: Function,
-        second: Function,
-        compile_options: dict[str, Any],
-        around: Callable[[Function], Function],
-    ) -> tuple[Function, Function]:
-        """Return two functions that run one after the other, in subclasses with activation checkpointing. Only `first`
-        is compiled, with `compile_options`, and then wrapped by `around`."""
-        return self.wrap(first, compile_options, around), self.wrap(second)
+    def wrap_block(self, function: Function) -> Function:
+        """Return `function`, which runs a block made of wrapped parts, in subclasses with checkpointing of the whole
+        block."""
+        return function
 
 
 @dataclass(frozen=True)

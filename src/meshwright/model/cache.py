@@ -39,7 +39,7 @@ class KeyValueCache:
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
         self.length = 0
         self._windows = [config.layer_window(layer) for layer in range(config.layers)]
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * config.layers
+        self._buffers: list[torch.Tensor | None] = [None] * config.layers
         self._rows, self._capacity = rows, capacity
         self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}  # of the tokens being read, by window
 
@@ -49,16 +49,13 @@ class KeyValueCache:
         assert k_BKSD.shape[0] == self._rows, (k_BKSD.shape, self._rows)
         sequence, window = k_BKSD.shape[2], self._windows[layer]
         length = self.length + sequence
-        buffers = tuple(
-            _grow_buffer(old, new, self.length, length, self._capacity)
-            for old, new in zip(self._buffers[layer] or (None, None), (k_BKSD, v_BKSD), strict=True)
-        )
-        self._buffers[layer] = (buffers[0], buffers[1])
-        for buffer, new in zip(buffers, (k_BKSD, v_BKSD), strict=True):
-            buffer[:, :, self.length : length] = new
+        buffer = _grow_buffer(self._buffers[layer], k_BKSD, self.length, length, self._capacity)
+        self._buffers[layer] = buffer
+        buffer[0, :, :, self.length : length] = k_BKSD
+        buffer[1, :, :, self.length : length] = v_BKSD
         # A single token gets the tokens inside its window; several get all, to be masked.
         oldest = max(0, length - window) if window is not None and sequence == 1 else 0
-        k_BKCD, v_BKCD = (buffer[:, :, oldest:length] for buffer in buffers)
+        k_BKCD, v_BKCD = buffer[:, :, :, oldest:length]
         if (window, sequence) not in self._masks:
             self._masks[window, sequence] = self._mask(sequence, window, q_BNSD.device)
         return attend(q_BNSD, k_BKCD, v_BKCD, self._masks[window, sequence])
@@ -85,12 +82,12 @@ class KeyValueCache:
 
 
 def _grow_buffer(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:
-    """Return a cache buffer [B, K, C, D] with C >= `needed` tokens: `old` if it is large enough, else a larger copy of
-    its first `used` tokens; sizes and dtype as `new` [B, K, S, D]. `capacity`: smallest C."""
-    if old is not None and old.shape[2] >= needed:
+    """Return a cache buffer [2, B, K, C, D] of keys and values with C >= `needed` tokens: `old` if it is large enough,
+    else a larger copy of its first `used` tokens; sizes and dtype as `new` [B, K, S, D]. `capacity`: smallest C."""
+    if old is not None and old.shape[3] >= needed:
         return old
-    size = max(capacity, needed if old is None else max(needed, 2 * old.shape[2]))
-    buffer = new.new_empty(*new.shape[:2], size, new.shape[3])
+    size = max(capacity, needed if old is None else max(needed, 2 * old.shape[3]))
+    buffer = new.new_empty(2, *new.shape[:2], size, new.shape[3])
     if old is not None:
-        buffer[:, :, :used] = old[:, :, :used]
+        buffer[:, :, :, :used] = old[:, :, :, :used]
     return buffer

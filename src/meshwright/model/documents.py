@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens of a sequence, C of them on this rank (all, withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -62,10 +62,6 @@ class Documents:
     def at(self, places_C: torch.Tensor) -> Documents:
         """Return a copy for a context-parallel rank that holds the tokens at sequence indices `places_C` [C]."""
         return Documents(self.starts_BS, places_C, None if self.pairs is None else self.pairs.at(places_C))
-
-    def in_pairs(self, pairs: Pairs) -> Documents:
-        """Return a copy with `pairs`: documents 2k and 2k + 1 are a chosen and a rejected response."""
-        return replace(self, pairs=pairs)
 
     def positions_BS(self) -> torch.Tensor | None:
         """Return the position ID of each token of this rank within its document, [B or 1, C]; None stands for 0, 1, 2

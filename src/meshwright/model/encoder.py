@@ -24,10 +24,8 @@ from meshwright.model.layers import Embedding, FeedForward, Linear, activate, ma
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import bidirectional_mask
-from meshwright.model.units import NoUnits, Units
+from meshwright.model.units import NO_UNITS, Units
 from meshwright.spec.config import ModelConfig
-
-NO_UNITS = NoUnits()
 
 
 class EncoderBlock(nn.Module):
@@ -92,7 +90,7 @@ class Encoder(nn.Module):
             self.head = _VocabularyBias(config.vocabulary, **options)
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)
-        self._run_block: Callable[..., torch.Tensor] = recompute.wrap(EncoderBlock.__call__)
+        self._run_block: Callable[..., torch.Tensor] = recompute.wrap_block(recompute.wrap(EncoderBlock.__call__))
         self._recompute = recompute
         self.compiled = False
 
@@ -100,7 +98,7 @@ class Encoder(nn.Module):
         """Compile the blocks and the elementwise part of the loss with torch.compile, which gets `options`."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
-        self._run_block = self._recompute.wrap(EncoderBlock.forward, options)
+        self._run_block = self._recompute.wrap_block(self._recompute.wrap(EncoderBlock.forward, options))
         self.compiled = True
 
     def forward(
@@ -120,7 +118,9 @@ class Encoder(nn.Module):
         `units`: hooks around FSDP units; `documents`: boundaries in packed sequences; `attention_mask_BS`: 0 at
         padding, which no token attends to; `token_types_BS`: segment IDs (default 0).
         """
-        x_BSH = self._forward_blocks(tokens_BS, documents, units, attention_mask_BS, token_types_BS)
+        x_BSH = self.hidden(
+            tokens_BS, documents, units, attention_mask_BS=attention_mask_BS, token_types_BS=token_types_BS
+        )
         x_BSH = units.enter("head", x_BSH)
         if self.config.head == "masked":
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
@@ -130,7 +130,7 @@ class Encoder(nn.Module):
             )
             loss = linear_cross_entropy(states_MH, targets.flatten()[places_M], head)
         elif self.config.head == "classes":
-            logits = self._class_logits(x_BSH, documents)
+            logits = self.classifier(self.pooled(x_BSH, documents))
             wide = logits.to(at_least_float32(logits.dtype))
             loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
         else:
@@ -141,13 +141,39 @@ class Encoder(nn.Module):
         self,
         tokens_BS: torch.Tensor,
         documents: Documents | None = None,
+        units: Units = NO_UNITS,
         *,
         attention_mask_BS: torch.Tensor | None = None,
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the last block's output, [B, S, H]. `attention_mask_BS`: 0 at padding, which no token attends to;
-        `token_types_BS`: segment ID of each token (default 0); `documents`: boundaries in packed sequences."""
-        return self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
+        """Return the last block's output, [B, S, H]. `units`: hooks around FSDP units; `attention_mask_BS`: 0 at
+        padding, which no token attends to; `token_types_BS`: segment ID of each token (default 0); `documents`:
+        boundaries in packed sequences."""
+        sequence = tokens_BS.shape[1]
+        if sequence > self.config.max_positions:
+            raise UserError(
+                f"rows of {sequence} tokens are longer than the model's {self.config.max_positions} positions"
+            )
+        documents = ONE_DOCUMENT if documents is None else documents
+        positions_BS = documents.positions_BS()
+        if positions_BS is None:
+            positions_BS = torch.arange(sequence, device=tokens_BS.device)[None]
+        if token_types_BS is None:
+            token_types_BS = torch.zeros_like(positions_BS)
+
+        units.enter("embedding", None)
+        x_BSH = units.leave("embedding", self.embedding(tokens_BS))
+        for unit, table, numbers_BS in (
+            ("token_types", self.token_types, token_types_BS), ("positions", self.positions, positions_BS),
+        ):  # fmt: skip
+            x_BSH = units.enter(unit, x_BSH)
+            x_BSH = units.leave(unit, x_BSH + table(numbers_BS))
+        x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
+        added = bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
+        for layer, block in enumerate(self.layers):
+            x_BSH = units.enter(f"layers.{layer}", x_BSH)
+            x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))
+        return x_BSH
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return the pooler output: tanh of a linear map of each sequence's first token, [B, H], or of each document's
@@ -175,53 +201,15 @@ class Encoder(nn.Module):
         `documents`: boundaries in packed sequences; `attention_mask_BS`: 0 at padding, which no token attends to;
         `token_types_BS`: segment ID of each token (default 0).
         """
-        hidden_BSH = self._forward_blocks(tokens_BS, documents, NO_UNITS, attention_mask_BS, token_types_BS)
+        hidden_BSH = self.hidden(
+            tokens_BS, documents, attention_mask_BS=attention_mask_BS, token_types_BS=token_types_BS
+        )
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
         if self.config.head == "classes":
-            return self._class_logits(hidden_BSH, documents)
+            return self.classifier(self.pooled(hidden_BSH, documents))  # type: ignore[no-any-return]
         raise UserError('an encoder of head "none" has no logits: it gives `hidden` and `pooled`')
 
     def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(activation(linear(x))), the transform of the masked-language-model head, [..., H]."""
         return self.transform_norm(activate(self.transform(x), self.config.activation))  # type: ignore[no-any-return]
-
-    def _class_logits(self, x_BSH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        """Return the class logits of the last block's output `x_BSH`: [B, C], or [D, C] for packed documents."""
-        return self.classifier(self.pooled(x_BSH, documents))  # type: ignore[no-any-return]
-
-    def _forward_blocks(
-        self,
-        tokens_BS: torch.Tensor,
-        documents: Documents | None,
-        units: Units,
-        attention_mask_BS: torch.Tensor | None,
-        token_types_BS: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Run embeddings and all blocks; return the last block's output, [B, S, H]. `units`: hooks around FSDP units;
-        `attention_mask_BS`: 0 at padding, which no token attends to; `token_types_BS`: segment IDs (default 0)."""
-        sequence = tokens_BS.shape[1]
-        if sequence > self.config.max_positions:
-            raise UserError(
-                f"rows of {sequence} tokens are longer than the model's {self.config.max_positions} positions"
-            )
-        documents = ONE_DOCUMENT if documents is None else documents
-        positions_BS = documents.positions_BS()
-        if positions_BS is None:
-            positions_BS = torch.arange(sequence, device=tokens_BS.device)[None]
-        if token_types_BS is None:
-            token_types_BS = torch.zeros_like(positions_BS)
-
-        units.enter("embedding", None)
-        x_BSH = units.leave("embedding", self.embedding(tokens_BS))
-        for unit, table, numbers_BS in (
-            ("token_types", self.token_types, token_types_BS), ("positions", self.positions, positions_BS),
-        ):  # fmt: skip
-            x_BSH = units.enter(unit, x_BSH)
-            x_BSH = units.leave(unit, x_BSH + table(numbers_BS))
-        x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
-        added = bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
-        for layer, block in enumerate(self.layers):
-            x_BSH = units.enter(f"layers.{layer}", x_BSH)
-            x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))
-        return x_BSH

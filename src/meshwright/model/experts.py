@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.model.axis_operations import AxisOperations, TokenAxis
-from meshwright.model.layers import Linear, activate
+from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, TokenAxis
+from meshwright.model.layers import FeedForward, Linear, activate
 from meshwright.model.permutation import Permuted, invert_permutation
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import grouped_linear
@@ -33,8 +33,9 @@ class Mixture(nn.Module):
         self.tensor, self.context, self.expert_parallel = axes.tensor, axes.context, axes.dispatcher is not None
         self.router = Router(config, **options)
         self.experts = Experts(config, axes, **options)
-        shared = config.shared_intermediate > 0
-        self.shared = SharedExpert(config, axes, **options) if shared else None
+        width = config.shared_intermediate // axes.tensor.size
+        # Its partial sums are added to those of the routed experts, and leave tensor parallelism with them.
+        self.shared = FeedForward(config, SINGLE_DEVICE, width, **options) if width else None
         self.shared_gate = Linear(config.hidden, 1, bias=False, **options) if config.shared_gate else None
 
     def forward(
@@ -181,63 +182,18 @@ class Experts(nn.Module):
         experts_E = torch.arange(self.experts, device=x_TH.device)
         ends_E = torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
-        sorted_NH = _CopyToExperts.apply(x_TH, order_N, inverse_N, chosen)
+        sorted_NH = Permuted.apply(x_TH, order_N, inverse_N, chosen)
         if self.dispatcher is None:
             y_NH = self._apply_experts(sorted_NH, ends_E)
         else:
             received_RH, ends_L, routes = self.dispatcher.dispatch(sorted_NH, ends_E)
             y_NH = self.dispatcher.combine(self._apply_experts(received_RH, ends_L), routes)
-        y_TKH = Permuted.apply(y_NH, inverse_N, order_N).view(tokens, chosen, -1)
+        y_TKH = Permuted.apply(y_NH, inverse_N, order_N, None).view(tokens, chosen, -1)
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the MLP outputs [N, H] of token copies sorted by expert, `x_NH`, under this rank's experts; partial
         sums where experts are split over ranks. `ends_E`: exclusive end index of each expert's copies."""
-        gate_NF, up_NF = _expert_linear(x_NH, self.up, ends_E).chunk(2, dim=-1)
-        return _expert_linear(activate(gate_NF, self.activation) * up_NF, self.down, ends_E)
-
-
-def _expert_linear(x_NX: torch.Tensor, stacked: Linear, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], for token copies sorted by expert, each with its expert's W. `stacked`: layer whose weight
-    holds the W of all experts, [E x Y, X]; `ends_E`: exclusive end index of each expert's copies."""
-    return grouped_linear(x_NX, stacked.weight, ends_E, stacked.weight_gradients)
-
-
-class SharedExpert(nn.Module):
-    """MLP down(activation(gate) * up) that every token passes through; column- and row-parallel over tp, the caller
-    sums over the ranks."""
-
-    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
-        super().__init__()
-        self.activation = config.activation
-        width = config.shared_intermediate // axes.tensor.size
-        self.up = Linear(config.hidden, 2 * width, bias=False, **options)
-        self.down = Linear(width, config.hidden, bias=False, **options)
-
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return this rank's partial sum of the MLP output [T, H]."""
-        gate_TF, up_TF = self.up(x_TH).chunk(2, dim=-1)
-        return self.down(activate(gate_TF, self.activation) * up_TF)
-
-
-class _CopyToExperts(torch.autograd.Function):
-    """Copies each token [T, H] once for each of its experts, sorted by expert: [N, H]. Its backward is a gather, so
-    that the order of sums is fixed."""
-
-    @staticmethod
-    def forward(
-        context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, chosen: int
-    ) -> torch.Tensor:
-        """Return each token copied once for each of its `chosen` experts, sorted by expert, [N, H]. `order_N`:
-        permutation that sorts the copies; `inverse_N`: its inverse.
-        """
-        context.save_for_backward(inverse_N)
-        context.chosen = chosen
-        return x_TH.index_select(0, order_N // chosen)
-
-    @staticmethod
-    def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of the tokens [T, H]: the sum over each token's copies."""
-        (inverse_N,) = context.saved_tensors
-        d_TKH = d_NH.index_select(0, inverse_N).unflatten(0, (-1, context.chosen))
-        return d_TKH.sum(dim=1), None, None, None
+        gate_NF, up_NF = grouped_linear(x_NH, self.up.weight, ends_E, self.up.weight_gradients).chunk(2, dim=-1)
+        hidden_NF = activate(gate_NF, self.activation) * up_NF
+        return grouped_linear(hidden_NF, self.down.weight, ends_E, self.down.weight_gradients)

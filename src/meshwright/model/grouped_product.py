@@ -91,22 +91,9 @@ def _expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
         start = stop
 
 
-@_forward.register_fake
-def _fake_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of the result's shape (fake implementation for torch.compile)."""
-    return x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
-
-
-@_input_gradient.register_fake
-def _fake_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of the result's shape (fake implementation for torch.compile)."""
-    return dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
-
-
-@_weight_gradient.register_fake
-def _fake_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor of the result's shape (fake implementation for torch.compile)."""
-    return x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
+_forward.register_fake(lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]))
+_input_gradient.register_fake(lambda dy, weight, ends: dy.new_empty(dy.shape[0], weight.shape[2]))
+_weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -1,42 +1,36 @@
-"""Read and write models as Hugging Face directories: `config.json` and safetensors files, sharded ones with an
+"""Read models from Hugging Face directories: `config.json` and safetensors files, sharded ones with an
 index."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from meshwright.errors import UserError
 from meshwright.model.encoder import Encoder
-from meshwright.model.initialise import extract_entry, initial_value, write_entry
+from meshwright.model.initialise import fill_parameters, initial_value
 from meshwright.model.transformer import Transformer
 from meshwright.names import unknown
 from meshwright.spec.config import Head, ModelConfig
-from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface, read_config
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
 from meshwright.spec.disk_names import BASE_PREFIX, FORMER_ENDINGS, OTHER_HEADS
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.untrusted import read_json
 
+Found = TypeVar("Found")
 SINGLE_FILE = "model.safetensors"
 WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # as safetensors calls them
 INDEX_FILE = "model.safetensors.index.json"
-LARGEST_FILE_BYTES = 5 * 10**9
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja"),
-)
 # Left over in files of older versions: constants that a model computes itself.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddings.position_ids")
 
@@ -62,18 +56,20 @@ class CheckpointFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name` without reading its values."""
-        with _convert_read_errors(self._place[name], name):
-            return tuple(self._open(self._place[name]).get_slice(name).get_shape())
+        return self._ask(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
     def read(self, name: str) -> torch.Tensor:
         """Read the unsharded tensor of this name in its dtype on disk."""
-        with _convert_read_errors(self._place[name], name):
-            return self._open(self._place[name]).get_tensor(name)
+        return self._ask(name, lambda file: file.get_tensor(name))
 
     def dtype(self, name: str) -> str:
         """Return the safetensors dtype name ("F32") of the tensor `name` without reading its values."""
+        return self._ask(name, lambda file: str(file.get_slice(name).get_dtype()))
+
+    def _ask(self, name: str, question: Callable[[Any], Found]) -> Found:
+        """Return what `question` finds in the open file of the tensor `name`."""
         with _convert_read_errors(self._place[name], name):
-            return str(self._open(self._place[name]).get_slice(name).get_dtype())
+            return question(self._open(self._place[name]))
 
     def read_weights(self, name: str) -> torch.Tensor:
         """Read the unsharded floating-point tensor `name` in its dtype on disk. Raises UserError for another dtype and
@@ -131,7 +127,7 @@ class CheckpointFiles:
         found: dict[str, Path] = {}
         for name, path in places.items():
             if path not in held:
-                if path.parent != self.directory or not _is_file(path):
+                if path.parent != self.directory or not os.path.isfile(path):
                     raise UserError(f"{index}: names {path.name[:200]}, which is not in the directory")
                 held[path] = set(self._open(path).keys())
                 for again in sorted(held[path] & found.keys()):
@@ -153,14 +149,6 @@ class CheckpointFiles:
         return self._files[path]
 
 
-def _is_file(path: Path) -> bool:
-    """True if `path` is a file; False also for a name that the file system rejects."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def _reject_duplicate_keys(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object from its key-value pairs; raise UserError for a duplicate key, which json would ignore."""
     made: dict[str, Any] = {}
@@ -171,20 +159,15 @@ def _reject_duplicate_keys(index: Path, pairs: list[tuple[str, Any]]) -> dict[st
     return made
 
 
-class _convert_read_errors:
+@contextmanager
+def _convert_read_errors(path: Path, name: str | None = None) -> Iterator[None]:
     """Context manager that converts safetensors and file-system errors to a UserError that names the file `path` and,
     if given, the tensor `name`."""
-
-    def __init__(self, path: Path, name: str | None = None) -> None:
-        self.path, self.name = path, name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SafetensorError | OSError):
-            tensor = f"tensor {self.name} " if self.name else ""
-            raise UserError(f"{self.path}: {tensor}cannot be read, the file is cut or damaged ({error})") from None
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        tensor = f"tensor {name} " if name else ""
+        raise UserError(f"{path}: {tensor}cannot be read, the file is cut or damaged ({error})") from None
 
 
 def load_huggingface(
@@ -258,11 +241,12 @@ def _load_parameters(
 ) -> None:
     """Load every parameter entry of `table` into the model. `names`: {entry's name: its name in the files}; entries
     absent from it are initialised from `seed`."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for entry in table.entries:
-            value = files.read_weights(names[entry.name]) if entry.name in names else initial_value(entry, seed)
-            write_entry(parameters[entry.tensor], entry, value)
+
+    def value_of(entry: ParameterEntry) -> torch.Tensor:
+        """Return the value of an entry from the files, else its initial value."""
+        return files.read_weights(names[entry.name]) if entry.name in names else initial_value(entry, seed)
+
+    fill_parameters(model, table, value_of)
 
 
 def match_entries(
@@ -324,76 +308,3 @@ def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str
     if name not in files.names:
         raise UserError(f"{files.directory}: tensor {name} is missing")
     return files.read_weights(name)
-
-
-def save_huggingface(
-    model: Transformer | Encoder,
-    directory: str | Path,
-    *,
-    dtype: torch.dtype | None = None,
-    tokenizer_from: str | Path | None = None,
-    largest_file_bytes: int = LARGEST_FILE_BYTES,
-) -> None:
-    """Write an unsharded model as a Hugging Face directory that transformers loads. `dtype`: dtype on disk (default:
-    the model's).
-
-    Copies tokenizer files from `tokenizer_from`. Shards the weights, with an index, above `largest_file_bytes`. Each
-    file is replaced atomically.
-    """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    table = parameter_table(model.config)
-    parameters = dict(model.named_parameters())
-    dtype = dtype or model.embedding.weight.dtype
-    groups = list(_split_into_files(table, dtype.itemsize, largest_file_bytes))
-    weight_map: dict[str, str] = {}
-    for number, entries in enumerate(groups, start=1):
-        file = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        # Copies: a file cannot hold tensors that share memory, as those of a fused tensor do.
-        tensors = {
-            entry.name: extract_entry(parameters[entry.tensor].detach(), entry).to("cpu", dtype, copy=True).contiguous()
-            for entry in entries
-        }
-        temporary = directory / f".{file}"
-        save_file(tensors, temporary, {"format": "pt"})
-        os.replace(temporary, directory / file)
-        weight_map |= dict.fromkeys(tensors, file)
-    total = sum(entry.numel for entry in table.entries) * dtype.itemsize
-    if len(groups) > 1:
-        _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    name = str(dtype).removeprefix("torch.")
-    _write_json(directory / "config.json", {**config_to_huggingface(model.config), "dtype": name, "torch_dtype": name})
-    if not model.config.encoder:
-        _write_json(directory / "generation_config.json", make_generation_config(model.config))
-    for file in TOKENIZER_FILES:
-        if tokenizer_from is not None and (Path(tokenizer_from) / file).is_file():
-            shutil.copyfile(Path(tokenizer_from) / file, directory / file)
-
-
-def make_generation_config(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of `generation_config.json`: the IDs of the begin- and end-of-sequence tokens."""
-    ends = config.eos_tokens
-    end = ends[0] if len(ends) == 1 else list(ends)
-    tokens = {"bos_token_id": config.bos_token, "eos_token_id": end if ends else None}
-    return {key: value for key, value in tokens.items() if value is not None}
-
-
-def _split_into_files(table: ParameterTable, itemsize: int, largest: int) -> Iterator[list[ParameterEntry]]:
-    """Yield the parameter entries of each file, in order, at most `largest` bytes per file. `itemsize`: bytes per
-    element."""
-    entries: list[ParameterEntry] = []
-    size = 0
-    for entry in table.entries:
-        if entries and size + entry.numel * itemsize > largest:
-            yield entries
-            entries, size = [], 0
-        entries.append(entry)
-        size += entry.numel * itemsize
-    yield entries
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content` as JSON to `path`, atomically."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

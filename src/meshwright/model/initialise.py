@@ -4,6 +4,8 @@ other tensors."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,11 +28,18 @@ def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
 
 def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
     """Initialise all parameters of an unsharded model from `seed`, in place. table: its parameter table."""
+    fill_parameters(model, table, partial(initial_value, seed=seed))
+
+
+def fill_parameters(
+    model: nn.Module, table: ParameterTable, value_of: Callable[[ParameterEntry], torch.Tensor]
+) -> None:
+    """Write all parameters of an unsharded model, in place. table: its parameter table. value_of: returns the value of
+    a parameter entry, oriented as on disk."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for tensor in table.tensors:
-            for entry in tensor.entries:
-                write_entry(parameters[tensor.name], entry, initial_value(entry, seed))
+        for entry in table.entries:
+            write_entry(parameters[entry.tensor], entry, value_of(entry))
 
 
 def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:

@@ -104,13 +104,14 @@ class FeedForward(nn.Module):
     """MLP down(activation(gate) * up) (SwiGLU and variants: Shazeer 2020, arXiv:2002.05202), or ungated
     down(activation(up)).
 
-    Gate and up projections are fused: `up.weight` is [2F, H], gate first.
+    Gate and up projections are fused: `up.weight` is [2F, H], gate first. `width`: F of this rank, by default its share
+    of the configuration's.
     """
 
-    def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
+    def __init__(self, config: ModelConfig, axes: AxisOperations, width: int | None = None, **options: Any) -> None:
         super().__init__()
         self.tensor, self.gated, self.activation = axes.tensor, config.gated, config.activation
-        width = config.intermediate // axes.tensor.size
+        width = config.intermediate // axes.tensor.size if width is None else width
         self.up = Linear(config.hidden, width * (2 if config.gated else 1), config.mlp_bias, **options)
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
 

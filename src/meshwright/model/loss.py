@@ -37,17 +37,18 @@ def linear_cross_entropy(
     the forward pass and save them, the weight's in its size; else backward recomputes the logits. Both give the same
     gradients bit for bit and communicate in the forward pass alone.
     """
-    mode = "none" if not torch.is_grad_enabled() else "save" if keep else "recompute"
-    return _LinearCrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
+    mode = _Mode("none" if not torch.is_grad_enabled() else "save" if keep else "recompute", of_tokens=False)
+    return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
 
 def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
-    """Return each token's -log softmax(hidden weightᵀ)[target] (nats), [T], float32 or float64; 0 where the target is
-    -100. `head`: the weight.
+    """Return each token's -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64; 0 where the
+    target is -100. `head`: weight and bias.
 
     Backward recomputes the logits; saved are `hidden_TH` and two numbers per token.
     """
-    return _TokenCrossEntropy.apply(hidden_TH, head.weight_VH, targets_T, head, torch.is_grad_enabled())
+    mode = _Mode("recompute" if torch.is_grad_enabled() else "none", of_tokens=True)
+    return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
 
 class OutputHead(NamedTuple):
@@ -65,8 +66,18 @@ class OutputHead(NamedTuple):
     compiled: bool = False
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Autograd function of `linear_cross_entropy`: chunked cross-entropy of the output head, summed over tokens."""
+class _Mode(NamedTuple):
+    """Kind of a cross-entropy. gradients: "none", no backward follows (needs_input_grad ignores torch.no_grad); "save",
+    compute the gradients now and save them; "recompute", backward recomputes the logits. of_tokens: the loss of each
+    token is returned, [T], not their sum."""
+
+    gradients: Literal["none", "save", "recompute"]
+    of_tokens: bool
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Autograd function of `linear_cross_entropy` and `token_cross_entropy`: chunked cross-entropy of the output head,
+    summed over tokens or of each token."""
 
     @staticmethod
     def forward(
@@ -76,17 +87,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         targets_T: torch.Tensor,
         head: OutputHead,
-        mode: Literal["none", "save", "recompute"],
+        mode: _Mode,
     ) -> torch.Tensor:
-        """Return the summed loss (nats, scalar). `mode`: "none", no backward follows (needs_input_grad ignores
-        torch.no_grad); "save", compute the gradients now and save them; "recompute", backward recomputes the logits.
-        """
-        wanted = tuple(mode != "none" and needed for needed in context.needs_input_grad[:3])
+        """Return the loss (nats): summed, a scalar, or that of each token, [T]."""
+        wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
-        sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode == "save" else None
-        known = []
+        sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
+        losses, known = [], []
         for chunk in _logit_chunks(hidden_TH, targets_T, head):
-            total += chunk.losses_C.sum()
+            if mode.of_tokens:
+                losses.append(chunk.losses_C)
+            else:
+                total += chunk.losses_C.sum()
             if sums is not None:
                 sums.add(chunk)
             elif any(wanted):
@@ -96,51 +108,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if known:
             context.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, torch.cat(known, dim=1))
             context.head = head
-        return total
+        return torch.cat(losses) if mode.of_tokens else total
 
     @staticmethod
-    def backward(context: Any, d_total: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias, given that of the summed loss."""
-        d_hidden_TH, d_weight_VH, d_bias_V = (
-            _recompute_gradients(context) if context.gradients is None else context.gradients
-        )
-        gradients = _scale_gradients(d_total, d_hidden_TH, d_weight_VH, d_bias_V, context.dtype)
+    def backward(context: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias, given that of the loss."""
+        factor, factors_T = d_loss, None
+        if d_loss.ndim:
+            # Relative to the largest of them, so that a narrow type neither loses the small ones nor overflows.
+            factor = d_loss.abs().amax().clamp(min=torch.finfo(d_loss.dtype).tiny)
+            factors_T = d_loss / factor
+        d_hidden_TH, d_weight_VH, d_bias_V = context.gradients or _recompute_gradients(context, factors_T)
+        gradients = _scale_gradients(factor, d_hidden_TH, d_weight_VH, d_bias_V, context.dtype)
         return *gradients, None, None, None
-
-
-class _TokenCrossEntropy(torch.autograd.Function):
-    """Autograd function of `token_cross_entropy`: the cross-entropy of each token at the output head, in chunks."""
-
-    @staticmethod
-    def forward(
-        context: Any,
-        hidden_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        targets_T: torch.Tensor,
-        head: OutputHead,
-        differentiable: bool,
-    ) -> torch.Tensor:
-        """Return each token's loss (nats), [T]. `differentiable`: backward may follow."""
-        losses, known = [], []
-        for chunk in _logit_chunks(hidden_TH, targets_T, head):
-            losses.append(chunk.losses_C)
-            if differentiable:
-                known.append(torch.stack([chunk.log_sum_C, chunk.target_C]))
-        if known:
-            context.save_for_backward(hidden_TH, weight_VH, None, targets_T, torch.cat(known, dim=1))
-            context.head = head
-        return torch.cat(losses)
-
-    @staticmethod
-    def backward(context: Any, d_losses_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden states and weight from recomputed logits, given those of the token losses
-        [T]."""
-        # Relative to the largest of them, so that a narrow type neither loses the small ones nor overflows.
-        largest = d_losses_T.abs().amax().clamp(min=torch.finfo(d_losses_T.dtype).tiny)
-        gradients = _scale_gradients(
-            largest, *_recompute_gradients(context, d_losses_T / largest), context.saved_tensors[1].dtype
-        )
-        return *gradients[:2], None, None, None
 
 
 def _scale_gradients(
@@ -222,10 +202,7 @@ class _Chunk:
     ) -> None:
         self.tokens, self._logits_CV = tokens, logits_CV
         self._compiled = head.compiled
-        functions: tuple[Callable[..., Any], ...] = (
-            _compile_functions() if head.compiled else (_statistics, _to_gradient_)
-        )
-        self._statistics, self._to_gradient_ = functions
+        self._statistics, self._to_gradient_ = _elementwise_functions(head.compiled)
         wide = at_least_float32(logits_CV.dtype)
         self._counted_C = (targets_C != IGNORED).to(wide)
         places_C = targets_C.clamp(min=0) - head.first_token
@@ -294,8 +271,10 @@ def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> 
 
 
 @functools.cache
-def _compile_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return `_statistics` and `_to_gradient_` compiled by torch.compile."""
+def _elementwise_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return `_statistics` and `_to_gradient_`, `compiled` by torch.compile or as they are."""
+    if not compiled:
+        return _statistics, _to_gradient_
     return torch.compile(_statistics, dynamic=False), torch.compile(_to_gradient_, dynamic=False)
 
 

@@ -13,17 +13,24 @@ def invert_permutation(order: torch.Tensor) -> torch.Tensor:
 
 
 class Permuted(torch.autograd.Function):
-    """Permutes tensor dim 0: x[order]. Backward gathers by the inverse permutation instead of scattering, so that the
-    order of sums is defined."""
+    """Permutes tensor dim 0, of which each row may be repeated: x[order]. Backward gathers by the inverse
+    permutation instead of scattering, so that the order of sums is defined."""
 
     @staticmethod
-    def forward(context: Any, x_NH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor) -> torch.Tensor:
-        """Return x[order], [N, H]. `order_N`: permutation of dim 0; `inverse_N`: its inverse."""
+    def forward(
+        context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, copies: int | None = None
+    ) -> torch.Tensor:
+        """Return x[order], [N, H]. `order_N`: permutation of dim 0, `inverse_N`: its inverse. `copies`: permute this
+        many copies of each row, N = T x copies; None: the rows themselves."""
         context.save_for_backward(inverse_N)
-        return x_NH.index_select(0, order_N)
+        context.copies = copies
+        return x_TH.index_select(0, order_N if copies is None else order_N // copies)
 
     @staticmethod
     def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x`: the output gradient permuted by the inverse."""
+        """Return the gradient of `x`: the output gradient permuted by the inverse, summed over the copies of a row."""
         (inverse_N,) = context.saved_tensors
-        return d_NH.index_select(0, inverse_N), None, None
+        d_x = d_NH.index_select(0, inverse_N)
+        if context.copies is not None:
+            d_x = d_x.unflatten(0, (-1, context.copies)).sum(dim=1)
+        return d_x, None, None, None

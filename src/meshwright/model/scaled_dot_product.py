@@ -51,14 +51,6 @@ def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and not masked
 
 
-def attend_bidirectionally(
-    q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSD: torch.Tensor, added: torch.Tensor | None
-) -> torch.Tensor:
-    """Return bidirectional attention softmax(q kᵀ / √D + added) v, [B, N, S, D]. `added` [B or 1, 1, S or 1, S]:
-    additive mask of `bidirectional_mask`; None: every token attends to every other."""
-    return F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=added)
-
-
 def bidirectional_mask(
     documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:

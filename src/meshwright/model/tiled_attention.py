@@ -212,24 +212,8 @@ def like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
     return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
 
 
-@_forward.register_fake
-def _fake_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
-) -> torch.Tensor:
-    """Return an empty tensor of the output's shape (fake implementation for torch.compile)."""
-    return like_queries(q_BNSD)
-
-
-@_backward.register_fake
-def _fake_backward(
-    d_out_BNSD: torch.Tensor,
-    q_BNSD: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
-    first_BS: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return empty tensors of the gradients' shapes (fake implementation for torch.compile)."""
-    return like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
+_forward.register_fake(lambda q, *_: like_queries(q))
+_backward.register_fake(lambda d_out, q, k, v, first: (like_queries(q), like_queries(k), like_queries(v)))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention
-from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
+from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations
 from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.experts import Mixture
@@ -24,13 +24,11 @@ from meshwright.model.layers import Embedding, FeedForward, Linear, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.rope import RotaryTable
-from meshwright.model.units import NoUnits, Units
+from meshwright.model.units import NO_UNITS, Units
 from meshwright.model.weight_gradients import tapping
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage, whole_model
-
-NO_UNITS = NoUnits()
 
 
 class Block(nn.Module):
@@ -89,14 +87,6 @@ class StageInput(NamedTuple):
     documents: Documents | None
 
 
-class LoadBalancing(NamedTuple):
-    """Collector of load-balancing losses: `losses` of the blocks that ran. `counted_B`: number of targets of each
-    sequence, which weighs its loss; None: none are computed."""
-
-    counted_B: torch.Tensor | None
-    losses: list[torch.Tensor]
-
-
 class StageOutput(NamedTuple):
     """Output of a pipeline stage for one micro-batch. `x`: hidden states [B, S, H] (with sequence parallelism this
     rank's token slice); from the last stage the summed loss, or with preference pairs the log-probabilities of
@@ -147,7 +137,9 @@ class Transformer(nn.Module):
         self.final_norm = make_norm(config, **options) if last else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
         self._rotary = None if learned else RotaryTable(config, dtype)
-        self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap(Block.__call__)
+        self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap_block(
+            axes.recompute.wrap(Block.__call__)
+        )
         self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
         self.compiled = self._compiled_loss = False
         self._widest = min(width, config.vocabulary)
@@ -162,9 +154,8 @@ class Transformer(nn.Module):
 
     def output_head(self) -> OutputHead:
         """Return this rank's slice of the output head, the argument `head` of the loss functions."""
-        tensor, compiled = self.axes.tensor, self._compiled_loss
         return OutputHead(
-            self.head_weight, tensor, first_token=self._first_token, widest=self._widest, compiled=compiled
+            self.head_weight, self.axes.tensor, None, self._first_token, self._widest, self._compiled_loss
         )
 
     @property
@@ -207,9 +198,8 @@ class Transformer(nn.Module):
             if self.config.router_loss and pairs is None:  # weighs rows by their targets, those on other ranks too
                 counted_B = self.axes.context.reduce(counted_B, "router.targets")
         given = StageInput(stage, x_BSH, tokens_BS, documents)
-        balancing = LoadBalancing(counted_B, [])
-        x_BSH = self._forward_blocks(given, units, balancing=balancing)
-        balance = torch.stack(balancing.losses).sum() if balancing.losses else None
+        x_BSH, losses = self._forward_blocks(given, units, counted_B=counted_B)
+        balance = torch.stack(losses).sum() if losses else None
         if not stage.last:
             return StageOutput(x_BSH, balance)
         x_BSH = self._normalise_for_head(units.enter("head", x_BSH))
@@ -243,7 +233,7 @@ class Transformer(nn.Module):
         for the next.
         """
         stage = self._whole_model_stage() if stage is None else stage
-        x_BSH = self._forward_blocks(StageInput(stage, x_BSH, tokens_BS, documents), units, cache, positions)
+        x_BSH, _ = self._forward_blocks(StageInput(stage, x_BSH, tokens_BS, documents), units, cache, positions)
         if not stage.last:
             return x_BSH
         return units.leave("head", self._normalise_for_head(units.enter("head", x_BSH)))
@@ -268,9 +258,12 @@ class Transformer(nn.Module):
         static shape; another batch shape, or the first batch that packs several documents, compiles another."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
-        self._run_block = self.axes.recompute.wrap(Block.forward, options, self._with_taps)
+        recompute = self.axes.recompute
+        run_block = recompute.wrap(Block.forward, options, self._with_taps)
         if self.axes.dispatcher is not None:
-            self._run_block = _compile_around_dispatch(self._run_block, self.axes.recompute, options, self._with_taps)
+            attend = recompute.wrap(Block.attend, options, self._with_taps)
+            run_block = _compile_around_dispatch(run_block, attend, recompute.wrap(Mixture.__call__))
+        self._run_block = recompute.wrap_block(run_block)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
         self.compiled = self._compiled_loss = True
@@ -298,17 +291,22 @@ class Transformer(nn.Module):
         units: Units,
         cache: AttentionCache | None = None,
         positions_BS: torch.Tensor | None = None,
-        balancing: LoadBalancing | None = None,
-    ) -> torch.Tensor:
-        """Run the stage's embedding and blocks; return [B, S, H]. `balancing`: collects the load-balancing losses."""
+        counted_B: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the stage's embedding and blocks; return [B, S, H] and the blocks' load-balancing losses. `counted_B`:
+        number of targets of each sequence, which weighs its loss; None: none are computed."""
         stage, x, tokens_BS, documents = given
         documents = ONE_DOCUMENT if documents is None else documents
-        counted_B = None if balancing is None else balancing.counted_B
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
         visible: dict[int | None, torch.Tensor | None] = {}
         if cache is None:
-            visible = self._attention_masks(documents, set(windows.values()), sequence, tokens_BS.device)
+            context = self.axes.context
+            assert context.size == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
+            visible = {
+                window: context.visibility(documents, sequence, window, tokens_BS.device)
+                for window in set(windows.values())
+            }
         if positions_BS is None:
             positions_BS = documents.positions_BS()
         rotation = None
@@ -321,45 +319,27 @@ class Transformer(nn.Module):
             x = units.leave("embedding", self.axes.tensor.leave(self.embedding(tokens_BS), "embedding"))
             if self.positions is not None:
                 x = units.enter("positions", x)
-                x = x + self._learned_positions(positions_BS, cached, cached + sequence, tokens_BS.device)
+                if positions_BS is None:
+                    positions_BS = torch.arange(cached, cached + sequence, device=tokens_BS.device)[None]
+                if (tensor := self.axes.tensor).sequence_parallel:
+                    positions_BS = positions_BS.chunk(tensor.size, dim=1)[tensor.rank]
+                x = x + self.positions(positions_BS)
                 x = units.leave("positions", x)
         assert x is not None, "what the stage before gave is missing"
-        x_BSH = x
+        x_BSH, losses = x, list[torch.Tensor]()
         for layer in stage.layers:
             block = self.layers[layer]
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             if cache is None:
                 x_BSH, balance = self._run_block(block, x_BSH, rotation, visible[windows[layer]], counted_B)
-                if balance is not None and balancing is not None:
-                    balancing.losses.append(balance)
+                if balance is not None:
+                    losses.append(balance)
             else:
                 x_BSH, _ = block(x_BSH, rotation, None, None, cache, layer)
             x_BSH = units.leave(f"layers.{layer}", x_BSH)
         if cache is not None:
             cache.advance(sequence)
-        return x_BSH
-
-    def _attention_masks(
-        self, documents: Documents, windows: set[int | None], sequence: int, device: torch.device
-    ) -> dict[int | None, torch.Tensor | None]:
-        """Return the attention mask for each sliding-window size of `windows`; this rank holds `sequence` tokens of
-        every sequence."""
-        context = self.axes.context
-        assert context.size == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
-        return {window: context.visibility(documents, sequence, window, device) for window in windows}
-
-    def _learned_positions(
-        self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
-    ) -> torch.Tensor:
-        """Return the learned embeddings, [B or 1, S, H], of the position IDs `positions_BS` (None: start ... stop - 1);
-        with sequence parallelism this rank's token slice."""
-        assert self.positions is not None
-        if positions_BS is None:
-            positions_BS = torch.arange(start, stop, device=device)[None]
-        tensor = self.axes.tensor
-        if tensor.sequence_parallel:
-            positions_BS = positions_BS.chunk(tensor.size, dim=1)[tensor.rank]
-        return self.positions(positions_BS)
+        return x_BSH, losses
 
     def _normalise_for_head(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the final norm of `x_BSH`, all-gathered as input of the tensor-parallel head, [B, S, H]."""
@@ -367,33 +347,19 @@ class Transformer(nn.Module):
 
 
 def _compile_around_dispatch(
-    run_dense: Callable[..., Any],
-    recompute: Recompute,
-    options: dict[str, Any],
-    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return a function that runs a block: of blocks with expert parallelism the part before the mixture is compiled
-    and the mixture is not, other blocks go to `run_dense`. A graph break inside a checkpoint would leave the whole
-    block uncompiled. `options`: those of torch.compile; `around`: wrapper of compiled parts."""
-    before, mixture = recompute.wrap_parts(Block.attend, Mixture.__call__, options, around)
+    """Return a function that runs a block: of blocks with expert parallelism the part before the mixture (`attend`) is
+    compiled and the `mixture` is not, other blocks go to `run_dense`. A graph break inside a checkpoint would leave the
+    whole block uncompiled."""
 
-    def apart(
-        block: Block,
-        x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: torch.Tensor | None,
-        counted_B: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a block with expert parallelism: compiled attention part, uncompiled mixture."""
-        x_BSH, normed_BSH = before(block, x_BSH, rotation, visible)
+    def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run any block; arguments and result as in `Block.forward`."""
+        if not isinstance(block.mlp, Mixture):
+            return run_dense(block, x_BSH, *rest)  # type: ignore[no-any-return]
+        rotation, visible, counted_B = rest
+        x_BSH, normed_BSH = attend(block, x_BSH, rotation, visible)
         y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
         return x_BSH + y_BSH, balance
-
-    spread = recompute.wrap(apart) if recompute.kind == "full" else apart
-
-    def run(block: Block, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run any block; arguments and result as in `Block.forward`."""
-        found = spread if isinstance(block.mlp, Mixture) else run_dense
-        return found(block, *arguments)  # type: ignore[no-any-return]
 
     return run

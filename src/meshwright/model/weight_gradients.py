@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,21 +37,13 @@ class GradientSums(Protocol):
         """Add dyᵀ x, the gradient of a weight [Y, X], to the parameter's buffer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
+class _Product(NamedTuple):
     """Deferred weight gradient of `parameter`: `multiply(*operands)`, or dyᵀ x of the operands (dy, x) if `multiply` is
     None."""
 
     parameter: nn.Parameter
     multiply: Multiply | None
     operands: tuple[torch.Tensor, ...]
-
-    def add_to(self, sums: GradientSums) -> None:
-        """Compute this gradient and add it to the accumulation buffers `sums`."""
-        if self.multiply is None:
-            sums.accumulate_product(self.parameter, *self.operands)
-        else:
-            sums.accumulate(self.parameter, self.multiply(*self.operands).view(self.parameter.shape))
 
 
 class WeightGradients:
@@ -81,9 +72,17 @@ class WeightGradients:
         operands (dy, x)."""
         product = _Product(parameter, multiply, operands)
         if self._collects is None:
-            product.add_to(self._sums)
+            self._accumulate(product)
         else:
             self._collects.append(product)
+
+    def _accumulate(self, product: _Product) -> None:
+        """Compute a gradient and add it to the accumulation buffers."""
+        parameter, multiply, operands = product
+        if multiply is None:
+            self._sums.accumulate_product(parameter, *operands)
+        else:
+            self._sums.accumulate(parameter, multiply(*operands).view(parameter.shape))
 
     def parameters(self, key: Hashable) -> list[nn.Parameter]:
         """Return the parameters whose gradients are queued under `key` (that of `collecting`), in the order in which
@@ -98,7 +97,7 @@ class WeightGradients:
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:
-                queue.popleft().add_to(self._sums)
+                self._accumulate(queue.popleft())
 
 
 def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from meshwright.monitoring.profile_trace import (
     merge_rank_traces,
 )
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.parallel.pipeline import Compute
+from meshwright.parallel.pipeline import Compute, Key
 from meshwright.parallel.step import ForwardBackward
 from meshwright.program.pipeline import Kind, PipelineProgram
 from meshwright.program.timeline import WORDS, StepNames
@@ -164,7 +164,7 @@ class _ProfileRecording:
         A call that begins under torch's profiler and ends after it would corrupt the process's memory (torch 2.13).
         """
         self._trainer.clock.listener = self._trainer.passes.watched = None
-        self._mesh.communicator.around = None
+        self._mesh.communicator.around = nullcontext
         settle_calls(self._mesh.communicator)
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
@@ -213,34 +213,10 @@ class _NamedCompute:
         self._compute, self._around = compute, around
         self.buffer = compute.buffer
 
-    def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute the forward of a micro-batch on a stage and record its span. stage, replica (model copy),
-        micro_batch: indices; x: input activation, None on the first stage. Returns the output activation, None on the
-        last stage."""
-        with self._around(Kind.FORWARD, stage, replica, micro_batch):
-            return self._compute.forward(stage, replica, micro_batch, x)
-
-    def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Compute the full backward of a micro-batch on a stage and record its span. stage, replica (model copy),
-        micro_batch: indices; d_out: gradient of the stage's output, None on the last stage. Returns the gradient of its
-        input, None on the first stage."""
-        with self._around(Kind.BACKWARD, stage, replica, micro_batch):
-            return self._compute.backward(stage, replica, micro_batch, d_out)
-
-    def input_gradient(
-        self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Compute the input-gradient pass (B) of a micro-batch on a stage and record its span. stage, replica (model
-        copy), micro_batch: indices; d_out: gradient of the stage's output, None on the last stage. Returns the gradient
-        of its input, None on the first stage."""
-        with self._around(Kind.INPUT_GRADIENT, stage, replica, micro_batch):
-            return self._compute.input_gradient(stage, replica, micro_batch, d_out)
-
-    def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """Compute the weight-gradient pass (W) of a micro-batch on a stage and record its span. stage, replica (model
-        copy), micro_batch: indices."""
-        with self._around(Kind.WEIGHT_GRADIENT, stage, replica, micro_batch):
-            self._compute.weight_gradient(stage, replica, micro_batch)
+    def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run a compute step, as `Compute.run` says, and record its span."""
+        with self._around(kind, *key):
+            return self._compute.run(kind, key, x)
 
 
 # --- clocks

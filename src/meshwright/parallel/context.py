@@ -101,7 +101,10 @@ class RingAttention(ContextParallel):
     ) -> torch.Tensor:
         """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`:
         result of `visibility`."""
-        return ring_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
+        arguments = q_BNSD, k_BKSD, v_BKSD, visible, self.axis.key
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _compute_ring_attention(*arguments)[0]  # an operator's first call loads the compiler
+        return torch.ops.meshwright.ring_attention(*arguments)[0]
 
 
 class UlyssesAttention(ContextParallel):
@@ -117,9 +120,16 @@ class UlyssesAttention(ContextParallel):
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`:
-        result of `visibility`."""
-        return ulysses_attention(q_BNSD, k_BKSD, v_BKSD, visible, self.axis)
+        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks, by two
+        all-to-alls, between which each rank attends over unsharded sequences for N / cp heads. With more ranks than
+        key-value heads, neighbouring ranks share a head. `visible`: result of `visibility`."""
+        axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
+        three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
+        by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
+        mine = all_to_all(by_rank, axis, "attention.heads", split=1, join=2)
+        q, k, v = mine.split([x.shape[1] // axis.size for x in three], dim=1)
+        out = attend(q, k, v, visible)
+        return all_to_all(out.transpose(1, 2), axis, "attention.tokens", split=1, join=2).transpose(1, 2)
 
 
 def context_operations(mesh: Mesh) -> ContextOperations:
@@ -283,33 +293,6 @@ def _to_column(x: torch.Tensor) -> torch.Tensor:
 
 
 # --- communication and overlap
-
-
-def ring_attention(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, axis: Axis
-) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v over the keys of all cp ranks of `axis`, from sequence index `first_BC` (None: 0) to
-    the query's own: [B, N, C, D], stored in memory as [B, C, N, D]."""
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[
-            0
-        ]  # an operator's first call loads the compiler
-    return torch.ops.meshwright.ring_attention(q_BNCD, k_BKCD, v_BKCD, first_BC, axis.key)[0]
-
-
-def ulysses_attention(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None, axis: Axis
-) -> torch.Tensor:
-    """Return causal attention [B, N, C, D] by two all-to-alls, between which each cp rank of `axis` attends over
-    unsharded sequences for N / cp heads. `visible`: attention mask of unsharded sequences. With more ranks than
-    key-value heads, neighbouring ranks share a head."""
-    copies = max(1, axis.size // k_BKCD.shape[1])
-    three = q_BNCD, k_BKCD.repeat_interleave(copies, dim=1), v_BKCD.repeat_interleave(copies, dim=1)
-    by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
-    mine = all_to_all(by_rank, axis, "attention.heads", split=1, join=2)
-    q, k, v = mine.split([x.shape[1] // axis.size for x in three], dim=1)
-    out = attend(q, k, v, visible)
-    return all_to_all(out.transpose(1, 2), axis, "attention.tokens", split=1, join=2).transpose(1, 2)
 
 
 def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:

@@ -41,13 +41,9 @@ class Routes(NamedTuple):
     counts_GPL: torch.Tensor
 
 
-class Dispatched(NamedTuple):
-    """State of a dispatch that `combine` needs. `routes`: numbers of token copies sent and received; `order_R`:
-    permutation that sorted the R received copies by expert; `inverse_R`: its inverse."""
-
-    routes: Routes
-    order_R: torch.Tensor
-    inverse_R: torch.Tensor
+Dispatched = tuple[Routes, torch.Tensor, torch.Tensor]
+"""State of a dispatch that `combine` needs: numbers of token copies sent and received, the permutation that sorted the
+R received copies by expert, and its inverse."""
 
 
 class AllToAllTokenDispatcher:
@@ -72,13 +68,13 @@ class AllToAllTokenDispatcher:
         order_R = expert_R.argsort(stable=True)
         inverse_R = invert_permutation(order_R)
         ends_L = routes.counts_GPL.sum(dim=(0, 1)).cumsum(0, dtype=torch.int32)
-        return Permuted.apply(x_RH, order_R, inverse_R), ends_L, Dispatched(routes, order_R, inverse_R)
+        return Permuted.apply(x_RH, order_R, inverse_R, None), ends_L, (routes, order_R, inverse_R)
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Send expert outputs `y_RH` back to the ranks of their tokens, summed over etp; return those of this rank's
         token copies, [N, H] in the order before `dispatch`."""
         routes, order_R, inverse_R = dispatched
-        y_RH = Permuted.apply(y_RH, inverse_R, order_R)
+        y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
         return exchange(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 

@@ -32,34 +32,26 @@ START_SITE = "pipeline.start"
 PROGRAM_SITE = "start.program"
 
 
+Key = tuple[int, int, int]
+"""Indices of a compute step: stage, replica (model copy; bidirectional schedules have several), micro-batch."""
+
+
 class Compute(Protocol):
-    """Interface that executes the compute steps of a pipeline program. Every method handles one micro-batch (index
-    `micro_batch`) on one stage (index `stage`) of one model copy (index `replica`; bidirectional schedules have
-    several). Input tensors have no autograd history; outputs may have one."""
+    """Interface that executes the compute steps of a pipeline program. Input tensors have no autograd history; outputs
+    may have one."""
 
-    def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the forward of a micro-batch through a stage of a model copy (`replica`), all given by index: return the
-        stage's output for its input `x` (first stage: None). The last stage keeps its loss and returns None."""
+    def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run the compute step of `kind` of one micro-batch through one stage, both given by `key`.
 
-    def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the backward of a micro-batch through a stage of a model copy (`replica`), all given by index: compute
-        the weight gradients and return the gradient of the stage's input (first stage: None), given `d_out`, that of
-        its output (last stage: None)."""
+        Forward: return the stage's output for its input `x` (first stage: None); the last stage keeps its loss and
+        returns None. Backward: compute the weight gradients and return the gradient of the stage's input (first stage:
+        None), given `x`, that of its output (last stage: None). Input gradient (B pass, the first half of a split
+        backward): as backward, but defer the weight gradients to the weight gradient (W pass), which gets and returns
+        None."""
 
-    def input_gradient(
-        self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Run the first half of a split backward (B pass): return the gradient of the stage's input (first stage:
-        None), given `d_out`, that of its output (last stage: None), and defer the weight gradients to
-        `weight_gradient`. stage, replica (model copy), micro_batch: indices."""
-
-    def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """Run the second half of a split backward (W pass): compute the weight gradients that `input_gradient` deferred
-        for this stage, model copy (`replica`) and micro-batch, given by index."""
-
-    def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
-        """Return an uninitialised contiguous receive buffer for the input of a stage of a model copy (`replica`) and a
-        micro-batch, given by index; the gradient of that input has the same shape and dtype."""
+    def buffer(self, key: Key) -> torch.Tensor:
+        """Return an uninitialised contiguous receive buffer for the input of a stage and a micro-batch, given by `key`;
+        the gradient of that input has the same shape and dtype."""
 
 
 def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
@@ -91,9 +83,7 @@ class _Step:
     has sent and whose receivers are known to have used them once `reads` has arrived."""
 
     kind: Kind
-    stage: int
-    replica: int
-    micro_batch: int
+    key: Key
     reads: Value | None  # from another stage
     makes: Value | None  # for another stage
     answers: tuple[Value, ...]  # what this rank sent and others have used, once what this step reads is there
@@ -102,13 +92,13 @@ class _Step:
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """One send or receive between pipeline ranks. value: the activation or gradient; peer: the other pipeline rank;
-    arrives: True for a receive, False for a send; enters: index of the stage whose input, or input gradient, the value
+    arrives: True for a receive, False for a send; enters: key of the step whose input, or input gradient, the value
     is; site, name: labels in traces and error messages."""
 
     value: Value
     peer: int
     arrives: bool
-    enters: int  # the stage whose input it is, or the gradient of whose input
+    enters: Key  # the step whose input it is, or the gradient of whose input
     site: str
     name: str
 
@@ -151,7 +141,7 @@ class Pipeline:
             steps = [
                 replace(step, answers=())  # who gets nothing back learns at the end that it has been used
                 for step in group.steps
-                if step.kind == Kind.FORWARD and step.micro_batch < micro_batches
+                if step.kind == Kind.FORWARD and step.key[2] < micro_batches
             ]
             transfers = [each for each in group.transfers if each.value[0] == OUTPUT and each.value[3] < micro_batches]
             if steps or transfers:
@@ -184,10 +174,7 @@ class _PipelineExecution:
         """Post the sends and receives of a group together, without waiting for them."""
         messages = []
         for each in group:
-            _, replica, _, micro_batch = each.value
-            tensor = (
-                self.compute.buffer(each.enters, replica, micro_batch) if each.arrives else self.here.pop(each.value)
-            )
+            tensor = self.compute.buffer(each.enters) if each.arrives else self.here.pop(each.value)
             messages.append(Message(tensor.contiguous(), each.peer, each.arrives, each.site, each.name))
         for each, message, handle in zip(group, messages, transfer(messages, self.axis), strict=True):
             if each.arrives:
@@ -198,16 +185,7 @@ class _PipelineExecution:
     def step(self, step: _Step) -> None:
         """Execute one compute step, store the activation or gradient that it returns for another stage, and release the
         one that it has read."""
-        where = step.stage, step.replica, step.micro_batch
-        if step.kind == Kind.WEIGHT_GRADIENT:
-            self.compute.weight_gradient(*where)
-            return
-        take = {
-            Kind.FORWARD: self.compute.forward,
-            Kind.BACKWARD: self.compute.backward,
-            Kind.INPUT_GRADIENT: self.compute.input_gradient,
-        }[step.kind]
-        made = take(*where, self.read(step))
+        made = self.compute.run(step.kind, step.key, self.read(step))
         assert (made is None) == (step.makes is None), f"{step}: the wrong end of the pipeline"
         if made is not None and step.makes is not None:
             self.here[step.makes] = made.detach()
@@ -243,10 +221,12 @@ def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
             elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0:
                 makes = GRADIENT, replica, stage, micro_batch
             what = find_read_value(program, at)
-            groups[-1].steps.append(_Step(kind, stage, replica, micro_batch, what, makes, tuple(answers.get(at, ()))))
+            groups[-1].steps.append(_Step(kind, (stage, replica, micro_batch), what, makes, tuple(answers.get(at, ()))))
         else:
             value = find_carried_value(program, at)
-            enters, site = (value[2] + 1, ACTIVATION_SITE) if value[0] == OUTPUT else (value[2], GRADIENT_SITE)
-            arrives, name = kind in ARRIVING, program.describe(at)
-            groups[-1].transfers.append(_Transfer(value, program.find_peer(at), arrives, enters, site, name))
+            direction, replica, stage, micro_batch = value
+            enters, site = (stage + 1, ACTIVATION_SITE) if direction == OUTPUT else (stage, GRADIENT_SITE)
+            arrives, peer, name = kind in ARRIVING, program.find_peer(at), program.describe(at)
+            key = enters, replica, micro_batch
+            groups[-1].transfers.append(_Transfer(value, peer, arrives, key, site, name))
     return groups

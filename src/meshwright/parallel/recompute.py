@@ -76,29 +76,20 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function` with activation checkpointing. compile_options: options with which torch.compile compiles
-        it; None: it runs eagerly. around: wrapper applied to the compiled function."""
+        """Return `function`, a block or a part of one, with checkpointing of its operators. compile_options: options
+        with which torch.compile compiles it; None: it runs eagerly. around: wrapper applied to the compiled
+        function."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
         if compile_options is not None:
             logging.getLogger("torch._higher_order_ops.wrap").addFilter(_drop_in_place_warning)
-            function = super().wrap(function, compile_options, around)
-        return _checkpoint_always(function) if self.kind == "full" else function
+        return super().wrap(function, compile_options, around)
 
-    def wrap_parts(
-        self,
-        first: Function,
-        second: Function,
-        compile_options: dict[str, Any],
-        around: Callable[[Function], Function],
-    ) -> tuple[Function, Function]:
-        """Return two functions that run one after the other with activation checkpointing. Only `first` is compiled,
-        with `compile_options`, and then wrapped by `around`; with kind "full" the caller checkpoints both together."""
-        if self.kind == "full":
-            return Recompute.wrap(self, first, compile_options, around), second
-        return super().wrap_parts(first, second, compile_options, around)
+    def wrap_block(self, function: Function) -> Function:
+        """Return `function`, which runs a block made of wrapped parts; kind "full" checkpoints the block as a whole."""
+        return _checkpoint_always(function) if self.kind == "full" else function
 
 
 def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:

@@ -11,12 +11,13 @@ from meshwright.model.documents import Documents
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients
 from meshwright.parallel.gradient_accumulation import BackwardPass
+from meshwright.parallel.pipeline import Key
 from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.program.pipeline import Kind
+from meshwright.spec.stages import Stage
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
 """Tokens [B, S], targets [B, S] (-100: none), documents."""
-
-Key = tuple[int, int, int]  # stage, replica, micro-batch
 
 Objective = Callable[[int, torch.Tensor], torch.Tensor]
 """The summed loss of a micro-batch (its number) whose responses, in pairs, have these log-probabilities [B, D]."""
@@ -36,7 +37,7 @@ _FORWARD_ONLY = BackwardOrder()
 
 class StageCompute:
     """Forward and backward of a model's pipeline stages (a `Compute`, parallel/pipeline.py), for one step or one
-    evaluation. The methods' arguments stage, replica (model copy) and micro_batch are indices.
+    evaluation.
 
     `micro_batches`: those of this rank; `targets`: number by which the summed loss is divided; `order`: order of
     backward passes; `mark`: called with the name of each finished phase ("forward", "backward", ...); `objective`:
@@ -62,78 +63,59 @@ class StageCompute:
         self._kept: dict[Key, _SavedForward] = {}
         self._paused: dict[Key, BackwardPass] = {}
 
-    def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the forward of a micro-batch through a stage (model copy `replica`), given by index: return the stage's
-        output [B, S, H] for its input `x` (first stage: None); on the last stage add its loss to `loss` and return
-        None."""
-        self._mark_end_of_wait()
-        key, part = (stage, replica, micro_batch), self._stages[stage]
-        units = self.engine.prefetchers[stage]
+    def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run one compute step, as `Compute.run` says. The last stage's forward adds its loss to `loss`; the engine
+        accumulates the parameter gradients; a split backward queues the weight gradients of linear layers."""
+        if self.engine.mesh.pp.size > 1:
+            self.mark("pipeline")  # the phase of waiting for another stage
+        stage = self._stages[key[0]]
+        if kind == Kind.FORWARD:
+            out = self._forward(key, stage, x)
+            self.mark("forward")
+            return out
+        d_x = None
+        if kind == Kind.BACKWARD:
+            self.engine.start_pass(stage)
+            d_x = self._differentiate(key, x)
+            self.engine.end_pass(stage)
+        elif kind == Kind.INPUT_GRADIENT:
+            assert self._queue is not None
+            self._paused[key] = self.engine.start_pass(stage, split=True)
+            with self._queue.collecting(key):
+                d_x = self._differentiate(key, x)
+            self.engine.pause_pass(stage, self._queue.parameters(key))
+        else:
+            assert self._queue is not None
+            self.engine.gradients.resume(self._paused.pop(key))
+            self._queue.run(key)
+            self.engine.end_pass(stage)
+        self.mark("backward")
+        return d_x
+
+    def _forward(self, key: Key, stage: Stage, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run the forward of `key` through its `stage`: return the stage's output [B, S, H] for its input `x` (first
+        stage: None); on the last stage add its loss to `loss` and return None."""
+        units, micro_batch = self.engine.prefetchers[stage.index], key[2]
         units.keeps_last = at_once = key in self._at_once
         if x is not None:
             x = x.detach()
             if torch.is_grad_enabled():
                 x.requires_grad_()
-        out, balance = self.model.run_stage(part, x, *self._micro_batches[micro_batch], units, at_once)
-        if part.last:
+        out, balance = self.model.run_stage(stage, x, *self._micro_batches[micro_batch], units, at_once)
+        if stage.last:
             if self._objective is not None:
                 out = self._objective(micro_batch, out)
             out = out / self._targets
             self.loss += out.detach()
         if torch.is_grad_enabled():
-            root = out if part.last else _OutputRoot.apply(out)
+            root = out if stage.last else _OutputRoot.apply(out)
             self._kept[key] = _SavedForward(x, root, balance)
-        self.mark("forward")
-        return None if part.last else out.detach()
+        return None if stage.last else out.detach()
 
-    def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the backward of a micro-batch through a stage (model copy `replica`), given by index: return the gradient
-        of the stage's input (first stage: None), given `d_out`, that of its output (last stage: None). The engine
-        accumulates the parameter gradients."""
-        self._mark_end_of_wait()
-        part = self._stages[stage]
-        self.engine.start_pass(part)
-        d_x = self._differentiate((stage, replica, micro_batch), d_out)
-        self.engine.end_pass(part)
-        self.mark("backward")
-        return d_x
-
-    def input_gradient(
-        self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Run the first half of a split backward (B pass): return the gradient of the stage's input (first stage:
-        None), given `d_out`, that of its output (last stage: None); weight gradients of linear layers are queued for
-        `weight_gradient`. stage, replica (model copy), micro_batch: indices."""
-        self._mark_end_of_wait()
-        assert self._queue is not None
-        key, part = (stage, replica, micro_batch), self._stages[stage]
-        self._paused[key] = self.engine.start_pass(part, split=True)
-        with self._queue.collecting(key):
-            d_x = self._differentiate(key, d_out)
-        self.engine.pause_pass(part, self._queue.parameters(key))
-        self.mark("backward")
-        return d_x
-
-    def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> None:
-        """Run the second half of a split backward (W pass): compute the weight gradients that `input_gradient` queued
-        for this stage, model copy (`replica`) and micro-batch, given by index."""
-        self._mark_end_of_wait()
-        assert self._queue is not None
-        key, part = (stage, replica, micro_batch), self._stages[stage]
-        self.engine.gradients.resume(self._paused.pop(key))
-        self._queue.run(key)
-        self.engine.end_pass(part)
-        self.mark("backward")
-
-    def _mark_end_of_wait(self) -> None:
-        """Call `mark("pipeline")`, the phase of waiting for another stage, if there are several pipeline ranks."""
-        if self.engine.mesh.pp.size > 1:
-            self.mark("pipeline")
-
-    def buffer(self, stage: int, replica: int, micro_batch: int) -> torch.Tensor:
-        """Return an uninitialised receive buffer for the input of a stage and a micro-batch (given by index): [B, S,
-        H], S being this tp rank's slice with sequence parallelism."""
-        tokens_BS, mesh = self._micro_batches[micro_batch][0], self.engine.mesh
+    def buffer(self, key: Key) -> torch.Tensor:
+        """Return an uninitialised receive buffer for the input of a stage and a micro-batch: [B, S, H], S being this tp
+        rank's slice with sequence parallelism."""
+        tokens_BS, mesh = self._micro_batches[key[2]][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
             sequence //= mesh.tp.size

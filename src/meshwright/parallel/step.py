@@ -14,8 +14,8 @@ from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
-from meshwright.parallel.pipeline import Compute, Pipeline
-from meshwright.parallel.stage_compute import BackwardOrder, Key, MicroBatch, Objective, StageCompute
+from meshwright.parallel.pipeline import Compute, Key, Pipeline
+from meshwright.parallel.stage_compute import BackwardOrder, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
@@ -74,11 +74,7 @@ class ForwardBackward:
     def evaluate(self, micro_batches: Sequence[MicroBatch], targets: int = 1) -> torch.Tensor:
         """Return the summed loss divided by `targets`, without gradients (float64 scalar); 0 where the last stage is on
         another rank. `micro_batches`: at most as many as a step has."""
-        with torch.no_grad():
-            objective = self._objective(micro_batches)
-            compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
-            self._pipeline.run_forwards(compute, len(micro_batches))
-        return compute.loss
+        return self._run_forwards(micro_batches, targets, self._objective(micro_batches))
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
         """Return {micro-batch index: response log-probabilities [B, D] in nats} for the preference micro-batches whose
@@ -90,10 +86,17 @@ class ForwardBackward:
             found[micro_batch] = log_probabilities_BD
             return log_probabilities_BD.new_zeros(())
 
-        with torch.no_grad():
-            compute = StageCompute(self.model, self.engine, micro_batches, 1, objective=keep)
-            self._pipeline.run_forwards(compute, len(micro_batches))
+        self._run_forwards(micro_batches, 1, keep)
         return found
+
+    def _run_forwards(
+        self, micro_batches: Sequence[MicroBatch], targets: int, objective: Objective | None
+    ) -> torch.Tensor:
+        """Run the forwards of `micro_batches` without gradients; return the loss as `evaluate` does."""
+        with torch.no_grad():
+            compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
+            self._pipeline.run_forwards(compute, len(micro_batches))
+        return compute.loss
 
     def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
         """Return the function that computes the preference loss of each of `micro_batches` and adds its metrics to the

@@ -46,6 +46,7 @@ import torch
 from meshwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Axis
+from meshwright.model.units import Units
 from meshwright.parallel.flat_buffers import FlatLayout, GradientBufferPool
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP
@@ -83,6 +84,9 @@ class FsdpUnit:
     gradient            gradient summed over ranks and micro-batches, [start, stop), in the dtype of `master`.
     unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
     replicas, replica   number of ranks (of the same rank on tp) that hold this shard, and this rank's index among them.
+    decay_numel         number of elements at the beginning of the shard to which weight decay applies.
+    balancing           index ranges (start, stop) in the shard of router biases, whose gradient is their experts' load
+                        minus the mean.
     """
 
     def __init__(
@@ -105,6 +109,12 @@ class FsdpUnit:
         length = flat.padded // axes.shard.size if zero else flat.numel
         self.start = axes.shard.rank * length if zero else 0
         self.stop = self.start + length
+        self.decay_numel = min(max(flat.decay_numel - self.start, 0), length)
+        self.balancing = tuple(
+            (low - self.start, high - self.start)
+            for part, low, high in flat.within(self.start, self.stop)
+            if part.entry.balances
+        )
         self.parameters = zeros(flat.padded, parameter_dtype)
         mine = self.parameters[self.start : self.stop]
         self.parameter_shard = zeros(length, parameter_dtype) if zero == 3 else mine
@@ -267,7 +277,7 @@ class GradientReducer:
 # --- overlap of the all-gathers
 
 
-class ParameterPrefetcher:
+class ParameterPrefetcher(Units):
     """Hooks that all-gather, prefetch and reshard the FSDP units of one pipeline stage as the model computes (called by
     model/units.py): while a unit computes, the next one is all-gathered; under ZeRO-3 all others stay sharded.
 

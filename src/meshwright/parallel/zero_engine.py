@@ -7,7 +7,6 @@ ledgers read.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,22 +30,6 @@ from meshwright.spec.parameter_entries import BufferKind
 from meshwright.spec.parameters import ParameterEntry, ParameterTable
 from meshwright.spec.partition import Partition
 from meshwright.spec.stages import Stage
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Shard of one flat buffer that the optimizer updates: its elements [start, stop). `unit`: name of the buffer.
-    `master` and `gradient`: 1-D, of equal length and dtype; weight decay applies to their first `decay_numel` elements.
-    `balancing`: index ranges (start, stop) in the shard of router biases, whose gradient is their experts' load minus
-    the mean."""
-
-    unit: str
-    master: torch.Tensor
-    gradient: torch.Tensor
-    decay_numel: int
-    start: int
-    stop: int
-    balancing: tuple[tuple[int, int], ...] = ()
 
 
 class ZeroEngine:
@@ -107,7 +90,8 @@ class ZeroEngine:
             for names in (partition.units(stage),)
         }
         """By the number of the stage; the model calls them around each unit (model/units.py)."""
-        self.shards = [self._shard(unit) for unit in self._units.values()]
+        self.shards = list(self._units.values())
+        """The FSDP units, of whose shards the optimizer updates the master weights."""
         self._partial = PartialGradients(self._units.values(), table, mesh)
         sizes = [tuple(unit.flat.padded for unit in units if unit.zero >= 2) for units in self._units_of.values()]
         self._pool = GradientBufferPool(mesh.device, master_dtype, sizes)
@@ -135,17 +119,6 @@ class ZeroEngine:
         shards = axes.shard.size if zero else 1
         flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
-
-    def _shard(self, unit: FsdpUnit) -> Shard:
-        """Return the shard of an FSDP unit that the optimizer updates: master weights, gradient, and range of
-        elements."""
-        decay = min(max(unit.flat.decay_numel - unit.start, 0), unit.stop - unit.start)
-        balancing = tuple(
-            (low - unit.start, high - unit.start)
-            for part, low, high in unit.flat.within(unit.start, unit.stop)
-            if part.entry.balances
-        )
-        return Shard(unit.flat.name, unit.master, unit.gradient, decay, unit.start, unit.stop, balancing)
 
     def _unit_names(self, stage: Stage) -> list[str]:
         """Return the names of the flat buffers that a pipeline stage uses, in the order of first use."""

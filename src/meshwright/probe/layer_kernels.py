@@ -18,7 +18,7 @@ from meshwright.model.layers import RMSNorm, activate
 from meshwright.model.loss import loss_chunk_from_logits
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
-from meshwright.parallel.context import ring_attention
+from meshwright.parallel.context import RingAttention
 from meshwright.planner import elementwise
 from meshwright.planner.engines import ENGINES
 from meshwright.planner.measured_rates import (
@@ -162,7 +162,7 @@ def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: t
     q, k, v = (each.transpose(1, 2) for each in leaves)  # as products leave them: a token's heads side by side
     if kernel.kv_block is None:
         return leaves, partial(tiled_attention, q, k, v, None)
-    return leaves, partial(ring_attention, q, k, v, None, Mesh.single().cp)
+    return leaves, partial(RingAttention(Mesh.single().cp).attend, q, k, v, None)
 
 
 def _make_leaf(dtype: torch.dtype, device: torch.device, *shape: int) -> torch.Tensor:

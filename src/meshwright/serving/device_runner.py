@@ -152,7 +152,7 @@ class DeviceRunner:
             if isinstance(block.mlp, Mixture):
                 delta_TH = self._mix_experts(block.mlp, normed_TH)
             else:
-                delta_TH = self._linear(block.mlp.down, self._activate_up(block.mlp, normed_TH, block.mlp.gated))
+                delta_TH = self._linear(block.mlp.down, self._activate_up(block.mlp, normed_TH))
         assert x_TH is not None and delta_TH is not None
         if not self._stage.last:
             return x_TH + delta_TH
@@ -227,16 +227,15 @@ class DeviceRunner:
             total_TH = total_TH + y_TKH[:, place] * weights_TK[:, place : place + 1]
         total_TH = total_TH.to(x_TH.dtype)
         if (shared := mixture.shared) is not None:
-            shared_TH = self._linear(shared.down, self._activate_up(shared, x_TH, True))
+            shared_TH = self._linear(shared.down, self._activate_up(shared, x_TH))
             if mixture.shared_gate is not None:
                 shared_TH = self._linear(mixture.shared_gate, x_TH).sigmoid() * shared_TH
             total_TH = total_TH + shared_TH
         return self._tensor.leave(total_TH, "mlp.output")
 
-    def _activate_up(self, mlp: Any, x_TH: torch.Tensor, gated: bool) -> torch.Tensor:
-        """Return activation(up projection of x), the input of an MLP's down projection, [T, F]. gated: the up
-        projection includes a gate, as in SwiGLU."""
-        return self._activate(self._linear(mlp.up, x_TH), mlp.activation, gated)
+    def _activate_up(self, mlp: modules.FeedForward, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return activation(up projection of x), the input of an MLP's down projection, [T, F]."""
+        return self._activate(self._linear(mlp.up, x_TH), mlp.activation, mlp.gated)
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
         """Return the MLP activation of `up_TF`: with `gated` activation(first half) * second half, else activation(up).
@@ -257,9 +256,9 @@ class DeviceRunner:
     def _linear(self, linear: modules.Linear, x_TX: torch.Tensor) -> torch.Tensor:
         """Return the output of a linear layer, [T, Y]; that of a row-parallel layer is summed over the tensor-parallel
         ranks before the bias is added."""
-        if not isinstance(linear, modules.RowParallelLinear) or self._tensor.trivial:
+        if not isinstance(linear, modules.RowParallelLinear) or linear.tensor.trivial:
             return self._product(x_TX, linear.weight, linear.bias)
-        y_TY = self._tensor.leave(self._product(x_TX, linear.weight), linear.site)
+        y_TY = linear.tensor.leave(self._product(x_TX, linear.weight), linear.site)
         return y_TY if linear.bias is None else y_TY + linear.bias
 
     def _product(

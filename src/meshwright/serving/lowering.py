@@ -22,7 +22,7 @@ from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.experts import Mixture, SharedExpert
+from meshwright.model.experts import Mixture
 from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Block, Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
@@ -131,7 +131,7 @@ class Lowering:
         if isinstance(block.mlp, Mixture):
             self._lower_mixture(block.mlp, normed)
         else:
-            hidden = self._lower_up(block.mlp, block.mlp.gated, block.mlp.activation, normed)
+            hidden = self._lower_up(block.mlp, normed)
             self._lower_row_parallel(block.mlp.down, hidden)
 
     def _lower_attention(self, attention: AttentionModule, x: Float32, layer: int) -> None:
@@ -175,21 +175,20 @@ class Lowering:
         if self._split:
             self._sum_over_ranks(out, self.states)
 
-    def _lower_shared(self, mixture: Mixture, shared: SharedExpert, x: Float32, out: Float32) -> None:
+    def _lower_shared(self, mixture: Mixture, shared: modules.FeedForward, x: Float32, out: Float32) -> None:
         """Append the shared expert with its sigmoid gate; the result is added to `out` [T, H]. `x`: normed input."""
-        hidden = self._lower_up(shared, True, shared.activation, x)
+        hidden = self._lower_up(shared, x)
         if mixture.shared_gate is not None:  # a factor of each token: before or after the second product
             self.ops.append(op.Gate(hidden, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 
-    def _lower_up(self, mlp: Any, gated: bool, activation: Any, x: Float32) -> Float32:
-        """Append an MLP's up projection and activation; return the buffer of the result, [T, F]. gated: `mlp.up` also
-        computes a gate. `x`: normed input [T, H]."""
-        width = mlp.down.weight.shape[1]
+    def _lower_up(self, mlp: modules.FeedForward, x: Float32) -> Float32:
+        """Append an MLP's up projection and activation; return the buffer of the result, [T, F]. `x`: normed input
+        [T, H]."""
         up = self._buffer("up", mlp.up.weight.shape[0])
         self._lower_linear(mlp.up, up, x)
-        hidden = self._buffer("hidden", width)
-        self.ops.append(op.Activation(hidden, up, activation, gated))
+        hidden = self._buffer("hidden", mlp.down.weight.shape[1])
+        self.ops.append(op.Activation(hidden, up, mlp.activation, mlp.gated))
         return hidden
 
     def _lower_head(self, packed: PackedMatrix | None) -> None:

@@ -230,11 +230,9 @@ class Run:
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
         """Return the layout with an explicit precision: its own, else that of `previous` (the layout notation in the
         checkpoint), else bf16 if it is faster on this device than fp32."""
-        if layout.precision is not None:
-            return layout
-        if previous is not None:
-            return dataclasses.replace(layout, precision=Layout.parse(previous).precision)
-        return dataclasses.replace(layout, precision=choose_precision(self.mesh))
+        earlier = None if previous is None else Layout.parse(previous).precision
+        precision = layout.precision or earlier or choose_precision(self.mesh)
+        return dataclasses.replace(layout, precision=precision)
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, or None for

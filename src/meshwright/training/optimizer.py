@@ -8,30 +8,39 @@ called, since importing its optimizer classes loads the compiler, which takes ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 if TYPE_CHECKING:
-    from meshwright.parallel.zero_engine import Shard
     from meshwright.recipe import TrainRecipe
 
 
 STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
+class Shard(Protocol):
+    """Slice of a flat buffer on one rank, such as `parallel.zero.FsdpUnit` has. master, gradient: 1-D, of equal length
+    and dtype; weight decay applies to their first `decay_numel` elements. balancing: index ranges (start, stop) of
+    router biases."""
+
+    master: torch.Tensor
+    gradient: torch.Tensor
+    decay_numel: int
+    balancing: tuple[tuple[int, int], ...]
+
+
 class _ShardSlice(NamedTuple):
-    """Slice of a flat shard whose elements have the same weight decay. shard: index of the shard. where: range of
-    elements in it. weight_decay: coefficient of decay. master, state: views of its master weights and of its optimizer
-    state (kind -> tensor). updates: scalar tensor, number of updates done, by which torch corrects the bias of AdamW.
+    """Slice of a flat shard whose elements have the same weight decay. weight_decay: coefficient of decay. master,
+    gradient, state: views of its master weights, gradient and optimizer state (kind -> tensor). updates: scalar tensor,
+    number of updates done, by which torch corrects the bias of AdamW.
     """
 
-    shard: int
-    where: slice
     weight_decay: float
     master: torch.Tensor
+    gradient: torch.Tensor
     state: dict[str, torch.Tensor]
     updates: torch.Tensor
 
@@ -60,7 +69,7 @@ class Optimizer:
                 if part.start < part.stop:  # a rank may own nothing of a small model
                     state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
                     updates = torch.zeros((), device=shard.master.device)
-                    self._parts.append(_ShardSlice(index, part, decay, shard.master[part], state, updates))
+                    self._parts.append(_ShardSlice(decay, shard.master[part], shard.gradient[part], state, updates))
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
@@ -73,52 +82,26 @@ class Optimizer:
                 load = shard.gradient[low:high]
                 shard.master[low:high].sub_(load.sign(), alpha=self.router_bias_rate)
                 load.zero_()
-        gradients = [self.shards[part.shard].gradient[part.where] for part in self._parts]
+        gradients = [part.gradient for part in self._parts]
         if gradient_scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, gradient_scale)
-        update = self._adamw if self.name == "adamw" else self._sgd
         for decay in dict.fromkeys(part.weight_decay for part in self._parts):
-            parts = [part for part in self._parts if part.weight_decay == decay]
-            update(parts, [self.shards[part.shard].gradient[part.where] for part in parts], learning_rate, decay)
+            self._update([part for part in self._parts if part.weight_decay == decay], learning_rate, decay)
 
-    def _adamw(
-        self, parts: list[_ShardSlice], gradients: list[torch.Tensor], learning_rate: float, decay: float
-    ) -> None:
-        """Apply one fused AdamW call to all slices `parts`, in place, with weight decay `decay`. gradients: one for
-        each slice."""
-        first, second = self._betas
-        adamw(
-            [part.master for part in parts],
-            gradients,
-            [part.state["exp_avg"] for part in parts],
-            [part.state["exp_avg_sq"] for part in parts],
-            [],
-            [part.updates for part in parts],
-            fused=True,
-            amsgrad=False,
-            beta1=first,
-            beta2=second,
-            lr=learning_rate,
-            weight_decay=decay,
-            eps=self._epsilon,
-            maximize=False,
-        )
-
-    def _sgd(self, parts: list[_ShardSlice], gradients: list[torch.Tensor], learning_rate: float, decay: float) -> None:
-        """Apply one fused SGD call to all slices `parts`, in place, with weight decay `decay`, which is added to the
-        gradient as in torch. gradients: one for each slice."""
-        sgd(
-            [part.master for part in parts],
-            gradients,
-            [part.state["momentum"] for part in parts if part.state],
-            fused=True,
-            weight_decay=decay,
-            momentum=self._momentum,
-            lr=learning_rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
+    def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float) -> None:
+        """Apply one fused call to all slices `parts`, in place, with weight decay `decay`, which SGD adds to the
+        gradient as torch does."""
+        masters, gradients = [part.master for part in parts], [part.gradient for part in parts]
+        state = [[part.state[kind] for part in parts] for kind in self._state]
+        common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}
+        if self.name == "adamw":
+            updates, (beta1, beta2) = [part.updates for part in parts], self._betas
+            common |= {"beta1": beta1, "beta2": beta2, "eps": self._epsilon, "amsgrad": False}
+            adamw(masters, gradients, state[0], state[1], [], updates, **common)
+        else:
+            common |= {"momentum": self._momentum, "dampening": 0.0, "nesterov": False}
+            momentum: list[torch.Tensor | None] = [*state[0]] if state else []
+            sgd(masters, gradients, momentum, **common)
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the optimizer state by kind ("exp_avg" ...), one 1-D tensor per shard. The tensors are not copied: a

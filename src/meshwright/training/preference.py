@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class PreferencePairs:
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
         if self.reference is not None:
             pairs = pairs.with_reference(self.reference.splits[split].select_sequences(rows, self.most_pairs))
-        return documents.in_pairs(pairs)
+        return replace(documents, pairs=pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
         """Return the number of response pairs in a step's micro-batches, summed over all ranks, at least 1.

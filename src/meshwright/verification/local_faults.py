@@ -6,7 +6,6 @@ A fault counts only where it changes a result, so that a fault without effect on
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from meshwright.model import tiled_attention
 from meshwright.model.documents import Documents
 from meshwright.parallel import context
 from meshwright.parallel.zero import FsdpUnit, UnshardedGradient
-from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.training import trainer
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.optimizer import Optimizer
@@ -133,18 +131,17 @@ def _clipped_locally(counter: FaultCounter, original: FaultyFunction, self: Trai
 
 
 def _decay_moved(by: int) -> FaultyFunction:
-    """Return a buggy version of `ZeroEngine._shard` in which weight decay applies to `by` more elements of the flat
+    """Return a buggy version of `FsdpUnit.__init__` in which weight decay applies to `by` more elements of the flat
     buffer (by < 0: fewer)."""
 
-    def wrong(counter: FaultCounter, original: FaultyFunction, self: ZeroEngine, unit: FsdpUnit) -> Any:
-        """Return the shard that `original` returns for an FSDP unit, with the weight-decay range moved. `counter`
-        counts each changed result."""
-        shard = original(self, unit)
-        end = shard.master.numel()
-        held = [last - unit.start for _, _, last in unit.flat.within(unit.start, unit.stop)]  # the rest is padding
-        moved = min(max(shard.decay_numel + by, 0), end)
-        counter.record_if(moved != shard.decay_numel and min(moved, shard.decay_numel) < max(held, default=0))
-        return dataclasses.replace(shard, decay_numel=moved)
+    def wrong(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit, *arguments: Any) -> None:
+        """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each
+        changed result."""
+        original(self, *arguments)
+        held = [last - self.start for _, _, last in self.flat.within(self.start, self.stop)]  # the rest is padding
+        moved = min(max(self.decay_numel + by, 0), self.stop - self.start)
+        counter.record_if(moved != self.decay_numel and min(moved, self.decay_numel) < max(held, default=0))
+        self.decay_numel = moved
 
     return wrong
 
@@ -309,9 +306,9 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "gradient clipping missing": LocalFaultSpec("updates", Trainer, "_gradient_scale", _unclipped),
     "gradient clipping applied twice": LocalFaultSpec("updates", Trainer, "_gradient_scale", _clipped_twice),
     "gradient clipping uses the local norm": LocalFaultSpec("updates", Trainer, "_gradient_scale", _clipped_locally),
-    "weight-decay range one element too long": LocalFaultSpec("updates", ZeroEngine, "_shard", _decay_moved(1)),
-    "weight-decay range one element too short": LocalFaultSpec("updates", ZeroEngine, "_shard", _decay_moved(-1)),
-    "weight decay applied to norms and biases": LocalFaultSpec("updates", ZeroEngine, "_shard", _decay_moved(1 << 40)),
+    "weight-decay range one element too long": LocalFaultSpec("updates", FsdpUnit, "__init__", _decay_moved(1)),
+    "weight-decay range one element too short": LocalFaultSpec("updates", FsdpUnit, "__init__", _decay_moved(-1)),
+    "weight decay applied to norms and biases": LocalFaultSpec("updates", FsdpUnit, "__init__", _decay_moved(1 << 40)),
     "learning rate off by one step": LocalFaultSpec("updates", trainer, "learning_rate", _next_rate),
     "loss normalized by one target too many": LocalFaultSpec("updates", LanguageModelTask, "count_terms", _more_terms),
     "non-finite step not skipped": LocalFaultSpec("updates", Trainer, "_agree", _never_skipped),

@@ -10,8 +10,9 @@ from torch import nn
 
 from meshwright.errors import UserError
 from meshwright.parallel.module.prefetch import ModulePrefetcher
-from meshwright.parallel.pipeline import Compute
+from meshwright.parallel.pipeline import Compute, Key
 from meshwright.parallel.zero_engine import ZeroEngine
+from meshwright.program.pipeline import Kind
 from meshwright.schedules.library import program_of
 from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.spec import ModuleSpec
@@ -58,8 +59,8 @@ class ModulePasses:
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
         for number in range(len(micro_batches)):
-            watched.forward(0, 0, number, None)
-            watched.backward(0, 0, number, None)
+            for kind in (Kind.FORWARD, Kind.BACKWARD):
+                watched.run(kind, (0, 0, number), None)
         self.parallel.finish()
         self.mark("reduce")
         return compute.total
@@ -96,11 +97,14 @@ class _ModuleCompute:
         self.total = torch.zeros((), dtype=torch.float64, device=passes.parallel.mesh.device)
         self._loss: torch.Tensor | None = None
 
-    def forward(self, stage: int, replica: int, micro_batch: int, x: torch.Tensor | None) -> None:
-        """Run forward of micro-batch number `micro_batch` and keep its loss for backward; stage, replica and x are
-        ignored, since there is one stage.
-        """
-        passes, batch = self._passes, self._micro_batches[micro_batch]
+    def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> None:
+        """Run a forward or backward; `key` but for the micro-batch and `x` are ignored, since there is one stage."""
+        assert kind in (Kind.FORWARD, Kind.BACKWARD), "no backward is split"
+        (self._forward if kind == Kind.FORWARD else self._backward)(self._micro_batches[key[2]])
+
+    def _forward(self, batch: Batch) -> None:
+        """Run forward of a micro-batch and keep its loss for backward."""
+        passes = self._passes
         seed_generators(derive_seed(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
         self._loss = None
         with passes.prefetcher.forward(passes.parallel.mesh.shard):
@@ -109,10 +113,8 @@ class _ModuleCompute:
                 self.total += self._loss.detach()
         passes.mark("forward")
 
-    def backward(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> None:
-        """Run backward of micro-batch number `micro_batch` from the loss that `forward` kept; stage, replica and
-        d_out are ignored, since there is one stage.
-        """
+    def _backward(self, batch: Batch) -> None:
+        """Run backward of a micro-batch from the loss that `_forward` kept."""
         passes, parallel = self._passes, self._passes.parallel
         parallel.start_pass(passes.stage)
         with passes.prefetcher.backward(parallel.gradients):
@@ -122,14 +124,6 @@ class _ModuleCompute:
         parallel.end_pass(passes.stage)
         passes.mark("backward")
 
-    def input_gradient(self, stage: int, replica: int, micro_batch: int, d_out: torch.Tensor | None) -> NoReturn:
-        """Unsupported: backward is not split into input-gradient and weight-gradient passes."""
-        raise AssertionError("no backward is split")
-
-    def weight_gradient(self, stage: int, replica: int, micro_batch: int) -> NoReturn:
-        """Unsupported: backward is not split into input-gradient and weight-gradient passes."""
-        raise AssertionError("no backward is split")
-
-    def buffer(self, stage: int, replica: int, micro_batch: int) -> NoReturn:
+    def buffer(self, key: Key) -> NoReturn:
         """Unsupported: with one stage there are no activations to receive from another."""
         raise AssertionError("nothing comes from another stage")

@@ -1,0 +1,55 @@
+"""Writes an unsharded model as a Hugging Face directory, of the files that a checkpoint of it has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from meshwright.checkpoint.checkpointer import TOKENIZER_FILES, make_small_files
+from meshwright.checkpoint.files import replace_file
+from meshwright.checkpoint.model_files import INDEX, SHARD_BYTES, plan_model_files
+from meshwright.model.encoder import Encoder
+from meshwright.model.initialise import extract_entry
+from meshwright.model.transformer import Transformer
+from meshwright.spec.parameters import parameter_table
+
+# Those that make a tokenizer where there is no tokenizer.json come along.
+ALL_TOKENIZER_FILES = (*TOKENIZER_FILES, "vocab.json", "merges.txt", "tokenizer.model")
+
+
+def save_huggingface(
+    model: Transformer | Encoder,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer_from: str | Path | None = None,
+    largest_file_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write an unsharded model as a Hugging Face directory that transformers loads. `dtype`: dtype on disk (default:
+    the model's).
+
+    Copies tokenizer files from `tokenizer_from`. Shards the weights, with an index, above `largest_file_bytes`. Each
+    file is replaced atomically.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    parameters = dict(model.named_parameters())
+    dtype = dtype or model.embedding.weight.dtype
+    name = str(dtype).removeprefix("torch.")
+    planned = plan_model_files(parameter_table(model.config), name, largest_file_bytes)
+    for file in planned.sizes:
+        entries = [place.entry for place in planned.places.values() if place.file == file]
+        # Copies: a file cannot hold tensors that share memory, as those of a fused tensor do.
+        tensors = {
+            entry.name: extract_entry(parameters[entry.tensor].detach(), entry).to("cpu", dtype, copy=True).contiguous()
+            for entry in entries
+        }
+        save_file(tensors, directory / f".{file}", {"format": "pt"})
+        os.replace(directory / f".{file}", directory / file)
+    source = None if tokenizer_from is None else Path(tokenizer_from)
+    small = make_small_files(model.config, name, source, ALL_TOKENIZER_FILES)
+    for file, content in (small | ({} if planned.index is None else {INDEX: planned.index})).items():
+        replace_file(directory / file, content, sync=False)
