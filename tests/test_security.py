@@ -512,7 +512,7 @@ def test_report_page_escapes_html(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (tmp_path / "recipe.toml").write_text(evil)
     (tmp_path / "result.json").write_text(json.dumps({"layout": evil, "predicted": {"seconds_by_part": {evil: 1.0}}}))
-    page = write_report(tmp_path, sample={"prompt": evil, "text": evil}).read_text()
+    page = write_report(tmp_path, samples=[{"prompt": evil, "text": evil}]).read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -35,6 +36,22 @@ def wrap_on_terminal(text: str) -> str:
             break_on_hyphens=False,
         )
         for line in text.split("\n")
+    )  # fmt: skip
+
+
+def wrap_items(text: str, width: int) -> str:
+    """Break a line of items that are separated by semicolons into a line for each item, and these at words, if it is
+    longer than `width` characters; lines after the first are indented. Semicolons in parentheses separate no items."""
+    if len(text) <= width:
+        return text
+    items = re.split(r"; (?![^(]*\))", text)
+    indents = ["", *["  "] * (len(items) - 1)]
+    return "\n".join(
+        fill(
+            item, width, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for item, indent in zip(items, indents, strict=True)
     )  # fmt: skip
 
 

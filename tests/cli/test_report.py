@@ -26,12 +26,20 @@ def test_report_page_contains_evaluation_and_generated_sample(command_line, run)
     assert command_line("report", run, "--sample", run / "sample.json").output == f"report: {run / 'report.html'}\n"
 
 
+def test_samples_that_cannot_be_generated_are_left_out_with_a_warning(command_line, run):
+    (run / "checkpoints").mkdir()
+    outcome = command_line("report", run)
+    assert outcome.code == 0 and "Samples" not in (run / "report.html").read_text()
+    assert outcome.errors.startswith("warning: no samples: ") and outcome.errors.count("\n") == 1
+    assert command_line("report", run, "--samples", 0).errors == ""
+
+
 def test_report_of_several_runs_writes_their_comparison(command_line, run, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
     assert command_line("report", run, other).output == f"report: {run / 'comparison.html'}\n"
     refused = command_line("report", run, other, "--sample", run / "metrics.jsonl")
-    assert refused.code == 2 and "are shown on the page of one run" in refused.errors
+    assert refused.code == 2 and "are for the page of one run" in refused.errors
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,16 @@ def test_page_loads_no_external_resources(timeline: Timeline):
     assert page.count(timeline.title) == 3  # head, heading, the picture's label
 
 
+def test_page_of_a_chart_wider_than_itself_shows_the_whole_step_above(timeline: Timeline):
+    spans = [Span(0, at, at + 1.0, kind, "F000", kind) for at, kind in enumerate(["forward", "weight gradient"] * 40)]
+    long = Timeline("long", ("rank 0",), spans)
+    overview, chart = map(ET.fromstring, re.findall("<svg.*?</svg>", draw_page(long, rows=[]), re.S))
+    assert float(overview.get("width", 0)) <= 1168 < float(chart.get("width", 0))
+    legend = [word for word in chart.iter("text") if "small" in word.get("class", "")]
+    assert len(legend) == 2 and max(float(word.get("x", 0)) for word in legend) < 1160
+    assert draw_page(timeline, rows=[]).count("<svg") == 1
+
+
 def test_an_overview_shows_every_step_within_its_width(timeline: Timeline):
     picture = ET.fromstring(draw_overview(timeline, width=600))
     paths = "".join(path.get("d", "") for path in picture.iter("path"))

@@ -47,12 +47,31 @@ def test_progress_lines_are_seconds_apart(monkeypatch):
     assert 4 <= len(steps) <= 12 and steps[0] == 1 and steps[-1] == 40
 
 
-def test_terminal_gets_progress_bar_and_unchanged_lines():
+def test_terminal_gets_progress_bar_and_unchanged_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     text = run(Terminal())
     assert "\x1b[" in text and "50/50" in text and "loss 50.0" in text
     assert "before the first step\n" in text
     assert "a [bold]line[/bold] that stays " + "and is long " * 20 in text.replace("\x1b[?25h", "")
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is hidden and comes back
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_narrow_terminal_gets_long_lines_broken_between_items(columns: int, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    line = (
+        "predicted: 67 ms a step (60 to 83 ms; 3 runs); memory of rank 0 552 MiB (" + "tensors 9 MiB, " * 6 + "); 8 MiB"
+    )
+    lines = {}
+    for stream in (Terminal(), io.StringIO()):
+        Progress(9, stream=stream).line(line)
+        lines[type(stream)] = stream.getvalue().splitlines()
+    assert lines[io.StringIO] == [line]
+    assert max(map(len, lines[Terminal])) <= columns and " ".join(map(str.strip, lines[Terminal])) == re.sub(
+        r"\); ", ") ", line
+    )
+    starts = [each.lstrip() for each in lines[Terminal] if not each.startswith("    ")]
+    assert [start.split()[0] for start in starts] == ["predicted:", "memory", "8"]
 
 
 @pytest.mark.parametrize("columns", [30, 60, 80, 200])

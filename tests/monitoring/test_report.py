@@ -84,7 +84,7 @@ def test_report_is_one_valid_document_without_external_resources(tmp_path):
     lines = [step(n, 3.0 / n, **({"validation_loss": 3.1 / n} if n % 5 == 0 else {})) for n in range(1, 21)]
     lines.insert(7, {"event": "save", "step": 7, "stall_seconds": 0.1})
     directory = run_directory(tmp_path / "run", lines, result=RESULT)
-    text = page(directory, evaluation=EVALUATION, sample={"prompt": "def ", "text": "f(): pass"})
+    text = page(directory, evaluation=EVALUATION, samples=[{"prompt": "def ", "text": "f(): pass"}])
     assert text.startswith("<!doctype html><html lang=")
     parsed = Strict(text.removeprefix("<!doctype html>"))
     assert "script" not in parsed.text and "http" not in text and "url(" not in text
@@ -92,14 +92,15 @@ def test_report_is_one_valid_document_without_external_resources(tmp_path):
     for part in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(part)
     assert re.findall("<h2>(.*?)</h2>", text) == [
-        *("Sample", "Loss", "Throughput", "Peak memory of rank 0", "Time by part, smoothed", "Held-out files", "Recipe")
+        *("Samples", "Loss", "Throughput", "Peak memory of rank 0", "Time by part, smoothed", "Held-out files"),
+        "Recipe",
     ]
     assert len(re.findall("<svg", text)) == 4
 
 
 def test_report_contains_figures_of_run_files(tmp_path):
     directory = run_directory(tmp_path / "run", [step(1, 3.0), step(2, 2.5)], 'name = "shown"\n', RESULT)
-    text = page(directory, evaluation=EVALUATION, sample={"prompt": "def ", "text": "f(): pass"})
+    text = page(directory, evaluation=EVALUATION, samples=[{"prompt": "def ", "text": "f(): pass"}])
     for said in (
         *("1,234,567", "dp2 zero1 bf16", "41.0% of 50 GFLOP/s a process", "2 per multiply-add", "2.5000", "1,002"),
         *("forward 25%, backward 50%, data 25%", "1.803", "2.500 bits per byte", "3.49", "12,345", "skipped steps"),
@@ -140,7 +141,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
 def test_user_text_is_escaped(tmp_path):
     bad = '</pre><script>alert("x")</script>&amp;'
     directory = run_directory(tmp_path / "a<b>&c", [step(1, 3.0)], bad, {"layout": bad})
-    text = page(directory, sample={"prompt": bad, "text": bad})
+    text = page(directory, samples=[{"prompt": bad, "text": bad}])
     parsed = Strict(text.removeprefix("<!doctype html>"))
     assert "<script" not in text
     assert parsed.text["pre"].count(bad) == 2 and parsed.text["b"] == bad and parsed.text["td"].count(bad) == 1

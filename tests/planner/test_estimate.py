@@ -198,11 +198,17 @@ def test_jobs_answer_line_by_line():
         (json.dumps({**request, "layout": "dp9"}), "9 ranks"),
         (json.dumps({**request, "optimizer": "lion"}), 'unknown optimizer "lion"'),
         (json.dumps({**request, "documents": 0}), "documents: takes a number"),
+        (json.dumps({**request, "reserve": "90GiB"}), "reserve: takes a fraction below 1"),
+        (json.dumps({**request, "reserve": True}), "reserve: takes text or a number"),
         (json.dumps({**request, "batch": 10**30}), "at most 16,777,216"),
         ("[" * 100_000, "not JSON"), (json.dumps({**request, "model": "a\0b"}), "unknown model"),
         (json.dumps({**request, "top": 0, "layout": None}), "top: takes a whole number from 1 to 100"),
     ):  # fmt: skip
         assert set(found := answer(line)) == {"error"} and said in found["error"], line
+    kept_free = [
+        answer(json.dumps({**request, "reserve": reserve}))["layouts"][0]["fits"] for reserve in (0.1, "60GiB")
+    ]
+    assert kept_free == [True, False]
     searched = answer(json.dumps({key: value for key, value in request.items() if key != "layout"} | {"top": 2}))
     assert len(searched["layouts"]) == 2 and searched["searched"] > 100
 

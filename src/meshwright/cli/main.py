@@ -34,7 +34,7 @@ COMMANDS = {
     "generate": "Continue a prompt with a checkpoint.",
     "serve": "Serve a checkpoint over HTTP: OpenAI's API, one answer whatever the load.",
     "inspect": "Show what a checkpoint or a model directory holds, and which device would hold what.",
-    "report": "Write a run's page: loss curve, throughput, recipe, sample.",
+    "report": "Write a run's page: loss curve, throughput, recipe, samples.",
 }
 
 

@@ -14,18 +14,33 @@ from meshwright.cli.plumbing import json_option, result_printer
 @plumbing.command(
     "report",
     "meshwright report runs/quickstart",
+    "meshwright report runs/quickstart --prompt 'import ' --prompt 'def '",
     "meshwright report runs/quickstart --evaluation evaluation.json --sample sample.json",
     "meshwright report runs/first runs/second runs/third",
 )
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("--evaluation", type=click.Path(path_type=Path), help="Output of `evaluate --json`, for one run.")
 @click.option("--sample", type=click.Path(path_type=Path), help="Output of `generate --json`, for one run.")
+@click.option("--samples", type=click.IntRange(0, 20), help="Texts to generate; 0: none.  [default: 3]")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Generate after this; may be repeated.")
 @json_option
-def command(runs: tuple[Path, ...], evaluation: Path | None, sample: Path | None, as_json: bool) -> None:
+def command(
+    runs: tuple[Path, ...],
+    evaluation: Path | None,
+    sample: Path | None,
+    samples: int | None,
+    prompts: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Write RUN/report.html: curves of loss, throughput, learning rate, gradient norm, memory and time, recipe,
-    evaluation, sample, in one file. Of several runs, write comparison.html into the first one's directory.
+    evaluation, samples, in one file. Of several runs, write comparison.html into the first one's directory.
 
-    evaluation.json and sample.json in the run directory are shown unless others are named.
+    evaluation.json and sample.json in the run directory are shown unless others are named. Without sample.json, the
+    newest checkpoint generates samples from the beginnings of validation documents, or from --prompt.
+
+    \f
+    evaluation, sample: files that `evaluate --json` and `generate --json` printed. samples: number of texts to
+    generate, None: the default, except for large models. prompts: texts to continue. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.monitoring.report import write_report
@@ -33,28 +48,52 @@ def command(runs: tuple[Path, ...], evaluation: Path | None, sample: Path | None
 
     with result_printer(as_json) as answer:
         if len(runs) > 1:
-            if evaluation or sample:
-                raise UserError("--evaluation and --sample: are shown on the page of one run")
+            if evaluation or sample or samples or prompts:
+                raise UserError("--evaluation, --sample, --samples and --prompt: are for the page of one run")
             page = write_run_comparison(runs)
         else:
             page = write_report(
                 runs[0],
                 evaluation=_find_document(evaluation, runs[0] / "evaluation.json", "evaluate"),
-                sample=_find_document(sample, runs[0] / "sample.json", "generate"),
+                samples=_find_samples(runs[0], sample, samples, prompts),
             )
         answer({"report": page}, f"report: {page}")
 
 
-def _find_document(given: Path | None, own: Path, command: str) -> dict[str, Any] | None:
+def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the samples of a run as documents of `generate --json`: the one in the file `given` or in the run's
+    sample.json, else `count` generated ones (None: the default). What cannot be generated is left out with a warning.
+    prompts: texts to continue instead of those from the data."""
+    from meshwright.errors import UserError
+    from meshwright.monitoring.run_directory import CHECKPOINTS
+    from meshwright.terminal import print_message
+
+    own = None if count is not None or prompts else run / "sample.json"
+    if document := _find_document(given, own, "generate"):
+        return [document]
+    if count == 0 or not (run / CHECKPOINTS).is_dir():
+        return []
+    from meshwright.evaluation.samples import generate_samples
+    from meshwright.serving.sampling import InvalidLogits
+
+    try:
+        return generate_samples(run, count, prompts, print_message)
+    except (UserError, InvalidLogits) as error:
+        print_message(f"warning: no samples: {error}")
+        return []
+
+
+def _find_document(given: Path | None, own: Path | None, command: str) -> dict[str, Any] | None:
     """Read what `meshwright COMMAND --json` printed into the file `given`, or else into the run's `own` file, which is
-    left out with a warning if it is something else. None if there is neither. `UserError` for a wrong `given`."""
+    left out with a warning if it is something else. None if there is neither, or `own` is None. `UserError` for a wrong
+    `given`."""
     from meshwright.errors import UserError
     from meshwright.terminal import print_message
 
     if given is not None:
         return _read_document(given, command)
     try:
-        return _read_document(own, command) if own.exists() else None
+        return _read_document(own, command) if own and own.exists() else None
     except UserError as error:
         print_message(f"warning: left out: {error}")
         return None

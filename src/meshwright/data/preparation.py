@@ -92,6 +92,14 @@ def prepare(
     return data
 
 
+def find_prepared(recipe: DataRecipe, seed: int = 0) -> PreparedData | None:
+    """Return the prepared data of a recipe's `[data]` table from the cache, None if they are not there. seed: of the
+    training split's sample order. `UserError` for sources that cannot be read."""
+    job = _Preparation(recipe, lambda line: None, keep_text=False)
+    manifest = job.find_manifest(contents=False, log=None)
+    return None if manifest is None else PreparedData(job.directory, manifest, recipe, seed)
+
+
 class _Preparation:
     """Preparation of one recipe's data: finds the source files, the cache key and the cache directory, and runs the
     steps that fill that directory. log: receives progress lines. keep_text: store the text of the training split too.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshwright.draw.axis import linear_axis
 from meshwright.draw.markup import Markup, element, format_number
 from meshwright.draw.page import page, paragraph, table
-from meshwright.draw.picture import Picture
+from meshwright.draw.picture import Picture, read_size
 from meshwright.draw.text_width import text_width
 from meshwright.program.timeline import Span, Timeline
 
@@ -23,6 +23,7 @@ COLOURS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "reduce": ((24, 74, 46), (24, 74, 46)),
 }
 ROW, GAP, STRIP, MARGIN = 26, 6, 9, 14  # pixels; a strip below each row shows its level
+_PAGE = 1160  # width of a page's content in a window of 1200 pixels
 
 
 def draw_svg(
@@ -45,7 +46,8 @@ def draw_svg(
         needed = round(chart.end / shortest * (label + 1))
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
-    chart.begin(total - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")
+    # The legend stays within `width`: the rest of a wider chart is reached by scrolling.
+    chart.begin(min(total, width) - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")
     if alone:
         chart.picture.text(MARGIN, 20, timeline.title, class_="title")
     for track, name in enumerate(timeline.tracks):
@@ -90,15 +92,19 @@ def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> M
 
 
 def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "", arrows: bool = False) -> str:
-    """Return an HTML page with the Gantt chart of a timeline, the paragraph `summary`, and a table.
+    """Return an HTML page with the Gantt chart of a timeline, the paragraph `summary`, and a table; above a chart that
+    is wider than the page, an overview of the same steps without labels.
 
     rows: cells of the table, header first; empty: no table. arrows: True to draw the transfers between tracks.
     """
+    chart = draw_svg(timeline, width=_PAGE, arrows=arrows, alone=False)
+    overview = [draw_overview(timeline, _PAGE)] if read_size(chart)[0] > _PAGE else []
     return page(
         timeline.title,
         element("h1", timeline.title),
         paragraph(summary),
-        element("div", draw_svg(timeline, width=1160, arrows=arrows, alone=False), class_="wide"),
+        *overview,
+        element("div", chart, class_="wide"),
         table(rows[0], rows[1:]) if rows else None,
     )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+from meshwright.terminal import wrap_items
 
 PLAIN_SECONDS = 5.0  # between plain lines, so that a log file stays readable
 RECENT = 50  # steps whose mean duration gives the remaining time
@@ -59,9 +62,11 @@ class Progress:
             self._bar.start()
 
     def line(self, text: str) -> None:
-        """Print one plain line, above the bar."""
+        """Print one plain line, above the bar; on a terminal that is too narrow for it, broken between its items."""
         if not self._show:
             return
+        if self._stream.isatty():
+            text = wrap_items(text, shutil.get_terminal_size().columns)
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:

@@ -78,6 +78,7 @@ class _Sample(_Document):
 
     prompt: str
     text: str
+    checkpoint: str | None = None
 
 
 def read_recipe(path: Path) -> str:

@@ -18,7 +18,7 @@ from meshwright.untrusted import parse_json
 FIELDS = {
     "model": (str, dict), "cluster": (str, dict), "sequence": (int,), "batch": (int,), "layout": (str,),
     "engine": (str,), "compile": (bool,), "optimizer": (str,), "top": (int,), "precision": (str,),
-    "documents": (int, float),
+    "documents": (int, float), "reserve": (str, int, float),
 }  # fmt: skip
 NEEDED = ("model", "cluster", "sequence", "batch")
 
@@ -74,7 +74,7 @@ def _request(line: str) -> Mapping[str, Any]:
 def _kind(key: str) -> str:
     """Return the words for a field's type, such as "text or an object". key: name of a request's field."""
     words = {str: "text", dict: "an object", int: "a whole number", bool: "true or false", float: "a number"}
-    return " or ".join(dict.fromkeys(words[each] for each in FIELDS[key]))
+    return " or ".join(words[each] for each in FIELDS[key] if each is not int or float not in FIELDS[key])
 
 
 def _answer(request: Mapping[str, Any]) -> dict[str, Any]:

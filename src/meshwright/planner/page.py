@@ -138,30 +138,26 @@ def _layout(one: Estimate) -> Iterator[Markup]:
             "Of ranks of pp with the same layers the first and the last are shown: the others are between them.",
             muted=True,
         )
-    yield _categories(ranks)
+    yield from _categories(ranks)
     if one.layout.pp > 1:
         yield element("h2", "The pipeline")
         yield from _pipeline(one)
     yield from _bill(one.memory)
 
 
-def _categories(ranks: Sequence[RankMemory]) -> Markup:
-    """Return the table of bytes by category, a row for each pipeline rank; of more than eight, only the first, the
-    last, the fullest and the emptiest."""
+def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
+    """Yield the table of bytes by category, a column for each pipeline rank, and when each is fullest; of more than
+    eight ranks, only the first, the last, the fullest and the emptiest."""
     shown = list(ranks)
     if len(shown) > 8:
         shown = sorted({id(rank): rank for rank in (ranks[0], min(ranks, key=_device), max(ranks, key=_device),
                                                     ranks[-1])}.values(), key=lambda rank: rank.pp_rank)  # fmt: skip
     unit = Unit.of(max(map(_device, shown)))
     named = [part for part in shown[0].by_category() if any(rank.by_category()[part] for rank in shown)]
-    rows = [
-        (
-            f"pp {rank.pp_rank}", *(unit.number(rank.by_category()[part]) for part in named),
-            unit.number(rank.device_bytes), rank.moment,
-        )
-        for rank in shown
-    ]  # fmt: skip
-    return table((f"{unit.name} of rank", *named, "together", "fullest at"), rows)
+    rows = [(part, *(unit.number(rank.by_category()[part]) for rank in shown)) for part in named]
+    rows.append(("together", *(unit.number(rank.device_bytes) for rank in shown)))
+    yield table((f"{unit.name} of rank", *(f"pp {rank.pp_rank}" for rank in shown)), rows)
+    yield paragraph("Fullest at: " + "; ".join(f"pp {rank.pp_rank} {rank.moment}" for rank in shown), muted=True)
 
 
 def _device(rank: RankMemory) -> int:

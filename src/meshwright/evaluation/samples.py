@@ -1,0 +1,96 @@
+"""Samples of a run for its report: texts that its newest checkpoint generates from prompts of the run's own data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.checkpoint import find_checkpoint
+from meshwright.data import PackedDataset, PackedExamples, PreparedData, find_prepared
+from meshwright.data.packing.packed import NO_TARGET
+from meshwright.errors import UserError
+from meshwright.monitoring.run_directory import RECIPE
+from meshwright.recipe import Recipe, load_recipe
+from meshwright.serving.api import load
+
+COUNT = 3
+PROMPT_TOKENS, NEW_TOKENS = 16, 80
+TEMPERATURE, SEED = 0.7, 0
+LARGEST_BYTES = 2 << 30
+"""Size of the weights above which samples are generated only on request, as they may take minutes."""
+
+_ROWS, _BATCHES = 16, 64  # packed rows read at a time, and how often, in search of prompts
+
+
+def generate_samples(
+    run_directory: Path,
+    count: int | None = None,
+    prompts: Sequence[str] = (),
+    log: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Generate texts with the newest checkpoint of a run and return them as the documents of `generate --json`; an
+    empty list for a run of a user's own module.
+
+    count: number of samples, None: `COUNT`, if the weights have at most `LARGEST_BYTES`. prompts: texts to continue
+        (user messages if the run trained on records); by default the beginnings of validation documents, or the prompts
+        of validation examples. log: called with a line for each damaged checkpoint. `UserError` where there is no
+        checkpoint, no prompt, or the model cannot generate.
+    """
+    recipe = load_recipe(run_directory / RECIPE)
+    if recipe.model is None:  # type: ignore[redundant-expr]
+        return []
+    checkpoint = find_checkpoint(run_directory, log)
+    size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    if count is None and size > LARGEST_BYTES:
+        raise UserError(f"the weights have {size / 2**30:.1f} GiB; --samples {COUNT} generates them nevertheless")
+    chat = bool(prompts) and recipe.data.records != "text"
+    chosen = list(prompts) or read_prompts(_find_data(recipe), count or COUNT)
+    model = load(checkpoint)
+    found = model.generate(chosen, max_tokens=NEW_TOKENS, temperature=TEMPERATURE, seed=SEED, chat=chat)
+    return [generation.to_json_dict() for generation in found]
+
+
+def _find_data(recipe: Recipe) -> PreparedData:
+    """Return the prepared data of a run from the cache; `UserError` if they are not there."""
+    data = find_prepared(recipe.data, recipe.run.seed)
+    if data is None:
+        raise UserError("the prepared data of the run are no longer in the cache; give prompts with --prompt")
+    return data
+
+
+def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
+    """Return up to `count` different prompts as token IDs: the first `PROMPT_TOKENS` tokens of validation documents, or
+    the tokens of validation examples before the first trained one; from the training split if the validation split is
+    empty. `UserError` if no document is longer than its prompt."""
+    split = next((found for name in ("validation", "train") if (found := data.split(name)).sequences), None)
+    if split is None:
+        raise UserError("the prepared data have no sample; give prompts with --prompt")
+    prompts: dict[tuple[int, ...], None] = {}
+    for prompt in _iterate_prompts(split, data.document_mask):
+        prompts.setdefault(prompt)
+        if len(prompts) == count:
+            break
+    if not prompts:
+        raise UserError("no document of the data is longer than a prompt; give prompts with --prompt")
+    return list(map(list, prompts))
+
+
+def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tuple[int, ...]]:
+    """Yield the prompts of the documents in the first rows of a split, as token IDs. document_mask: False if the rows
+    do not tell where documents begin."""
+    examples = isinstance(split, PackedExamples)
+    for number, batch in enumerate(islice(split.iterate_batches(_ROWS), _BATCHES)):
+        rows = zip(batch.tokens, batch.targets, batch.document_starts(), strict=True)
+        for row, (tokens, targets, starts) in enumerate(rows, number * _ROWS):
+            within = row > 0 and document_mask and not examples  # text rows after the first begin inside a document
+            for start, stop in pairwise([*starts[within:].tolist(), len(tokens)]):
+                length = PROMPT_TOKENS
+                if examples:
+                    trained = np.flatnonzero(targets[start:stop] != NO_TARGET)
+                    length = int(trained[0]) + 1 if len(trained) else stop - start
+                if length < stop - start:
+                    yield tuple(tokens[start : start + length].tolist())
