@@ -175,6 +175,25 @@ def test_room_for_all_choices_of_a_request_is_left_to_it(line: WaitingLine, cloc
     assert 1 < second < 10 and queued <= 4
 
 
+def test_delay_lengthens_the_told_wait_but_refuses_nobody(line: WaitingLine):
+    """A limit of 120 predicted seconds, and a step that takes 200 s already."""
+    assert line.admit(Ticket(b"a"), 1, 9, Queue(8, [1] * 7, 8, float, delay=200.0)) is None
+    refusal = line.admit(Ticket(b"b"), 1, 9, Queue(9, [1] * 8, 9, float, delay=20.0))
+    assert refusal is not None and refusal.retry_after_seconds == 1.25 * 20.0
+
+
+def test_return_counts_when_its_client_would_have_been_late(line: WaitingLine, clock: Clock):
+    """Otherwise those that come are known before those that do not, and more are expected than will come."""
+    ask(line, b"gone")
+    clock.now = 20.0
+    assert line.outstanding == 0 and (before := line.returning) < 1
+    clock.now += ask(line, b"comes") or 0.0
+    assert ask(line, b"comes", waiting=8) is None and line.outstanding == 0
+    assert line.returning == before
+    clock.now += waiting_line.LATE_SECONDS
+    assert line.outstanding == 0 and line.returning > before
+
+
 def test_line_is_served_in_the_order_of_the_first_refusals(line: WaitingLine, clock: Clock):
     assert [ask(line, key) for key in (b"a", b"b", b"c")] == [1.25, 2.5, 3.75]
     clock.now = 1.25

@@ -10,11 +10,9 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,16 +20,13 @@ import torch.distributed as dist
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, ignore_model_warnings
-from meshwright.kernels.build import supported_instruction_sets
-from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import agree_on_device, choose_device
 from meshwright.launcher.rank_process import die_with_parent
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
 from meshwright.serving.messages import Channel, Listener, Message, encode
-from meshwright.serving.pipeline_engine import build_engine
-from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
 
 JOIN_SECONDS = 300.0
@@ -90,21 +85,6 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
         listener.close()
     front.send({"ready": True})
     _lead(engine, front, followers)
-
-
-def build_rank_engine(plan: RankPlan, mesh: Mesh) -> Engine:
-    """Build the engine of this rank. Raises UserError if the model cannot be loaded, or if this processor lacks the
-    plan's instruction set."""
-    chosen, supported = plan.instruction_set, supported_instruction_sets()
-    if chosen not in (None, PLAIN_TORCH, *supported):
-        raise UserError(
-            f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "
-            f"server has chosen {chosen} for all ranks: run them on the same kind of processor, or set "
-            f"{INSTRUCTION_SET_VARIABLE} to what all of them run"
-        )
-    return build_engine(
-        Path(plan.checkpoint), mesh, plan.dtype, plan.limits, plan.threads, plan.batch_invariant, chosen
-    )
 
 
 def _take_device(device: str) -> str:
