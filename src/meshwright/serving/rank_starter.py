@@ -6,17 +6,18 @@ import asyncio
 import json
 import math
 import os
+import secrets
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost
 from meshwright.layout import Layout
-from meshwright.serving.messages import make_secret
 from meshwright.serving.step_limits import StepLimits
 from meshwright.threads import build_child_environment
 
@@ -60,7 +61,7 @@ class RankPlan:
     device: str = "cpu"
     batch_invariant: bool = False
     instruction_set: str | None = None
-    secret: str = field(default_factory=make_secret)
+    secret: str = field(default_factory=partial(secrets.token_hex, 32))
     front: str = ""
     start: int = 0
     engine: str = "meshwright.serving.pipeline_engine:build_engine"

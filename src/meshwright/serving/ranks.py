@@ -6,14 +6,12 @@ forwards the messages of each step and nothing else; a rank that has nothing to 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +64,7 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # the front alone decides when ranks end
         signal.signal(number, signal.SIG_IGN)
     began = time.perf_counter()
-    engine: Engine = _import_function(plan.engine)(plan, mesh)
+    engine: Engine = pkgutil.resolve_name(plan.engine)(plan, mesh)
     seconds = time.perf_counter() - began
     peers = mesh.tp.size * mesh.pp.size
     rank = mesh.pp.rank * mesh.tp.size + mesh.tp.rank
@@ -152,13 +150,6 @@ def _apply(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]
         elif "cancel" in message:
             engine.cancel(message["cancel"])
     return any("stop" in message for message in messages), refused
-
-
-def _import_function(name: str) -> Callable[..., Any]:
-    """Import and return the function that `name` denotes, as `package.module:function`."""
-    module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
 
 
 def main() -> None:

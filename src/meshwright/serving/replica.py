@@ -201,8 +201,9 @@ class Replica:
 
     @property
     def delay(self) -> float:
-        """Seconds by which the present step has exceeded the predicted time of the last one; 0 if it has not."""
-        return max(0.0, time.monotonic() - self.heard - self._predict_step()) if self.streams else 0.0
+        """Seconds by which the present step exceeds one like the last, and the predicted first admission."""
+        expected = max([self._predict_step(), *self._admissions[:1]])
+        return max(0.0, time.monotonic() - self.heard - expected) if self.streams else 0.0
 
     def _predict_step(self) -> float:
         """Return the predicted seconds of a step like the last one."""

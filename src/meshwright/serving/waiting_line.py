@@ -19,7 +19,7 @@ from meshwright.serving.engine_client import Refusal, Ticket
 
 MOST_PLACES = 4096
 """Beyond it the client that is late the longest loses its place to a new one; if none is late, the new one has none."""
-MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.02, 60.0
+MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.01, 60.0
 """Told wait / predicted wait, as a client that comes too early meets a full queue; the shortest; the longest: openai's
 client ignores longer ones, and one that comes early keeps its place."""
 GRACE_SECONDS, GRACE_SHARE = 2.0, 0.25
@@ -28,9 +28,9 @@ LATE_SECONDS = 0.1
 """Newcomers no longer wait for a client that is so late, though it keeps its place."""
 EARLY_SECONDS = 0.01
 """By which a client may be early: its timer may be coarse."""
-LEARNING = 1 / 16
+LEARNING = 1 / 32
 """Weight of one client in the moving average of those that return."""
-GUARD = 8
+GUARD = 4
 """1 / share of the queue that is left to clients with a place, as long as there are so many."""
 
 
