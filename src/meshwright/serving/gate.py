@@ -92,13 +92,13 @@ class BodyReader:
         self._settings, self._secret = settings, secrets.token_bytes(32)
         self._bytes = 0  # of all bodies now in memory
 
-    def find_size(self, request: Request) -> int | None:
-        """Return the size of a request's body by its headers; None if it comes in chunks. Raises ApiError (413) above
-        the limit."""
+    def is_large(self, request: Request) -> bool:
+        """Return True if a request's body is, by its headers, larger than `LINE_BYTES` or of unknown size. Raises
+        ApiError (413) above the limit."""
         size = request.headers.get("content-length")
         if size is not None and not (size.isdecimal() and len(size) <= 12 and int(size) <= self._settings.body_bytes):
             raise self._refuse_size()
-        return None if size is None else int(size)
+        return size is None or int(size) > LINE_BYTES
 
     def _refuse_size(self) -> ApiError:
         """Return the error (413) for a body that is too large."""

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meshwright import __version__
 from meshwright.errors import UserError
 from meshwright.serving.engine_client import EngineClient, Refusal, Ticket
-from meshwright.serving.gate import LINE_BYTES, ApiKeys, BodyReader, HttpSettings
+from meshwright.serving.gate import ApiKeys, BodyReader, HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.openapi import describe_api
 from meshwright.serving.prompts import Prompts
@@ -161,8 +161,8 @@ class HttpApp:
             except UserError as error:
                 raise option_error(error, model) from None
 
-        path, size = request.scope["path"], self._bodies.find_size(request)
-        if self._client.state in ("starting", "draining", "failed") or size is None or size > LINE_BYTES:
+        path, closed = request.scope["path"], self._client.state in ("starting", "draining", "failed")
+        if self._bodies.is_large(request) or closed:
             self._refuse(path, Ticket())
         data = await self._bodies.read(request)
         try:
