@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -259,8 +259,7 @@ class _NoTensors:
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.stage = config, whole_model(config)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
+    def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None: ...
 
 
 class _Indexing(TorchFunctionMode):

@@ -63,14 +63,9 @@ class HttpApp:
         self._created = int(time.time())
         posts: dict[str, tuple[type[Body], Endpoint]] = {
             **{path: (body, partial(self._generate, model=body)) for path, (body, _) in GENERATION.items()},
-            **{
-                path: (body, partial(self._parse, model=body, use=use))
-                for path, body, use in (
-                    ("/tokenize", bodies.TokenizeBody, self._tokenize),
-                    ("/detokenize", bodies.DetokenizeBody, self._detokenize),
-                    ("/apply-template", bodies.ConversationBody, self._apply_template),
-                )
-            },
+            "/tokenize": self._use(bodies.TokenizeBody, self._tokenize),
+            "/detokenize": self._use(bodies.DetokenizeBody, self._detokenize),
+            "/apply-template": self._use(bodies.ConversationBody, self._apply_template),
         }
         gets: dict[str, Endpoint] = {
             "/v1/models": lambda _: {"object": "list", "data": [self._show_model(settings.model)]},
@@ -138,6 +133,10 @@ class HttpApp:
         self.metrics.refuse("connections")
         wait = 1.0 if refusal is None else refusal.retry_after_seconds
         return refusal_error(Refusal("connections", wait)).to_response()
+
+    def _use(self, model: type[_Body], use: Callable[[_Body], object]) -> tuple[type[Body], Endpoint]:
+        """Return `model` and the endpoint that answers a POST of such a body with `use(body)`."""
+        return model, partial(self._parse, model=model, use=use)
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
         """Handle a POST that generates text: parse the body as a `model`, run its choices, and return the whole
