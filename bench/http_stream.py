@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import write_result
 from meshwright.serving.gate import HttpSettings
-from meshwright.serving.http import create_app
+from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket, serve_http
 from meshwright.serving.request import Output, Request
 from tests.serving.fake_engine import FakeEngine, make_prompts
@@ -82,7 +82,7 @@ def serve(step_seconds: float) -> None:
         engine.step_seconds = step_seconds
         listener = open_socket("127.0.0.1", 0)
         print(listener.getsockname()[1], flush=True)
-        uvloop.run(serve_http(create_app(engine, prompts, HttpSettings("m")), listener, engine))
+        uvloop.run(serve_http(HttpApp(engine, prompts, HttpSettings("m")), listener, engine))
 
 
 async def read_stream(port: int, body: dict[str, Any]) -> int:

@@ -179,7 +179,7 @@ def test_missing_device_is_one_error_line(recipe, command_line, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     outcome = command_line("train", recipe, "run.device=cuda")
     assert outcome.code == 2
-    assert 'run.device = "cuda": this machine has no CUDA device' in outcome.errors.splitlines()[-1]
+    assert 'device "cuda": this machine has no CUDA device' in outcome.errors.splitlines()[-1]
 
 
 def free_port() -> int:

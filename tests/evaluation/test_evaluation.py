@@ -26,6 +26,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, ModelRecipe, load_recipe
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
@@ -118,7 +119,10 @@ def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
     config = config_from_path(checkpoint)
     _, tokens = prepare_held_out(checkpoint, config, str(place / "texts.jsonl"), SEQUENCE, lambda line: None)
     limits = StepLimits(blocks=40, token_budget=13, max_sequences=3, max_length=SEQUENCE + 1)
-    engine = Engine(build_runner(checkpoint, Mesh.single(), "float32", limits), build_scheduler(config, limits))
+    engine = Engine(
+        build_runner(RankPlan(str(checkpoint), "dp1", "float32", limits), Mesh.single()),
+        build_scheduler(config, limits),
+    )
     echoed = []
     for batch in tokens.iterate_batches(2):
         for row, begins in enumerate(batch.document_starts()):

@@ -121,7 +121,7 @@ def test_missing_device_is_one_error_line():
 
     assert device.choose_device("cpu", 3) == "cpu"
     count = torch.cuda.device_count()
-    with pytest.raises(UserError, match=rf'run.device = "cuda": this machine has .* and rank {count} on it needs one'):
+    with pytest.raises(UserError, match=rf'device "cuda": this machine has .* and rank {count} on it needs one'):
         device.choose_device("cuda", count)
     assert device.choose_device("auto", 0) == ("cuda:0" if count else "cpu")
 
@@ -156,7 +156,7 @@ def test_every_rank_gets_its_own_gpu(seats, devices):
     ],
 )
 def test_ranks_without_own_gpu_are_refused_in_one_line(wanted, seats, said):
-    with pytest.raises(UserError, match=f'run.device = "{wanted}": {said}') as error:
+    with pytest.raises(UserError, match=f'device "{wanted}": {said}') as error:
         device.assign_devices(wanted, [device.RankDevices(*seat) for seat in seats])
     assert "\n" not in str(error.value)
 

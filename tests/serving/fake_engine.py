@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from fastapi import FastAPI
 
 from meshwright.data.records.chat_template import _load_own_source
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.serving.engine_client import Refusal, State, Ticket
+from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import make_server, open_socket
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import FinishReason, Output, Request
@@ -136,7 +136,7 @@ class FakeEngine:
 class ServedApp:
     """A real HTTP server of an application in a thread, on a free port; `url` is its address."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: HttpApp) -> None:
         listener = open_socket("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = make_server(app)

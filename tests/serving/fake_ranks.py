@@ -90,7 +90,7 @@ class FakeEngine:
         }  # fmt: skip
 
     def properties(self) -> dict[str, Any]:
-        return {"instruction_set": "none", "kernels": "fake", "memory": {"weights": 0}}
+        return {"instruction_set": "none", "kernels": "fake", "memory": {"weights": 0}, "block_tables": 1}
 
 
 def build(plan: RankPlan, mesh: Mesh) -> FakeEngine:
@@ -104,7 +104,8 @@ def build_slow(plan: RankPlan, mesh: Mesh) -> FakeEngine:
 def build_unlike(plan: RankPlan, mesh: Mesh) -> FakeEngine:
     """An engine whose kernels differ from process to process."""
     engine = FakeEngine(plan, mesh)
-    engine.properties = lambda: {"instruction_set": "none", "kernels": str(os.getpid()), "memory": {}}  # type: ignore
+    same = engine.properties()
+    engine.properties = lambda: {**same, "kernels": str(os.getpid())}  # type: ignore[method-assign]
     return engine
 
 

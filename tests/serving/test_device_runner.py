@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from meshwright.serving.device_runner import DeviceRunner
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
 from meshwright.serving.pipeline_engine import PipelineEngine
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
@@ -80,7 +81,7 @@ def run_prompts(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Callable[[str], Path]):
-    expected = answer(build_runner(directories(name), Mesh.single(), "float32", LIMITS), 64)
+    expected = answer(build_runner(RankPlan(str(directories(name)), "dp1", "float32", LIMITS), Mesh.single()), 64)
     runner = make_runner(directories(name), batch_invariant=name == "llama-tiny")
     assert answer(runner, 64) == answer(runner, 11) == expected
     assert len({token for each in expected for token in each}) > 3
@@ -169,14 +170,14 @@ def test_predicted_memory_is_what_is_allocated(name: str, directories: Callable[
 def test_what_a_gpu_cannot_serve_is_refused(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
     mesh, directory = Mesh.single(device="cuda"), directories("llama-tiny")
     with pytest.raises(UserError, match="dtype float64: on a GPU serving takes float32, bfloat16, float16"):
-        build_runner(directory, mesh, "float64", LIMITS)
+        build_runner(RankPlan(str(directory), "dp1", "float64", LIMITS), mesh)
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("kernels.triton_kernels", "serving.device_operations"):
         monkeypatch.delitem(sys.modules, f"meshwright.{name}", raising=False)
     monkeypatch.delattr(serving, "device_operations", raising=False)
     monkeypatch.delattr(kernels, "triton_kernels", raising=False)
     with pytest.raises(UserError, match="serving on a GPU needs triton: run pip install triton"):
-        build_runner(directory, mesh, "float32", LIMITS)
+        build_runner(RankPlan(str(directory), "dp1", "float32", LIMITS), mesh)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -258,8 +259,7 @@ class _NoTensors:
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.stage = config, whole_model(config)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
+    def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None: ...
 
 
 class _Indexing(TorchFunctionMode):

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from meshwright.errors import RankLost
 from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
-from meshwright.serving.http import create_app
+from meshwright.serving.http import HttpApp
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody
 from meshwright.serving.request import Output, Request
@@ -45,7 +45,7 @@ def served(prompts: Prompts) -> Iterator[tuple[FakeEngine, str]]:
         stream_bytes=2_000,
         drain_seconds=1.0,
     )
-    with ServedApp(create_app(engine, prompts, settings)) as app:
+    with ServedApp(HttpApp(engine, prompts, settings)) as app:
         yield engine, app.url
 
 

@@ -24,7 +24,7 @@ from meshwright.errors import UserError
 from meshwright.serving import gate, http_server
 from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
-from meshwright.serving.http import create_app
+from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
@@ -32,7 +32,7 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from meshwright.serving.gate import HttpSettings
-from meshwright.serving.http import create_app
+from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket, serve_http
 from tests.serving.fake_engine import FakeEngine, make_prompts
 
@@ -41,7 +41,7 @@ engine = FakeEngine(prompts)
 engine.step_seconds = 0.02
 listener = open_socket("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-print(*asyncio.run(serve_http(create_app(engine, prompts, HttpSettings("m")), listener, engine)), len(engine.running))
+print(*asyncio.run(serve_http(HttpApp(engine, prompts, HttpSettings("m")), listener, engine)), len(engine.running))
 """
 
 
@@ -59,7 +59,7 @@ def served(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serv
     monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(http_server, "HEADER_BYTES", 2000)
     monkeypatch.setattr(http_server, "LINGER_SECONDS", 0.5)
-    with ServedApp(create_app(engine, engine.prompts, HttpSettings("m", connections=LIMIT))) as app:
+    with ServedApp(HttpApp(engine, engine.prompts, HttpSettings("m", connections=LIMIT))) as app:
         yield app
 
 
@@ -292,7 +292,7 @@ def test_second_signal_ends_unfinished_requests_at_once(engine: FakeEngine):
     with http_server.restored_signals():
         thread = threading.Thread(target=interrupt)
         thread.start()
-        app = create_app(engine, engine.prompts, HttpSettings("m"))
+        app = HttpApp(engine, engine.prompts, HttpSettings("m"))
         found = asyncio.run(http_server.serve_http(app, listener, engine))
         thread.join()
     assert found == (signal.SIGTERM, 1) and not engine.running

@@ -10,6 +10,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import load_kernels
 from meshwright.planner.serving_ledger import RankLedger, ServingSizes, serving_ledger
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.runner import build_runner
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
@@ -33,7 +34,7 @@ def measure(directory: str, layout: str, dtype: str) -> tuple[int, dict[str, int
     config = small_config(Path(directory).name)
     parsed = serving_layout(layout, config)
     mesh = Mesh.single(parsed) if parsed.world_size == 1 else Mesh.create(parsed)
-    memory = build_runner(Path(directory), mesh, dtype, LIMITS).memory()
+    memory = build_runner(RankPlan(directory, layout, dtype, LIMITS), mesh).memory()
     mesh.close()
     return mesh.pp.rank, memory
 

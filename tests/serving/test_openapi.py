@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from starlette.testclient import TestClient
 
 from meshwright.serving.gate import HttpSettings
-from meshwright.serving.http import create_app
+from meshwright.serving.http import HttpApp
 from meshwright.serving.protocol import bodies
 from meshwright.serving.protocol.bodies import UNSUPPORTED
 from tests.serving.fake_engine import FakeEngine, make_prompts
@@ -34,7 +34,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     prompts = make_prompts(tmp_path_factory.mktemp("tokenizer"))
-    return TestClient(create_app(FakeEngine(prompts), prompts, HttpSettings("m")))
+    return TestClient(HttpApp(FakeEngine(prompts), prompts, HttpSettings("m")))
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

@@ -34,14 +34,13 @@ def make_replicas(
     directory: Path, layout: str = "", engine: str = "build", log: Callable[[str], None] = print,
     limits: QueueLimits | None = None, step_seconds: float = 30.0, max_sequences: int = 8, tcp: bool = False,
 ) -> Replicas:  # fmt: skip
-    ranks, replicas = {"": (1, 1), "tp2": (2, 1), "pp2": (2, 1), "dp2": (1, 2), "tp2 dp2": (2, 2)}[layout]
     plan = RankPlan(
         checkpoint=str(directory), layout=layout.replace("tp2", "tp2:nosp") or "dp1", dtype="float32",
         limits=StepLimits(64, 64, max_sequences, 128), threads=1, directory=None if tcp else str(directory),
         step_seconds=step_seconds, engine=f"{fake_ranks.__name__}:{engine}",
     )  # fmt: skip
     host = "127.0.0.1" if tcp else ""
-    return Replicas(plan, LocalStarter(ranks), replicas=replicas, ranks=ranks, limits=limits, host=host, log=log)
+    return Replicas(plan, LocalStarter(), limits=limits, host=host, log=log)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from meshwright.model.huggingface import load_huggingface
 from meshwright.serving import runner as runners
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
-from meshwright.serving.rank_starter import PLAIN_TORCH
+from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import KERNEL_DTYPES, Runner, build_runner
 from meshwright.serving.sampling import Sampling
@@ -64,7 +64,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bu
         monkeypatch.setattr(runners, "load_kernels", lambda instruction_set: None)
 
     def make(directory: Path, dtype: str = "float32", threads: int = 1, limits: StepLimits = LIMITS) -> Runner:
-        built = build_runner(directory, Mesh.single(), dtype, limits, threads)
+        built = build_runner(RankPlan(str(directory), "dp1", dtype, limits, threads), Mesh.single())
         assert built.version.startswith("torch") == (request.param == "torch")
         return built
 
@@ -105,7 +105,9 @@ def test_greedy_tokens_match_transformers(name: str, build: Build, directories: 
 
 def test_plain_torch_computes_where_it_is_named(directories: Callable[[str], Path]):
     """The front of a server without a compiler names it, so that no rank takes kernels of its own."""
-    runner = build_runner(directories("llama-tiny"), Mesh.single(), "float32", LIMITS, instruction_set=PLAIN_TORCH)
+    runner = build_runner(
+        RankPlan(str(directories("llama-tiny")), "dp1", "float32", LIMITS, instruction_set=PLAIN_TORCH), Mesh.single()
+    )
     assert runner.version.startswith("torch")
 
 
@@ -160,14 +162,14 @@ def test_memory_of_a_tied_head_counts_one_matrix(directories: Callable[[str], Pa
     sizes = []
     for tied in (True, False):
         directory = write_model(tmp_path / str(tied), small_config("llama-tiny", tied=tied))
-        sizes.append(build_runner(directory, Mesh.single(), "float32", LIMITS).memory())
+        sizes.append(build_runner(RankPlan(str(directory), "dp1", "float32", LIMITS), Mesh.single()).memory())
     config = small_config("llama-tiny")
     assert sizes[1]["weights"] - sizes[0]["weights"] == 4 * config.vocabulary * config.hidden
     assert sizes[1]["packed"] == sizes[0]["packed"]
 
 
 def test_other_dtypes_run_in_plain_torch(directories: Callable[[str], Path]):
-    runner = build_runner(directories("llama-tiny"), Mesh.single(), "float64", LIMITS)
+    runner = build_runner(RankPlan(str(directories("llama-tiny")), "dp1", "float64", LIMITS), Mesh.single())
     assert runner.version.startswith("torch")
     model, _ = load_huggingface(directories("llama-tiny"), torch.float64)
     with torch.no_grad():

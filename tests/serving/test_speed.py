@@ -125,8 +125,18 @@ def test_predicted_wait_falls_within_a_step_and_grows_with_the_queue(monkeypatch
     now = 100.0 + waits[2] + 1e-6
     step = replica.predict_wait(3)
     assert step == pytest.approx(replica.speed.predict(0, 0))  # overdue: another step
+
+
+def test_delay_of_a_stalled_step_is_no_predicted_wait(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    replica = replica_with_queue(100)
+    step = replica.speed.predict(0, 0)
     now += 10.0
-    assert replica.predict_wait(3) == pytest.approx(10.0, abs=1e-3)
+    assert replica.delay == pytest.approx(10.0 - step)
+    assert replica.predict_wait(3) == pytest.approx(step)
+    replica.take_report({"seconds": 10.0, "added": 0, "running": 4, "waiting": 3, "paused": 0})
+    assert replica.delay == 0
 
 
 def test_predicted_wait_counts_prompts_of_the_queue():

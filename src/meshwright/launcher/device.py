@@ -95,8 +95,8 @@ def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> No
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
-    """Return the device of a rank, "cpu" or "cuda:N" with N its local rank. wanted: the recipe's run.device ("auto",
-    "cpu" or "cuda"). `UserError` if there is no such device."""
+    """Return the device of a rank, "cpu" or "cuda:N" with N its local rank. wanted: "auto", "cpu" or
+    "cuda". `UserError` if there is no such device."""
     if wanted == "cpu":
         return "cpu"
     count = len(_visible_devices())
@@ -104,8 +104,8 @@ def choose_device(wanted: str, local_rank: int) -> str:
         return "cpu"
     if local_rank >= count:
         raise UserError(
-            f'run.device = "{wanted}": this machine has {_format_devices(count)}, and rank {local_rank} on it needs '
-            'one of its own; start fewer ranks here or set run.device = "cpu"'
+            f'device "{wanted}": this machine has {_format_devices(count)}, and rank {local_rank} on it needs '
+            'one of its own; start fewer ranks here or choose device "cpu"'
         )
     return f"cuda:{local_rank}"
 
@@ -123,7 +123,7 @@ class RankDevices:
 def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     """Return this rank's device, "cpu" or "cuda:N", where torchrun, Kubernetes or SLURM started the ranks.
 
-    wanted: the recipe's run.device ("auto", "cpu" or "cuda"). place: this rank's number and the number of ranks. store:
+    wanted: "auto", "cpu" or "cuda". place: this rank's number and the number of ranks. store:
     key-value store that all ranks share. Collective: all ranks raise the same `UserError`. The local rank may be
     unknown, and each rank may see one GPU only.
     """
@@ -150,7 +150,7 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
     """Return the device of each rank: "cpu", or "cuda:N", where N counts the GPUs visible to the rank: its local rank,
     or 0 if it sees only one GPU.
 
-    wanted: the recipe's run.device ("auto", "cpu" or "cuda"); rank_devices: host and GPUs of each rank. `UserError`
+    wanted: "auto", "cpu" or "cuda"; rank_devices: host and GPUs of each rank. `UserError`
     when a rank has no GPU, or two ranks share one.
     """
     if wanted == "auto" and not any(each.devices for each in rank_devices):
@@ -161,14 +161,14 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
         index = 0 if len(each.devices) == 1 else local
         if not 0 <= index < len(each.devices):
             raise UserError(
-                f'run.device = "{wanted}": {each.host} has {_format_devices(len(each.devices))}, and rank {rank}, '
-                f'number {local} there, needs one of its own; start fewer ranks there or set run.device = "cpu"'
+                f'device "{wanted}": {each.host} has {_format_devices(len(each.devices))}, and rank {rank}, '
+                f'number {local} there, needs one of its own; start fewer ranks there or choose device "cpu"'
             )
         other = taken.setdefault((each.host, each.devices[index]), rank)
         if other != rank:
             raise UserError(
-                f'run.device = "{wanted}": ranks {other} and {rank} on {each.host} would share one GPU; start one rank '
-                'for each GPU, let each see all GPUs or one of its own, or set run.device = "cpu"'
+                f'device "{wanted}": ranks {other} and {rank} on {each.host} would share one GPU; start one rank '
+                'for each GPU, let each see all GPUs or one of its own, or choose device "cpu"'
             )
         chosen.append(f"cuda:{index}")
     return chosen

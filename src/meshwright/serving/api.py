@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.data.records.conversations import Message
@@ -31,12 +32,8 @@ Prompt = str | Sequence[int]
 """A text, or token IDs."""
 
 
-class OfflineEngine(Protocol):
-    """Interface of engines without a server: `LocalEngine` (this process), `RanksEngine` (several rank processes)."""
-
-    def run(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Run all `requests`, and yield their outputs as they are generated, interleaved, until every request has
-        finished."""
+RunRequests = Callable[[Sequence[Request]], Iterator[Output]]
+"""Function that runs requests and yields their outputs, interleaved, until every request has finished."""
 
 
 class TextStream:
@@ -67,11 +64,9 @@ class Model:
         layout: Layout over several rank processes of this machine; None: the model runs in this process.
     """
 
-    def __init__(
-        self, directory: Path, config: ModelConfig, engine: OfflineEngine, layout: Layout | None = None
-    ) -> None:
+    def __init__(self, directory: Path, config: ModelConfig, run: RunRequests, layout: Layout | None = None) -> None:
         self.directory, self.layout = directory, layout
-        self._engine, self._positions = engine, config.max_positions
+        self._run, self._positions = run, config.max_positions
         self._prompts = Prompts.of_directory(directory, config, config.max_positions)
         self._numbers = itertools.count()
 
@@ -111,7 +106,7 @@ class Model:
         alone = isinstance(prompts, str)
         requests = [self._make_request(each, options) for each in ([prompts] if alone else prompts)]
         answers = {request.id: answer for request, answer in requests}
-        for output in self._engine.run([request for request, _ in requests]):
+        for output in self._run([request for request, _ in requests]):
             answers[output.request_id].add(output)
         found = [answer.generation for answer in answers.values()]
         return found[0] if alone else found
@@ -127,7 +122,7 @@ class Model:
         """
         check_options(self.stream, options, GenerationOptions)
         request, answer = self._make_request(prompt, options)
-        return TextStream(self._engine.run([request]), answer)
+        return TextStream(self._run([request]), answer)
 
     def _make_request(self, prompt: object, options: GenerationOptions) -> tuple[Request, Answer]:
         """Return the engine's request for one prompt (a text or token IDs) and the answer that collects its outputs.
@@ -212,8 +207,10 @@ def load(
     directory = find_checkpoint(path, log)
     config = config_from_path(directory)
     reading = serving_layout("" if layout is None else str(layout), config)
-    from meshwright.serving.offline import LocalEngine, RanksEngine
+    from meshwright.comm.mesh import Mesh
+    from meshwright.serving.offline import build_offline_engine, run_on_ranks, run_requests
 
     if reading.world_size > 1:
-        return Model(directory, config, RanksEngine(directory, reading, name), reading)
-    return Model(directory, config, LocalEngine(directory, name, device))
+        return Model(directory, config, partial(run_on_ranks, directory, reading, name), reading)
+    engine = build_offline_engine(directory, Mesh.single(device=device), name)
+    return Model(directory, config, partial(run_requests, engine))

@@ -53,8 +53,7 @@ class DeviceRunner:
             self.config, axes=AxisOperations(tensor=self._tensor), device=self._device, dtype=dtype,
             stages=[self._stage],
         ).requires_grad_(False).eval()  # fmt: skip
-        for name in weights:
-            self._model.get_parameter(name).copy_(weights.read(name, dtype).view_as(self._model.get_parameter(name)))
+        weights.load_into(self._model, dtype)
         self._rotation = None
         if self.config.positions == "rope":
             self._rotation = RotaryTable(self.config, torch.float32).up_to(limits.max_length, self._device)

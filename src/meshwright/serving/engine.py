@@ -71,10 +71,11 @@ class Engine:
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:
-        """Return facts about the runner: `instruction_set` (or GPU name), `kernels` (their version) and `memory`
-        ({kind: bytes})."""
-        runner = self.runner
-        return {"instruction_set": runner.instruction_set, "kernels": runner.version, "memory": runner.memory()}
+        """Return facts about the engine: `instruction_set` (or GPU name), `kernels` (their version), `memory`
+        ({kind: bytes}), and `block_tables`, the number of its block tables."""
+        runner, tables = self.runner, len(self.scheduler.windows)
+        about = {"instruction_set": runner.instruction_set, "kernels": runner.version, "block_tables": tables}
+        return {**about, "memory": runner.memory()}
 
 
 def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:

@@ -1,21 +1,16 @@
-"""Gate of the HTTP server: request IDs, API keys, and limits on the bodies of requests. Free of torch."""
+"""Settings of the HTTP API, API keys, and limits on the bodies of requests. Free of torch."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
-import re
 import secrets
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import UserError
 from meshwright.serving.engine_client import Ticket
@@ -26,7 +21,6 @@ OPEN_PATHS = ("/health", "/ready", "/metrics")  # need no API key: probes and sc
 LINE_BYTES = 256 << 10
 """Largest body by which a refused request is known again; while the queue is full, larger ones are not read."""
 BYTES_PER_TOKEN = 4  # of a body, roughly, whether it has text or token IDs
-_GOOD_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,46 +65,24 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     return keys
 
 
-class Gate:
-    """ASGI middleware in front of all endpoints: assigns each request its ID (`X-Request-Id`, the client's own if it
-    sent one), checks its API key, and refuses it before a large body is read while the engine accepts none."""
+class ApiKeys:
+    """API keys of a server, as hashes."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], refuse: Callable[[str, bool], ApiError | None]) -> None:
-        """`api_keys`: any of them admits; none: no key is needed. `refuse`: returns the refusal of a POST to a path,
-        before its body is read; its second argument: the body is larger than `LINE_BYTES`, or of unknown size."""
-        self._app, self._refuse = app, refuse
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+    def __init__(self, keys: Sequence[str]) -> None:
+        """`keys`: any of them admits; none: no key is needed."""
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or pass the request on."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        name = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = name
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).append("x-request-id", name)
-            await send(message)
-
-        error: ApiError | None
-        if self._digests and scope["path"] not in OPEN_PATHS and not self._admits(headers.get(b"authorization", b"")):
-            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
-            error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        else:
-            size = headers.get(b"content-length", b"")
-            large = not size.isdigit() or len(size) > 12 or int(size) > LINE_BYTES
-            error = self._refuse(scope["path"], large) if scope["method"] == "POST" else None
-        return await (self._app if error is None else error.to_response())(scope, receive, send_named)
-
-    def _admits(self, authorization: bytes) -> bool:
-        """Return True if the Authorization header contains one of the API keys, compared in constant time."""
-        kind, _, key = authorization.partition(b" ")
+    def check(self, request: Request) -> None:
+        """Raise ApiError (401) unless the request's path needs no key or its Authorization header has one of them,
+        compared in constant time."""
+        if not self._digests or request.scope["path"] in OPEN_PATHS:
+            return
+        kind, _, key = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return kind.lower() == b"bearer" and any(matches)
+        if kind.lower() != b"bearer" or not any(matches):
+            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 class BodyReader:
@@ -120,32 +92,43 @@ class BodyReader:
         self._settings, self._secret = settings, secrets.token_bytes(32)
         self._bytes = 0  # of all bodies now in memory
 
-    @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Context manager that reads and yields the whole body of a request; it counts towards `all_body_bytes` until
-        the context exits. Raises ApiError if a limit is exceeded, starlette's ClientDisconnect if the client is gone.
-        """
+    def is_large(self, request: Request) -> bool:
+        """Return True if a request's body is, by its headers, larger than `LINE_BYTES` or of unknown size. Raises
+        ApiError (413) above the limit."""
+        size = request.headers.get("content-length")
+        if size is not None and not (size.isdecimal() and len(size) <= 12 and int(size) <= self._settings.body_bytes):
+            raise self._refuse_size()
+        return size is None or int(size) > LINE_BYTES
+
+    def _refuse_size(self) -> ApiError:
+        """Return the error (413) for a body that is too large."""
+        return ApiError(413, f"the body is larger than {self._settings.body_bytes:,} bytes", code="body_too_large")
+
+    async def read(self, request: Request) -> bytes:
+        """Read and return the whole body of a request; it counts towards `all_body_bytes` until `release`. Raises
+        ApiError if a limit is exceeded, starlette's ClientDisconnect if the client is gone."""
         settings, body = self._settings, bytearray()
-        too_large = f"the body is larger than {settings.body_bytes:,} bytes"
-        declared = request.headers.get("content-length", "0")
-        if not declared.isdecimal() or len(declared) > 12 or int(declared) > settings.body_bytes:
-            raise ApiError(413, too_large, code="body_too_large")
         try:
             async with asyncio.timeout(settings.body_seconds):
                 async for part in request.stream():
                     self._bytes += len(part)
                     body += part
                     if len(body) > settings.body_bytes:
-                        raise ApiError(413, too_large, code="body_too_large")
+                        raise self._refuse_size()
                     if self._bytes > settings.all_body_bytes:
                         message, wait = "the bodies of all requests are too large together", retry_headers(1.0)
                         raise ApiError(429, message, code="body_bytes", headers=wait)
-            yield bytes(body)
-        except TimeoutError:
-            message = f"the body did not arrive within {settings.body_seconds:g} s"
-            raise ApiError(408, message, code="timeout") from None
-        finally:
-            self._bytes -= len(body)
+        except BaseException as error:
+            self.release(body)
+            if isinstance(error, TimeoutError):
+                message = f"the body did not arrive within {settings.body_seconds:g} s"
+                raise ApiError(408, message, code="timeout") from None
+            raise
+        return bytes(body)
+
+    def release(self, body: bytes | bytearray) -> None:
+        """No longer count a body that was read towards `all_body_bytes`."""
+        self._bytes -= len(body)
 
     def identify(self, request: Request, body: bytes) -> Ticket:
         """Return the ticket of a request by its API key, path and body; without a key above `LINE_BYTES`."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from meshwright.documents import to_json_dict
+from meshwright.serving.choices import Choice, StopRule
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import Output, Request
-from meshwright.serving.text import AnswerText
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -86,25 +85,19 @@ class Answer:
         fewer to `request`."""
         self.generation = generation
         self._cut = request.sampling.max_tokens < wanted
-        self._text = AnswerText(prompts.detokenizer(request.tokens))
-        self._begun = self._first = time.perf_counter()
-        self._count = 0
+        self._choice = Choice(0, request, prompts, StopRule())
 
     def add(self, output: Output) -> str:
         """Add an output of the engine to the generation; return the new text, whole characters only, perhaps empty."""
-        generation, piece, now = self.generation, "", time.perf_counter()
-        for result in output.results:
-            if self._count == 0:
-                self._first, generation.seconds_to_first_token = now, now - self._begun
-            elif now > self._first:
-                generation.tokens_per_second = self._count / (now - self._first)
-            self._count += 1
-            if output.finish_reason == "stop" and result is output.results[-1]:
-                continue  # the end token is no part of the answer
-            generation.tokens.append(result.token)
-            piece += self._text.push(result.token)
+        generation, choice, stopped = self.generation, self._choice, output.finish_reason == "stop"
+        piece = choice.push(output)
+        generation.text += piece.text
+        # The end token is no part of the answer.
+        generation.tokens += [each.result.token for each in piece.tokens[: len(piece.tokens) - stopped]]
+        if choice.first is not None and choice.last is not None:
+            generation.seconds_to_first_token = choice.first - choice.begun
+            if choice.last > choice.first:
+                generation.tokens_per_second = (choice.completion_tokens - 1) / (choice.last - choice.first)
         if output.finish_reason is not None:
-            piece += self._text.finish()
-            generation.stopped = "end" if output.finish_reason == "stop" else "context" if self._cut else "length"
-        generation.text += piece
-        return piece
+            generation.stopped = "end" if stopped else "context" if self._cut else "length"
+        return piece.text

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import uvicorn
-from fastapi import FastAPI
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from meshwright.errors import RankLost, UserError
 from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import OPEN_PATHS
+from meshwright.serving.http import HttpApp
 from meshwright.serving.streaming import ABORT
 
 HEADER_BYTES = 64 << 10  # of one request: path and headers, with as many for what is not parsed yet
@@ -312,14 +312,14 @@ class _Server(uvicorn.Server):
         return _LimitedProtocol(*place, crowded=2 * count >= self._limit, refuse=refuse, group=group)
 
 
-def make_server(app: FastAPI) -> uvicorn.Server:
-    """Return the uvicorn server of an application from `create_app`, with as many connections as open files allow. Its
+def make_server(app: HttpApp) -> uvicorn.Server:
+    """Return the uvicorn server of an application, with as many connections as open files allow. Its
     `serve([listener])` runs until `should_exit` is set."""
     config = uvicorn.Config(
         app, ws="none", lifespan="off", log_level="error", access_log=False, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=5,
     )  # fmt: skip
-    return _Server(config, allow_connections(app.state.settings.connections), app.state.refuse_connection)
+    return _Server(config, allow_connections(app.settings.connections), app.refuse_connection)
 
 
 def allow_connections(count: int, log: Callable[[str], None] = lambda line: None) -> int:
@@ -352,7 +352,7 @@ def restored_signals() -> Iterator[None]:
 
 
 async def serve_http(
-    app: FastAPI, listener: socket.socket, client: EngineClient, drain_seconds: float = 60.0
+    app: HttpApp, listener: socket.socket, client: EngineClient, drain_seconds: float = 60.0
 ) -> tuple[int, int]:
     """Serve until SIGTERM or SIGINT; return the signal's number, and that of the requests that were not finished.
 

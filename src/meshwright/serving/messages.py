@@ -38,11 +38,6 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-def make_secret() -> str:
-    """Return a new random secret, 64 hexadecimal digits, by which processes of one server recognise each other."""
-    return secrets.token_hex(32)
-
-
 def _prove(secret: str, nonce: bytes) -> bytes:
     """Return the HMAC-SHA256 of the listener's random `nonce` under the shared secret, by which a connecting process
     proves that it knows the secret."""

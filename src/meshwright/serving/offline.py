@@ -51,7 +51,8 @@ def build_offline_engine(
         # One block more in each of a model's block tables.
         limits = replace(limits, blocks=limits.blocks + MOST_TABLES, max_length=limits.max_length + 1)
     threads = choose_threads(mesh.layout.world_size)
-    return build_engine(directory, mesh, dtype, limits, threads, instruction_set=instruction_set)
+    plan = RankPlan(str(directory), str(mesh.layout), dtype, limits, threads, instruction_set=instruction_set)
+    return build_engine(plan, mesh)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Output]:
@@ -74,64 +75,50 @@ def _raise_error(output: Output) -> Output:
     return output
 
 
-class LocalEngine:
-    """Engine in this process, without a server. `device`: "cpu" or "cuda"."""
+def run_on_ranks(directory: Path, layout: Layout, dtype: str, requests: Sequence[Request]) -> Iterator[Output]:
+    """Run `requests` on several rank processes of this machine, which this call starts, and yield their outputs,
+    interleaved, until every request has finished. Closing the iterator ends the processes.
 
-    def __init__(self, directory: Path, dtype: str, device: str) -> None:
-        self._engine = build_offline_engine(directory, Mesh.single(device=device), dtype)
+    `layout`: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over the replicas.
+    """
+    if not requests:
+        return
+    outputs = queue.SimpleQueue[Output | None]()
+    loop = asyncio.new_event_loop()  # of a thread, as the caller may have a running one
+    work = loop.create_task(_start_and_run(directory, layout, dtype, requests, outputs.put))
+    with closing(loop), ThreadPoolExecutor(1, "ranks") as thread:
+        end = thread.submit(loop.run_until_complete, work)
+        end.add_done_callback(lambda _: outputs.put(None))
+        try:
+            while (output := outputs.get()) is not None:
+                yield output
+            end.result()
+        finally:
+            loop.call_soon_threadsafe(work.cancel)
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Run all `requests`, and yield their outputs as they are generated, interleaved, until every request has
-        finished."""
-        return run_requests(self._engine, requests)
 
+async def _start_and_run(
+    directory: Path, layout: Layout, dtype: str, requests: Sequence[Request], put: Callable[[Output], None]
+) -> None:
+    """Start the rank processes, run all requests, and call `put` with each output; end the processes at last."""
 
-class RanksEngine:
-    """Engine on several rank processes of this machine, without a server; each call of `run` starts the ranks and loads
-    the model. `layout`: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over the replicas."""
+    async def follow(outputs: AsyncIterator[Output]) -> None:
+        """Pass on the outputs of one request."""
+        async for output in outputs:
+            put(_raise_error(output))
 
-    def __init__(self, directory: Path, layout: Layout, dtype: str) -> None:
-        self._directory, self._layout, self._dtype = directory, layout, dtype
-
-    def run(self, requests: Sequence[Request]) -> Iterator[Output]:
-        """Run all `requests`, and yield their outputs as they are generated, interleaved, until every request has
-        finished. Closing the iterator ends the rank processes."""
-        if not requests:
-            return
-        outputs = queue.SimpleQueue[Output | None]()
-        loop = asyncio.new_event_loop()  # of a thread, as the caller may have a running one
-        work = loop.create_task(self._run_on_ranks(requests, outputs.put))
-        with closing(loop), ThreadPoolExecutor(1, "ranks") as thread:
-            end = thread.submit(loop.run_until_complete, work)
-            end.add_done_callback(lambda _: outputs.put(None))
-            try:
-                while (output := outputs.get()) is not None:
-                    yield output
-                end.result()
-            finally:
-                loop.call_soon_threadsafe(work.cancel)
-
-    async def _run_on_ranks(self, requests: Sequence[Request], put: Callable[[Output], None]) -> None:
-        """Start the rank processes, run all requests, and call `put` with each output; end the processes at last."""
-
-        async def follow(outputs: AsyncIterator[Output]) -> None:
-            """Pass on the outputs of one request."""
-            async for output in outputs:
-                put(_raise_error(output))
-
-        layout, config = self._layout, decoder_config(self._directory)
-        limits = plan_offline(self._directory, layout, self._dtype)
-        for request in requests:
-            request.check(config.vocabulary, limits.max_length)
-        ranks = layout.tp * layout.pp
-        with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as directory:
-            plan = RankPlan(
-                str(self._directory.resolve()), str(layout), self._dtype, limits, choose_threads(layout.world_size),
-                directory, _STEP_SECONDS, instruction_set=choose_instruction_set() or PLAIN_TORCH,
-            )  # fmt: skip
-            replicas = Replicas(plan, LocalStarter(ranks), replicas=layout.dp, ranks=ranks)
-            try:
-                await replicas.start()
-                await asyncio.gather(*(follow(replicas.submit(request)) for request in requests))
-            finally:
-                await replicas.close()
+    limits = plan_offline(directory, layout, dtype)
+    vocabulary = decoder_config(directory).vocabulary
+    for request in requests:
+        request.check(vocabulary, limits.max_length)
+    with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as sockets:
+        plan = RankPlan(
+            str(directory.resolve()), str(layout), dtype, limits, choose_threads(layout.world_size), sockets,
+            _STEP_SECONDS, instruction_set=choose_instruction_set() or PLAIN_TORCH,
+        )  # fmt: skip
+        replicas = Replicas(plan, LocalStarter())
+        try:
+            await replicas.start()
+            await asyncio.gather(*(follow(replicas.submit(request)) for request in requests))
+        finally:
+            await replicas.close()

@@ -11,8 +11,8 @@ Shapes: T tokens of a batch, H hidden, R rows of logits.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,16 +21,19 @@ from meshwright.comm.collectives import transfer
 from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.transport import Message
+from meshwright.errors import UserError
+from meshwright.kernels.build import supported_instruction_sets
+from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
 from meshwright.serving.engine import Engine, build_scheduler
+from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
 from meshwright.serving.request import Output, pack_result, unpack_result
 from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
-from meshwright.serving.step_limits import StepLimits
 
 HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
 _FIRST_BYTES = 4096
@@ -182,17 +185,16 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     return [torch.from_numpy(first), *([torch.from_numpy(rest.copy())] if len(rest) else [])]
 
 
-def build_engine(
-    directory: Path,
-    mesh: Mesh,
-    dtype: str,
-    limits: StepLimits,
-    threads: int,
-    batch_invariant: bool = False,
-    instruction_set: str | None = None,
-) -> Engine:
-    """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. Arguments and errors are
-    those of `runner.build_runner`."""
-    runner = build_runner(directory, mesh, dtype, limits, threads, batch_invariant, instruction_set)
-    scheduler = build_scheduler(runner.config, limits, groups=mesh.pp.size)
+def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
+    """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. Raises UserError as
+    `runner.build_runner`, and if this processor lacks the plan's instruction set."""
+    chosen, supported = plan.instruction_set, supported_instruction_sets()
+    if chosen not in (None, PLAIN_TORCH, *supported):
+        raise UserError(
+            f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "
+            f"server has chosen {chosen} for all ranks: run them on the same kind of processor, or set "
+            f"{INSTRUCTION_SET_VARIABLE} to what all of them run"
+        )
+    runner = build_runner(plan, mesh)
+    scheduler = build_scheduler(runner.config, plan.limits, groups=mesh.pp.size)
     return Engine(runner, scheduler) if mesh.pp.size == 1 else PipelineEngine(runner, scheduler, mesh)

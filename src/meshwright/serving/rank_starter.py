@@ -6,16 +6,18 @@ import asyncio
 import json
 import math
 import os
+import secrets
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost
-from meshwright.serving.messages import make_secret
+from meshwright.layout import Layout
 from meshwright.serving.step_limits import StepLimits
 from meshwright.threads import build_child_environment
 
@@ -39,8 +41,10 @@ class RankPlan:
         directory: Private directory for Unix sockets; None: TCP instead.
         step_seconds: Most seconds of a step, above which the replica counts as lost.
         device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks started by others agree.
-        batch_invariant: As in `runner.build_runner`.
-        instruction_set: Instruction set of the kernels on all ranks, or `PLAIN_TORCH`; None on GPUs.
+        batch_invariant: On GPUs, make the bits of a sequence's results independent of the batch; on a CPU they always
+            are.
+        instruction_set: Instruction set of the kernels on all ranks, or `PLAIN_TORCH`; None: the fastest measured on
+            this machine. Without effect on GPUs.
         secret: Shared secret by which front and ranks recognise each other.
         front: Address at which the front listens; "" until it listens.
         start: Number of earlier starts of the replica's ranks.
@@ -51,16 +55,16 @@ class RankPlan:
     layout: str
     dtype: str
     limits: StepLimits
-    threads: int
-    directory: str | None
+    threads: int = 1
+    directory: str | None = None
     step_seconds: float = 60.0
     device: str = "cpu"
     batch_invariant: bool = False
     instruction_set: str | None = None
-    secret: str = field(default_factory=make_secret)
+    secret: str = field(default_factory=partial(secrets.token_hex, 32))
     front: str = ""
     start: int = 0
-    engine: str = "meshwright.serving.ranks:build_rank_engine"
+    engine: str = "meshwright.serving.pipeline_engine:build_engine"
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankPlan:
@@ -69,20 +73,16 @@ class RankPlan:
 
 
 class LocalStarter:
-    """Starts the ranks of a replica as forked processes of this machine; they end with this process.
-
-    ranks: number of ranks of one replica. restarts: True, lost ranks can be started again.
-    """
+    """Starts the ranks of a replica as forked processes of this machine; they end with this process. restarts: True,
+    lost ranks can be started again."""
 
     restarts = True
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
 
     async def run(self, replica: int, plan: RankPlan) -> None:
         """Start all ranks of the replica with index `replica` and wait until they have ended. Raises a rank's
         exception, or RankLost if a rank's process died. Cancellation kills all of them."""
-        ranks = LocalRanks(self.ranks, threads=plan.threads, timeout=plan.step_seconds, backend=BACKENDS[plan.device])
+        count = Layout.parse(plan.layout).with_(dp=1).world_size
+        ranks = LocalRanks(count, threads=plan.threads, timeout=plan.step_seconds, backend=BACKENDS[plan.device])
         pool = ThreadPoolExecutor(1, "ranks")
         call = pool.submit(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf)
         try:

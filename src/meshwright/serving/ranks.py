@@ -6,32 +6,25 @@ forwards the messages of each step and nothing else; a rank that has nothing to 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError, ignore_model_warnings
-from meshwright.kernels.build import supported_instruction_sets
-from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import agree_on_device, choose_device
 from meshwright.launcher.rank_process import die_with_parent
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
 from meshwright.serving.messages import Channel, Listener, Message, encode
-from meshwright.serving.pipeline_engine import build_engine
-from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
 
 JOIN_SECONDS = 300.0
@@ -71,7 +64,7 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # the front alone decides when ranks end
         signal.signal(number, signal.SIG_IGN)
     began = time.perf_counter()
-    engine: Engine = _import_function(plan.engine)(plan, mesh)
+    engine: Engine = pkgutil.resolve_name(plan.engine)(plan, mesh)
     seconds = time.perf_counter() - began
     peers = mesh.tp.size * mesh.pp.size
     rank = mesh.pp.rank * mesh.tp.size + mesh.tp.rank
@@ -90,21 +83,6 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
         listener.close()
     front.send({"ready": True})
     _lead(engine, front, followers)
-
-
-def build_rank_engine(plan: RankPlan, mesh: Mesh) -> Engine:
-    """Build the engine of this rank. Raises UserError if the model cannot be loaded, or if this processor lacks the
-    plan's instruction set."""
-    chosen, supported = plan.instruction_set, supported_instruction_sets()
-    if chosen not in (None, PLAIN_TORCH, *supported):
-        raise UserError(
-            f"rank {mesh.rank} on {socket.gethostname()} runs {', '.join(supported) or 'none of the kernels'}, but the "
-            f"server has chosen {chosen} for all ranks: run them on the same kind of processor, or set "
-            f"{INSTRUCTION_SET_VARIABLE} to what all of them run"
-        )
-    return build_engine(
-        Path(plan.checkpoint), mesh, plan.dtype, plan.limits, plan.threads, plan.batch_invariant, chosen
-    )
 
 
 def _take_device(device: str) -> str:
@@ -172,13 +150,6 @@ def _apply(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]
         elif "cancel" in message:
             engine.cancel(message["cancel"])
     return any("stop" in message for message in messages), refused
-
-
-def _import_function(name: str) -> Callable[..., Any]:
-    """Import and return the function that `name` denotes, as `package.module:function`."""
-    module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
 
 
 def main() -> None:

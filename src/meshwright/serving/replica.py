@@ -197,8 +197,17 @@ class Replica:
             return 0.0
         predicted = seconds[count - 1] if count <= known else seconds[-1] * count / known
         left = predicted - (now - self.heard)  # the state is that of the last step
-        step = self.speed.predict(self.report.get("tokens", 0), self.report.get("context", 0))
-        return left if left > 0 else max(step, -left)  # overdue: the longer, the longer it may still take
+        return left if left > 0 else self._predict_step()
+
+    @property
+    def delay(self) -> float:
+        """Seconds by which the present step exceeds one like the last, and the predicted first admission."""
+        expected = max([self._predict_step(), *self._admissions[:1]])
+        return max(0.0, time.monotonic() - self.heard - expected) if self.streams else 0.0
+
+    def _predict_step(self) -> float:
+        """Return the predicted seconds of a step like the last one."""
+        return self.speed.predict(self.report.get("tokens", 0), self.report.get("context", 0))
 
     def _work_left(self, stream: Stream) -> Work:
         """Return the remaining work of a request that is already generating."""

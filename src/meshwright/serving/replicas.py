@@ -47,23 +47,24 @@ class Replicas:
     """All replicas of a server, in the front (the HTTP server's process): implements `EngineClient`, starts the rank
     processes, and restarts lost ones.
 
-    plan: settings of the ranks. starter: starts the ranks of a replica. replicas: number of replicas. ranks: number of
-    ranks in each. limits: limits on the queue. host: address to listen on for ranks of other nodes; used if the plan
-    has no socket directory. log: called with one line for each loss and restart.
+    plan: settings of the ranks. starter: starts the ranks of a replica. limits: limits on the queue. host: address to
+    listen on for ranks of other nodes; used if the plan has no socket directory. log: called with one line for each
+    loss and restart.
     """
 
     def __init__(
-        self, plan: RankPlan, starter: LocalStarter | JoinedStarter, *, replicas: int = 1, ranks: int = 1,
-        limits: QueueLimits | None = None, host: str = "", log: Callable[[str], None] = lambda line: None,
+        self, plan: RankPlan, starter: LocalStarter | JoinedStarter, *, limits: QueueLimits | None = None,
+        host: str = "", log: Callable[[str], None] = lambda line: None,
     ) -> None:  # fmt: skip
-        self.plan, self.ranks, self._host = plan, ranks, host
+        layout = Layout.parse(plan.layout)
+        self.plan, self._ranks, self._host = plan, layout.with_(dp=1).world_size, host
         self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
         self._line = WaitingLine(self._limits)
-        groups = Layout.parse(plan.layout).pp
-        self._replicas = [Replica(index, plan.limits.max_sequences, groups) for index in range(replicas)]
+        self._replicas = [Replica(index, plan.limits.max_sequences, layout.pp) for index in range(layout.dp)]
         self._streams: dict[str, Stream] = {}
+        self._queued_tokens = 0  # of the prompts of streams that have no token yet
         self._parked: list[Stream] = []  # no replica is ready for them
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
@@ -110,20 +111,22 @@ class Replicas:
         waiting = len(self._parked) + max(1, len(requests)) - sum(replica.room for replica in ready)
         if waiting <= 0 and not (requests and self._line.outstanding):
             return None
-        prompts = [len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens]
+        prompts = (len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens)
         asked = sum(len(request.tokens) for request in requests)
 
         def predict(count: int) -> float:
             """Return the predicted seconds until `count` requests have left the queue, 1 if no replica is ready."""
             return min((replica.predict_wait(-(-count // len(ready))) for replica in ready), default=1.0)
 
-        queue = Queue(waiting, prompts, sum(prompts) + max(1, asked), predict)
+        delay = min((replica.delay for replica in ready), default=0.0)
+        queue = Queue(waiting, prompts, self._queued_tokens + max(1, asked), predict, delay)
         return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request; return the asynchronous iterator over its outputs."""
         assert request.id not in self._streams, request.id
         stream = self._streams[request.id] = Stream(request)
+        self._queued_tokens += len(request.tokens)
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
             stream.deadline = asyncio.get_running_loop().call_later(left, self.cancel, request.id)
@@ -300,7 +303,7 @@ class Replicas:
         self.hellos[replica.index, hello["rank"]] = hello
         replica.peers[hello["rank"]] = writer
         replica.leader = hello["leader"] or replica.leader
-        if replica.leader is not None and len(replica.peers) == self.ranks:
+        if replica.leader is not None and len(replica.peers) == self._ranks:
             for rank, follower in replica.peers.items():
                 if rank:
                     follower.write(messages.encode({"leader": replica.leader}))
@@ -320,6 +323,8 @@ class Replicas:
         for document in message["outputs"]:
             stream = replica.streams.get(document["request_id"])
             if stream is not None:  # else it was cancelled
+                if document["results"] and not stream.tokens:
+                    self._queued_tokens -= len(stream.request.tokens)
                 stream.put(Output.from_json(document))
                 if stream.ended:
                     self._forget(stream)
@@ -338,7 +343,7 @@ class Replicas:
             return
         hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
         replica = min(ready, key=lambda each: each.work - BLOCK_TOKENS * each.cached_blocks(hashes))
-        replica.remember(hashes, self.plan.limits.blocks)
+        replica.remember(hashes, self.plan.limits.blocks // self.hellos[replica.index, 0]["block_tables"])
         if not replica.streams:
             replica.heard = time.monotonic()
         stream.replica = replica
@@ -354,7 +359,8 @@ class Replicas:
 
     def _forget(self, stream: Stream) -> None:
         """Remove all references to a request that has ended, and cancel its deadline."""
-        self._streams.pop(stream.request.id, None)
+        if self._streams.pop(stream.request.id, None) is not None and not stream.tokens:
+            self._queued_tokens -= len(stream.request.tokens)
         if stream.replica is not None:
             stream.replica.streams.pop(stream.request.id, None)
         with contextlib.suppress(ValueError):

@@ -13,9 +13,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.choice import load_kernels
 from meshwright.serving.native_runner import NativeRunner
-from meshwright.serving.rank_starter import PLAIN_TORCH
+from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
 from meshwright.serving.scheduler import StepBatch
-from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import TorchRunner
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.config import ModelConfig
@@ -53,49 +52,29 @@ DEVICE_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes that the Triton kernels have."""
 
 
-def build_runner(
-    directory: Path,
-    mesh: Mesh,
-    dtype: str,
-    limits: StepLimits,
-    threads: int = 1,
-    batch_invariant: bool = False,
-    instruction_set: str | None = None,
-) -> Runner:
+def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
     """Build the runner for this rank: load its part of the model and allocate its KV pool.
 
-    Args:
-        directory: Checkpoint or Hugging Face directory.
-        mesh: Mesh of the replica, with axes tp, pp, and ep inside tp.
-        dtype: Dtype of weights and KV cache; with "float32" and "bfloat16" the compiled kernels are used.
-        limits: Sizes of the KV pool and of the buffers.
-        threads: Number of threads of the kernels.
-        batch_invariant: On a GPU, make the bits of a sequence's results independent of the batch; on a CPU they always
-            are.
-        instruction_set: Instruction set of the kernels, or `PLAIN_TORCH`; None: the fastest measured on this machine.
-            Without effect on a GPU.
-
-    Raises:
-        UserError: The checkpoint is damaged or no decoder, or needs kernels that cannot be built or run here.
+    plan: of which checkpoint, dtype, sizes, threads, instruction set and `batch_invariant` are used. mesh: mesh of the
+    replica, with axes tp, pp, and ep inside tp. Raises UserError if the checkpoint is damaged or no decoder, or needs
+    kernels that cannot be built or run here.
     """
-    weights = RankWeights(directory, mesh)
+    weights = RankWeights(Path(plan.checkpoint), mesh)
     if mesh.device.type == "cuda":
-        return _build_device_runner(weights, mesh, dtype, limits, batch_invariant)
-    compiled = dtype in KERNEL_DTYPES and instruction_set != PLAIN_TORCH
-    if compiled and (kernels := load_kernels(instruction_set)) is not None:
-        kernels.set_threads(threads)
-        return NativeRunner(kernels, weights, mesh, dtype, limits)
+        return _build_device_runner(weights, mesh, plan)
+    compiled = plan.dtype in KERNEL_DTYPES and plan.instruction_set != PLAIN_TORCH
+    if compiled and (kernels := load_kernels(plan.instruction_set)) is not None:
+        kernels.set_threads(plan.threads)
+        return NativeRunner(kernels, weights, mesh, plan.dtype, plan.limits)
     if mesh.layout.expert_parallel:
         raise UserError(f"ep{mesh.ep.size} needs the compiled kernels: install g++, or leave it out")
-    return TorchRunner(weights, mesh, getattr(torch, dtype), limits)
+    return TorchRunner(weights, mesh, getattr(torch, plan.dtype), plan.limits)
 
 
-def _build_device_runner(
-    weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits, batch_invariant: bool
-) -> Runner:
+def _build_device_runner(weights: RankWeights, mesh: Mesh, plan: RankPlan) -> Runner:
     """Build the runner for a GPU. Raises UserError if the model or the layout is not supported there."""
-    if dtype not in DEVICE_DTYPES:
-        raise UserError(f"dtype {dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
+    if plan.dtype not in DEVICE_DTYPES:
+        raise UserError(f"dtype {plan.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
     if mesh.layout.expert_parallel:
         raise UserError(f"ep{mesh.ep.size}: experts are not spread over GPUs yet; tp splits each of them")
     try:
@@ -104,6 +83,5 @@ def _build_device_runner(
         raise UserError(f"serving on a GPU needs {error.name}: run pip install triton") from None
     from meshwright.serving.device_runner import DeviceRunner
 
-    return DeviceRunner(
-        weights, mesh, getattr(torch, dtype), limits, device_operations, batch_invariant=batch_invariant
-    )
+    dtype, invariant = getattr(torch, plan.dtype), plan.batch_invariant
+    return DeviceRunner(weights, mesh, dtype, plan.limits, device_operations, batch_invariant=invariant)

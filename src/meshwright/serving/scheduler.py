@@ -19,7 +19,7 @@ from meshwright.serving.admission import AdmissionState, AnswerShare
 from meshwright.serving.blocks import BlockPool
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
-from meshwright.serving.sequence import Sequence, State, WaitingQueue
+from meshwright.serving.sequence import Sequence, WaitingQueue
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import BLOCK_TOKENS, count_blocks, first_in_window, most_tokens
 
@@ -66,6 +66,10 @@ class Scheduler:
     A step takes one token of each decoding sequence, then chunks of prompts, the oldest sequence first, up to the token
     budget. Requests are admitted by priority, then arrival, while the admission state (see `AdmissionState`) stays
     safe.
+
+    Attributes:
+        pool: Pool of KV blocks.
+        windows: Sliding window of each block table in tokens; None: none.
     """
 
     def __init__(self, limits: StepLimits, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
@@ -74,7 +78,7 @@ class Scheduler:
         in one."""
         assert limits.token_budget >= limits.max_sequences >= groups >= 1, limits
         self.pool = BlockPool(limits.blocks)
-        self._limits, self._windows, self._groups = limits, tuple(windows), groups
+        self._limits, self.windows, self._groups = limits, tuple(windows), groups
         self._requests: dict[str, Sequence] = {}  # unfinished
         self._queue = WaitingQueue()
         self._admitted: list[Sequence] = []  # oldest first
@@ -83,7 +87,7 @@ class Scheduler:
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and the pool's releases then
         self._rows = list(range(limits.max_sequences - 1, -1, -1))
-        shape = len(self._windows), limits.max_sequences, count_blocks(limits.max_length)
+        shape = len(self.windows), limits.max_sequences, count_blocks(limits.max_length)
         self._tables: Integers = np.zeros(shape, np.int32)
         self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
 
@@ -93,9 +97,9 @@ class Scheduler:
         if request.id in self._requests:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
         limits = self._limits
-        sequence = Sequence(request, self._windows, limits.token_budget)
+        sequence = Sequence(request, self.windows, limits.token_budget)
         if request.longest > limits.max_length or sum(sequence.most_blocks) > self.pool.size:
-            most = most_tokens(self.pool.size, self._windows, limits.token_budget, limits.max_length)
+            most = most_tokens(self.pool.size, self.windows, limits.token_budget, limits.max_length)
             raise UserError(
                 f"prompt of {len(request.tokens)} tokens + max_tokens {request.sampling.max_tokens}: should be at most "
                 f"{most} tokens together"
@@ -108,7 +112,7 @@ class Scheduler:
         at once, or, if a batch in flight writes to them, when that batch is published."""
         if (sequence := self._requests.get(request_id)) is None:
             return None
-        if sequence.state is State.WAITING:
+        if sequence.age < 0:
             self._queue.remove(sequence)
         self._finish(sequence, "cancelled")
         return Output(request_id, [], "cancelled", sequence.cached_tokens)
@@ -165,7 +169,7 @@ class Scheduler:
         `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
         `held`; and since the start `prompt_tokens` of admitted sequences, `prefix_hit_tokens`, those of them found in
         the prefix cache, and `pauses`."""
-        paused = sum(sequence.state is State.PAUSED for sequence in self._admitted)
+        paused = sum(sequence.paused for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {
             "waiting": len(self._queue), "running": len(self._admitted) - paused, "paused": paused,
@@ -180,10 +184,10 @@ class Scheduler:
                 sequence.place = place
             self._state = AdmissionState(
                 self.pool.available,
-                len(self._windows),
+                len(self.windows),
                 [each.total_blocks - each.blocks for each in self._admitted],
                 [each.most_blocks for each in self._admitted],
-                [[self.pool.owned[each.age, table] for table in range(len(self._windows))] for each in self._admitted],
+                [[self.pool.owned[each.age, table] for table in range(len(self.windows))] for each in self._admitted],
             )
         return self._state
 
@@ -221,9 +225,9 @@ class Scheduler:
         """Return the prefix of a waiting sequence that the prefix cache has, as `BlockPool.find` does. Never includes
         the last token, whose logits are needed; nothing is found if the prompt's log-probabilities are requested."""
         if sequence.scores_prompt:
-            return self.pool.find([], self._windows)
+            return self.pool.find([], self.windows)
         sequence.chain.extend(sequence.tokens)
-        return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self._windows)
+        return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
         """Return True if a running sequence is computing the next block of a waiting sequence's prefix: the latter
@@ -232,16 +236,16 @@ class Scheduler:
             return False
         wanted = sequence.chain.hashes[found]
         return any(
-            other.state is State.RUNNING and other.computed // BLOCK_TOKENS <= found < len(other.chain.hashes)
-            and other.chain.hashes[found] == wanted
+            other.computed // BLOCK_TOKENS <= found < len(other.chain.hashes) and other.chain.hashes[found] == wanted
             for other in self._admitted
-        )  # fmt: skip
+            if other.finish_reason is None and not other.paused
+        )
 
     def _start(self, sequence: Sequence, group: int, count: int, found: list[list[int]]) -> None:
         """Admit a sequence to a pipeline group. count: number of blocks of its cached prefix; found: those of each
         block table that are inside the window."""
         sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
-        sequence.place, sequence.state = len(self._admitted), State.RUNNING
+        sequence.place = len(self._admitted)
         self._ages += 1
         self._admitted.append(sequence)
         for table, blocks in enumerate(found):
@@ -268,9 +272,8 @@ class Scheduler:
                     self._tables[table, sequence.row, sequence.blocks] = held[-1]
                 sequence.blocks += 1
             room += missing * BLOCK_TOKENS
-        if not room and sequence.state is State.RUNNING:
-            self._pauses += 1
-        sequence.state = State.RUNNING if room else State.PAUSED
+        self._pauses += not room and not sequence.paused
+        sequence.paused = not room
         return min(wanted, room)
 
     def _build(self, picked: list[tuple[Sequence, int, range]], group: int) -> StepBatch:
@@ -340,7 +343,7 @@ class Scheduler:
             for block in range(full, sequence.computed // BLOCK_TOKENS):
                 for held in sequence.held:
                     self.pool.register(held[block - sequence.blocks], sequence.chain.hashes[block])
-        for table, (held, window) in enumerate(zip(sequence.held, self._windows, strict=True)):
+        for table, (held, window) in enumerate(zip(sequence.held, self.windows, strict=True)):
             first = first_in_window(sequence.computed, window)
             while (block := sequence.blocks - len(held)) < first:
                 self.pool.release(held.popleft(), sequence.age)
@@ -350,7 +353,7 @@ class Scheduler:
         """End a sequence with a finish reason ("stop", "length" ...); its KV blocks are released, unless a batch in
         flight writes to them."""
         del self._requests[sequence.request.id]
-        sequence.finish_reason, sequence.state = reason, State.FINISHED
+        sequence.finish_reason, sequence.paused = reason, False
         if sequence.age >= 0 and (most := sequence.request.sampling.max_tokens):
             self._answers.observe(sequence.answered, most)
         if sequence.age >= 0 and not sequence.in_flight:

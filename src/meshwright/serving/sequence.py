@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import heapq
 from array import array
 from collections import deque
@@ -18,16 +17,6 @@ from meshwright.serving.sampling import InvalidLogits, TokenCounts, TokenResult,
 from meshwright.spec.block_tables import count_blocks, most_held
 
 
-class State(enum.Enum):
-    """State of a sequence: waiting, running, paused (keeps its KV blocks until more can be allocated safely) or
-    finished."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    PAUSED = "paused"
-    FINISHED = "finished"
-
-
 class Sequence:
     """State of one request in the scheduler.
 
@@ -35,7 +24,7 @@ class Sequence:
         request: The request.
         tokens: Token IDs of the prompt and of the answer so far.
         computed: Number of tokens whose keys and values are in the KV cache.
-        state: State of the sequence.
+        paused: True if it keeps its KV blocks until more can be allocated safely.
         age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
         blocks: Number of KV blocks that each of its block tables has had, one for each 16 positions.
         held: For each block table, those of its KV blocks that have not been released: the last ones of `blocks`.
@@ -49,7 +38,6 @@ class Sequence:
         self.request = request
         self.tokens = array("i", (*request.tokens, *request.replayed))
         self.computed = self.cached_tokens = self.blocks = 0
-        self.state = State.WAITING
         self.held: list[deque[int]] = [deque() for _ in windows]
         self.chain = HashChain(salt=request.cache_salt)
         # The last token of the answer is never computed.
@@ -57,7 +45,7 @@ class Sequence:
         self.total_blocks = count_blocks(longest)
         self.most_blocks = most_held(longest, windows, min(token_budget, len(self.tokens)))
         self.age = self.row = self.group = self.place = -1
-        self.in_flight = False
+        self.in_flight = self.paused = False
         self.finish_reason: FinishReason | None = None
         self.prompt_results: list[TokenResult | None] = [None]
         self.scores_prompt = request.sampling.prompt_logprobs is not None and not request.replayed

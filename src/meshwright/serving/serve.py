@@ -42,7 +42,7 @@ from meshwright.threads import choose_threads, prepare_process
 if TYPE_CHECKING:
     from meshwright.serving.prompts import Prompts
 
-EXTRA = ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus_client")
+EXTRA = ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client")
 """Modules that pip install "meshwright[serve]" installs."""
 
 _T = TypeVar("_T")
@@ -135,7 +135,7 @@ def serve(
         start_server(PRELOADED_TO_SERVE)  # it loads torch meanwhile
     model = _check_model(Path(path), str(layout), options, log)
     from meshwright.serving.gate import HttpSettings, read_api_keys
-    from meshwright.serving.http import create_app
+    from meshwright.serving.http import HttpApp
     from meshwright.serving.http_server import allow_connections, open_socket, restored_signals, serve_http
 
     file = options.get("api_key_file")
@@ -155,7 +155,7 @@ def serve(
                 connections = max(1024, 2 * replicas.most_requests)
                 allow_connections(connections, log)
                 settings = HttpSettings(name, keys, options.get("cors_origins", ()), connections=connections)
-                app = create_app(replicas, prompts, settings)
+                app = HttpApp(replicas, prompts, settings)
                 host, port = listener.getsockname()[:2]
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 seconds = time.perf_counter() - phases.began
@@ -235,7 +235,7 @@ def _find_place() -> rendezvous.Place | None:
 def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
     """Create the server's replicas, without starting their ranks. directory: private directory for Unix sockets."""
     layout, place = model.layout, model.place
-    ranks, here = layout.tp * layout.pp, layout.world_size if place is None else place.host_ranks or place.ranks
+    here = layout.world_size if place is None else place.host_ranks or place.ranks
     plan = RankPlan(
         str(model.checkpoint.resolve()), str(layout), model.dtype, step_limits(model.ledger),
         options.get("threads") or choose_threads(here), directory if place is None else None,
@@ -245,8 +245,8 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
     )  # fmt: skip
     given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
     limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})
-    starter, host = (LocalStarter(ranks), "") if place is None else (JoinedStarter(), _find_meeting_host(place))
-    return Replicas(plan, starter, replicas=layout.dp, ranks=ranks, limits=limits, host=host, log=log)
+    starter, host = (LocalStarter(), "") if place is None else (JoinedStarter(), _find_meeting_host(place))
+    return Replicas(plan, starter, limits=limits, host=host, log=log)
 
 
 def _find_meeting_host(place: rendezvous.Place) -> str:

@@ -65,8 +65,7 @@ class TorchRunner:
             self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage]
         ).requires_grad_(False)
         self._model.eval()
-        for name in weights:
-            self._model.get_parameter(name).copy_(weights.read(name, dtype).view_as(self._model.get_parameter(name)))
+        weights.load_into(self._model, dtype)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
         self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype, self._device)

@@ -11,25 +11,26 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from meshwright.serving.engine_client import Refusal, Ticket
 
 MOST_PLACES = 4096
 """Beyond it the client that is late the longest loses its place to a new one; if none is late, the new one has none."""
-MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.02, 60.0
+MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.01, 60.0
 """Told wait / predicted wait, as a client that comes too early meets a full queue; the shortest; the longest: openai's
 client ignores longer ones, and one that comes early keeps its place."""
 GRACE_SECONDS, GRACE_SHARE = 2.0, 0.25
 """A place expires when its client is later than both, in seconds and of the told wait."""
-LATE_SECONDS = 0.25
+LATE_SECONDS = 0.1
 """Newcomers no longer wait for a client that is so late, though it keeps its place."""
 EARLY_SECONDS = 0.01
 """By which a client may be early: its timer may be coarse."""
-LEARNING = 1 / 16
+LEARNING = 1 / 32
 """Weight of one client in the moving average of those that return."""
-GUARD = 8
+GUARD = 4
 """1 / share of the queue that is left to clients with a place, as long as there are so many."""
 
 
@@ -52,12 +53,15 @@ class Queue:
         prompts: Prompt tokens of each queued request, from the head, without the asked ones.
         tokens: Prompt tokens of all, the asked ones included.
         predict: Returns the predicted seconds until so many requests are admitted from the head.
+        delay: Seconds by which the engine is later than predicted; it may last as long again, for which clients are
+            told to wait, but which is no predicted wait of a request (`QueueLimits.seconds`).
     """
 
     waiting: int
-    prompts: Sequence[int]
+    prompts: Iterable[int]
     tokens: int
     predict: Callable[[int], float]
+    delay: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +76,8 @@ class _Place:
         due: Time from which on any room in the queue admits it, in seconds of the line's clock.
         expires: Time at which the place is given up.
         watched: Earliest time at which the line looks at the place again.
+        returned: True if its client has come when it was told, which counts when it would have been late: else clients
+            that come would be counted earlier than those that do not.
     """
 
     key: bytes
@@ -81,6 +87,7 @@ class _Place:
     due: float = math.inf
     expires: float = math.inf
     watched: float = math.inf
+    returned: bool = False
 
 
 class WaitingLine:
@@ -98,13 +105,18 @@ class WaitingLine:
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}
         self._expected, self._late = set[_Place](), dict[_Place, None]()  # late the longest first; newcomers pass those
-        self._requests = self._tokens = 0  # of all expected places
+        self._numbers: list[int] = []  # of the expected places, ascending, once for each of a place's requests
+        self._tokens = 0  # of all expected places
         self._ends: list[tuple[float, int, _Place]] = []  # heap of times, the number of each entry, and its place
 
     @property
     def outstanding(self) -> int:
         """Number of places that have not expired."""
         self._expire(self._clock())
+        return self._count_places()
+
+    def _count_places(self) -> int:
+        """Return the number of places, those included that have expired since `_expire`."""
         return len(self._expected) + len(self._late)
 
     def admit(self, ticket: Ticket, requests: int, tokens: int, queue: Queue) -> Refusal | None:
@@ -121,15 +133,15 @@ class WaitingLine:
         if due and reason:  # the engine is slower than predicted: those before it, in the same position, come first
             _, seconds = self._find_limit(queue, self._expect_before(place))
         if place is not None and due and (reason or requests):
-            self.returning += LEARNING * (1 - self.returning)
+            place.returned = True
         if not reason:
             if place is not None and requests:
                 self._remove(place, admitted=True)
             return None
-        wait = max(MARGIN * seconds, SHORTEST_SECONDS)
-        if place is None and ticket.key and self.outstanding >= MOST_PLACES and self._late:
+        wait = max(MARGIN * max(seconds, queue.delay), SHORTEST_SECONDS)
+        if place is None and ticket.key and self._count_places() >= MOST_PLACES and self._late:
             self._remove(next(iter(self._late)))
-        if place is None and ticket.key and self.outstanding < MOST_PLACES:
+        if place is None and ticket.key and self._count_places() < MOST_PLACES:
             place = _Place(ticket.key, next(self._counter), max(1, requests), tokens)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:
@@ -151,7 +163,7 @@ class WaitingLine:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
         reason = "requests" if over > 0 else ""
-        excess = queue.tokens + ahead * self._tokens / max(1, self._requests) - self._limits.tokens
+        excess = queue.tokens + ahead * self._tokens / max(1, len(self._numbers)) - self._limits.tokens
         if excess > 0:
             reason = reason or "tokens"
             freed = itertools.accumulate(queue.prompts)
@@ -167,23 +179,27 @@ class WaitingLine:
         A part of the queue is left to them even if hardly any returned so far: clients change their ways sooner than
         that is known.
         """
-        count = self._requests
-        if place is not None:
-            count = sum(each.requests for each in self._expected if each.number < place.number)
+        count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _expect(self, place: _Place, expected: bool) -> None:
         """Let newcomers wait behind `place`, or no longer."""
         if (place in self._expected) is not expected:
-            sign = 1 if expected else -1
-            self._requests += sign * place.requests
-            self._tokens += sign * place.tokens
+            at = bisect_left(self._numbers, place.number)
+            if expected:
+                self._numbers[at:at] = [place.number] * place.requests
+            else:
+                del self._numbers[at : at + place.requests]
+            self._tokens += place.tokens if expected else -place.tokens
             self._expected ^= {place}
 
     def _expire(self, now: float) -> None:
         """Remove the places that have expired; expect no longer the clients that are late."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
+            if place.returned:
+                self.returning += LEARNING * (1 - self.returning)
+                place.returned = False
             if place in self._expected and place.due + LATE_SECONDS <= now:
                 self.returning -= LEARNING * self.returning
                 self._expect(place, False)

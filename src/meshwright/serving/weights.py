@@ -103,6 +103,12 @@ class RankWeights:
         self.seconds += time.perf_counter() - begin
         return values.view(placed.shape)
 
+    def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Copy all engine tensors into the parameters of `model`, which have their names."""
+        for name in self:
+            parameter = model.get_parameter(name)
+            parameter.copy_(self.read(name, dtype).view_as(parameter))
+
     def _read_entry(self, entry: ParameterEntry) -> torch.Tensor:
         """Return the unsharded value of a parameter entry, a view of the memory-mapped file; drop the pages of the
         previous entry."""
