@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch.profiler import profile
 
 from meshwright.checkpoint import Checkpointer, SaveOptions, best, newest, read_manifest, verify_checkpoint
+from meshwright.checkpoint import checkpointer as checkpointer_module
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.local import LocalRanks
@@ -126,7 +127,7 @@ def test_damaged_checkpoint_is_replaced_by_new_save(saved, tmp_path):
     cases.flip_bit(directory / "step-000200/training/rank-00000-of-00001.safetensors")
     keeper = checkpointer(directory)
     save(keeper, 200)
-    assert sorted(os.listdir(directory)) == ["step-000100", "step-000200"]
+    assert cases.entries(directory) == ["step-000100", "step-000200"]
     assert verify_checkpoint(directory / "step-000200") == []
 
 
@@ -135,8 +136,8 @@ def test_retention_keeps_step_just_saved(saved, tmp_path):
     shutil.copytree(saved, directory)
     cases.flip_bit(directory / "step-000200/model.safetensors")
     save(checkpointer(directory, keep=1, keep_best=False), 150)
-    assert "step-000150" in os.listdir(directory)
-    assert "step-000100" not in os.listdir(directory)
+    assert "step-000150" in cases.entries(directory)
+    assert "step-000100" not in cases.entries(directory)
 
 
 def test_kill_during_replacement_restores_old_checkpoint(saved, tmp_path):
@@ -163,10 +164,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     keeper = checkpointer(tmp_path, keep=2)
     for step, loss in ((1, 3.0), (2, 1.5), (3, 2.0), (4, None), (5, float("nan")), (6, 1.9)):
         save(keeper, step, validation_loss=loss)
-    assert sorted(os.listdir(tmp_path)) == ["step-000002", "step-000005", "step-000006"]
+    assert cases.entries(tmp_path) == ["step-000002", "step-000005", "step-000006"]
     assert best(tmp_path).step == 2 and best(tmp_path).validation_loss == 1.5 and newest(tmp_path).step == 6
     save(checkpointer(tmp_path, keep=1, keep_best=False), 7)
-    assert sorted(os.listdir(tmp_path)) == ["step-000007"]
+    assert cases.entries(tmp_path) == ["step-000007"]
     assert best(tmp_path) is None
 
 
@@ -258,7 +259,7 @@ def test_full_disk_keeps_older_checkpoints(small_disk, found, monkeypatch):
     assert "it needs" in line and "free" in line and line.endswith("the newest whole checkpoint is step-000001")
     keeper.abandon()
     assert keeper.failed() is None
-    assert os.listdir(small_disk / "checkpoints") == ["step-000001"]
+    assert cases.entries(small_disk / "checkpoints") == ["step-000001"]
     assert os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize == free
     assert verify_checkpoint(small_disk / "checkpoints/step-000001") == []
     shutil.rmtree(small_disk / "checkpoints/step-000001")
@@ -274,58 +275,79 @@ def test_full_disk_is_reported_on_both_ranks(small_disk):
     assert [line for line, _ in results] == [None, None]
     for _, line in results:
         assert "checkpoint of step 2 not written: rank" in line and "no space left on device (it needs" in line
-    assert [name for name in os.listdir(directory) if not name.startswith(".last")] == ["step-000001"]
+    assert [name for name in cases.entries(directory) if not name.startswith(".last")] == ["step-000001"]
     assert verify_checkpoint(directory / "step-000001") == []
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from meshwright.comm.mesh import Mesh
+from meshwright.checkpoint import Checkpointer
+from tests.training import checkpoint_cases as cases
+
+keeper = Checkpointer(Path(sys.argv[1]), Mesh.single(), cases.tiny("llama"))
+Path(sys.argv[1], ".step-000001.partial").mkdir()  # as while it saves
+print("made", flush=True)
+time.sleep(60)
+"""
+
+
+def test_checkpointer_of_another_process_is_refused_and_a_killed_one_is_not_in_the_way(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"made\n"
+        with pytest.raises(UserError, match=rf"in use by process {holder.pid} on {socket.gethostname()} since") as one:
+            checkpointer(tmp_path)
+        assert one.value.exit_code == 2 and cases.entries(tmp_path) == [".step-000001.partial"]  # nothing is removed
+        holder.kill()
+    first, second = checkpointer(tmp_path), checkpointer(tmp_path)  # of one process: it saves with one at a time
+    assert cases.entries(tmp_path) == []
+    del first, second
+    assert not checkpointer_module._locks
 
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.checkpoint import Checkpointer
+from meshwright.checkpoint import Checkpointer, SaveOptions
 from tests.training import checkpoint_cases as cases
 
 config = cases.tiny("llama")
-for line in sys.stdin:  # one fork a line: the parent kills it when it likes
+for line in sys.stdin:  # one fork a line, which ends before that change of a file
     pid = os.fork()
     if pid == 0:
-        keeper = Checkpointer(Path(sys.argv[1]), Mesh.single(), config)
+        keeper = Checkpointer(Path(sys.argv[1]), Mesh.single(), config, SaveOptions(keep=2))
         pieces = cases.empty_like(cases.state_pieces(config, 0, 1))
         loaded = keeper.load_newest(pieces)
         step = loaded[0].step if loaded else 0
         assert not loaded or cases.equal(pieces, cases.state_pieces(config, 0, 1, salt=step))
+        cases.lose_power_at(int(line))
         while True:
             step += 1
             keeper.save(step, cases.state_pieces(config, 0, 1, salt=step), {})
-    print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
 def test_kill_during_save_keeps_newest_intact_checkpoint(tmp_path):
     directory = tmp_path / "checkpoints"
+    steps, partials = [0], 0
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
-        generator = torch.Generator().manual_seed(1)
-        last, moments, partials = 0, [], 0
-        for delay in (0.3 + 0.1 * torch.rand(16, generator=generator)).tolist():
-            server.stdin.write("go\n")
+        for change in (*range(2, 20, 4), *range(20, 42)):  # a whole save, the deletion of an old checkpoint, the next
+            server.stdin.write(f"{change}\n")
             server.stdin.flush()
-            pid = int(server.stdout.readline())
-            time.sleep(delay)
-            os.kill(pid, signal.SIGKILL)
             assert int(server.stdout.readline()) == -signal.SIGKILL, "it failed to load what the kill before had left"
             passed_over: list[str] = []
             found = newest(directory, passed_over.append)
             assert passed_over == []  # nothing half-written ever has a checkpoint's name
             if found is not None:
                 assert verify_checkpoint(found.path) == []
-                assert found.step >= last
-                last = found.step
+                assert found.step >= steps[-1]
+            steps.append(found.step if found else 0)
             partials += bool(list(directory.glob(".step-*.partial")))
-            moments.append(last)
         server.stdin.close()
-    assert last > 3, moments  # it did save between the kills
+    assert steps[-1] > 3, steps  # it did save between the kills
     assert partials > 3  # and was killed while saving

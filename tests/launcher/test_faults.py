@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,7 +89,10 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
     wait_until(lambda: last_step(place) >= 3, running)
     second = command_line("train", place / "recipe.toml")  # beside the one that is running
     assert second.code == 2 and second.output == ""
-    assert f"{place}/run is in use by process {running.pid} since 20" in second.errors.splitlines()[-1]
+    assert (
+        f"{place}/run is in use by process {running.pid} on {socket.gethostname()} since 20"
+        in second.errors.splitlines()[-1]
+    )
     os.kill(running.pid, signal.SIGTERM)
     asked = time.monotonic()
     line = end(running, 143)[-1]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -253,7 +254,7 @@ def test_second_run_in_same_directory_ends_with_one_line(tmp_path):
     with start_apart(tmp_path, "never end") as launcher:
         with pytest.raises(UserError) as caught:
             start(tmp_path, "tell")
-        assert f"{tmp_path} is in use by process {launcher.pid} since 20" in str(caught.value)
+        assert f"{tmp_path} is in use by process {launcher.pid} on {socket.gethostname()} since 20" in str(caught.value)
         assert caught.value.exit_code == 2
         assert all(map(alive, processes(tmp_path)))  # the first one's
         os.kill(processes(tmp_path)[0], signal.SIGKILL)

@@ -6,11 +6,14 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from meshwright.checkpoint import directory_lock
 from meshwright.errors import UserError
 from meshwright.monitoring.run_directory import RunDirectory
 
@@ -18,7 +21,8 @@ from meshwright.monitoring.run_directory import RunDirectory
 def test_second_run_gets_name_of_process_in_directory(tmp_path):
     with RunDirectory(tmp_path / "run"):
         with pytest.raises(
-            UserError, match=rf"run is in use by process {os.getpid()} since \d{{4}}-.*; wait until"
+            UserError,
+            match=rf"run is in use by process {os.getpid()} on {socket.gethostname()} since \d{{4}}-.*; wait until",
         ) as one:
             RunDirectory(tmp_path / "run").lock()
         assert one.value.exit_code == 2
@@ -39,6 +43,22 @@ def test_a_killed_run_leaves_no_lock_behind(tmp_path):
     assert (tmp_path / ".lock").exists()
     with RunDirectory(tmp_path):
         pass
+
+
+def test_lock_of_a_lost_host_delays_a_restart_and_refuses_a_second_start(tmp_path, monkeypatch):
+    """A file system server keeps the lock of a lost host for a while; a process id of that host means nothing here."""
+    holder = RunDirectory(tmp_path)
+    descriptor = holder.lock()
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"process": 1, "host": "node7", "since": "2026-01-01 00:00:00"}).encode(), 0)
+    monkeypatch.setattr(directory_lock, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(UserError, match="in use by process 1 on node7 since 2026-01-01"):
+        RunDirectory(tmp_path).lock()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    lapse = threading.Timer(0.1, holder.unlock)
+    lapse.start()
+    with RunDirectory(tmp_path):
+        lapse.join()
 
 
 def test_surviving_child_process_keeps_directory_locked(tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from meshwright.launcher.rendezvous import Place
 from meshwright.planner.cluster import cluster
 from meshwright.planner.measured import FORMS, read
 from meshwright.probe import ranks as probe_ranks
+from meshwright.probe import stopwatch
 from meshwright.probe.communication import OPERATIONS, slowest_median
 from meshwright.probe.compare import THRESHOLD
 from meshwright.probe.points import MeasurementPlan, MeasurementPoint, make_call, time_call
@@ -180,10 +184,9 @@ def test_three_products_match_linear_function(form: str):
 
 
 def test_a_call_is_timed_by_the_median_of_batches(monkeypatch: pytest.MonkeyPatch):
-    from meshwright.probe import points
-
     clock = {"now": 0.0, "calls": 0}
-    monkeypatch.setattr(points.time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(stopwatch, "read_waiting_times", lambda threads: {})
 
     def call() -> None:
         clock["calls"] += 1
@@ -192,8 +195,44 @@ def test_a_call_is_timed_by_the_median_of_batches(monkeypatch: pytest.MonkeyPatc
     assert time_call(call, torch.device("cpu"), 0.2) == pytest.approx(0.001)
 
 
-def test_collective_time_is_that_of_slowest_rank():
-    assert slowest_median([[1, 9, 3], [2, 1, 8], [1, 1, 1]]) == 8
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count it")
+def test_time_is_measured_without_that_of_other_programs():
+    """Beside two busy processes on one core, a third of the time is this process's."""
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    x = torch.randn(256, 256)
+    busy = []
+    try:
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {min(cores)})
+        alone = time_call(lambda: x @ x, torch.device("cpu"), 0.05)
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+        begun, waited = time.perf_counter(), 0.0
+        while waited < 0.2 and time.perf_counter() < begun + 5:  # they have started
+            watch = stopwatch.Stopwatch()
+            beside = time_call(lambda: x @ x, torch.device("cpu"), 0.2)
+            passed, waited = watch.read()
+        assert waited > 0.2 and passed > 1.3 * (passed - waited)
+        assert beside < 2 * alone  # three times as long by the wall clock
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+
+
+def test_ranks_that_share_cores_are_timed_with_their_waits(monkeypatch: pytest.MonkeyPatch):
+    waits = iter([{"7": 0}, {"7": 400_000_000}])
+    monkeypatch.setattr(stopwatch, "read_waiting_times", lambda threads: next(waits))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", iter([1.0, 2.0, 1.0, 2.0]).__next__)
+    assert stopwatch.Stopwatch().seconds() == pytest.approx(0.6, abs=0.01)
+    monkeypatch.setattr(stopwatch.Stopwatch, "shared", True)
+    assert stopwatch.Stopwatch().seconds() == 1.0
+
+
+def test_collective_time_is_that_of_slowest_rank_without_waits_for_a_core():
+    assert slowest_median([[1, 9, 3], [2, 1, 8], [1, 1, 1]], [[0] * 3] * 3) == 8
+    assert slowest_median([[5.0], [6.0]], [[1.0], [3.0]]) == 2.0
 
 
 def test_latency_is_smallest_message_time_and_bandwidth_the_slope():

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
+import signal
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.checkpoint import Checkpointer, SaveOptions, saving
+from meshwright.checkpoint.directory_lock import LOCK
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice, even_share, flat_layout, slices_of
@@ -67,6 +71,11 @@ def equal(a: list[TensorSlice], b: list[TensorSlice]) -> bool:
     return all(torch.equal(x.tensor, y.tensor) for x, y in zip(a, b, strict=True))
 
 
+def entries(directory: Path | str) -> list[str]:
+    """Names in a checkpoint directory, sorted, without its lock."""
+    return sorted(set(os.listdir(directory)) - {LOCK})
+
+
 def flip_bit(path: Path, position: float = 0.5) -> None:
     """Change one bit at this fraction of a file."""
     offset = int(path.stat().st_size * position)
@@ -75,6 +84,37 @@ def flip_bit(path: Path, position: float = 0.5) -> None:
         byte = file.read(1)
         file.seek(offset)
         file.write(bytes([byte[0] ^ 4]))
+
+
+CHANGES = ("fsync", "ftruncate", "mkdir", "rename", "replace", "rmdir", "unlink")
+"""Functions of `os` by which a save changes its directory; between two of them it only writes into files."""
+
+
+def lose_power_at(change: int) -> None:
+    """End this process just before its `change`-th call of `CHANGES`, counted from 1, as a power failure would: files
+    that were written and not flushed are empty afterwards. Counted calls, unlike seconds, end it at the same place on
+    an idle and on a busy machine."""
+    unflushed: dict[int, int] = {}  # inode -> descriptor
+    calls = itertools.count(1)
+
+    def watch(name: str) -> Callable[..., Any]:
+        original = getattr(os, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            if name in CHANGES and next(calls) == change:
+                for descriptor in unflushed.values():
+                    os.truncate(descriptor, 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if name == "pwrite" and (inode := os.fstat(arguments[0]).st_ino) not in unflushed:
+                unflushed[inode] = os.dup(arguments[0])
+            if name == "fsync" and (kept := unflushed.pop(os.fstat(arguments[0]).st_ino, None)) is not None:
+                os.close(kept)
+            return original(*arguments, **options)
+
+        return watched
+
+    for name in ("pwrite", *CHANGES):
+        setattr(os, name, watch(name))
 
 
 # --- run on ranks by LocalRanks
@@ -144,7 +184,7 @@ def save_with_a_fault(directory: str, config: ModelConfig, faulty: int, how: str
     torch.distributed.barrier()
     checkpointer.abandon()
     torch.distributed.barrier()
-    return line, sorted(os.listdir(directory))
+    return line, entries(directory)
 
 
 def meet(directories: list[str], config: ModelConfig) -> str:

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from meshwright.checkpoint import catalogue
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.catalogue import CheckpointPath, read_state
+from meshwright.checkpoint.directory_lock import DirectoryLock
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.checkpoint.loading import load_slices
 from meshwright.checkpoint.manifest import Damaged
@@ -41,6 +43,7 @@ TOKENIZER_FILES = (
 _SHARED_SECONDS = 60.0  # network filesystems show a new file on another machine late
 _MAXIMUM_CANDIDATES = 256
 _DEFAULT_OPTIONS = SaveOptions()
+_locks: weakref.WeakValueDictionary[Path, DirectoryLock] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -247,14 +250,17 @@ class Checkpointer:
     # --- the start
 
     def _prepare_directory(self) -> int:
-        """Remove files of interrupted saves (rank 0) and check that all ranks see the same checkpoint directory, else
+        """Lock the directory and remove files of interrupted saves (rank 0), and check that all ranks see it, else
         raise `UserError`; return a random number, equal on all ranks, that identifies the saves of this run."""
         rank, agreement = self._mesh.rank, self._agreement
         token, problem = secrets.randbits(48), None
         if rank == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = _lock_directory(self.directory)
                 catalogue.remove_leftovers(self.directory)
+            except UserError as error:
+                problem = str(error)
             except OSError as error:
                 problem = f"{self.directory}: {(error.strerror or str(error)).lower()}"
         token = agreement.broadcast_numbers([token], count=1)[0]
@@ -289,6 +295,18 @@ class Checkpointer:
             if marker.parent.is_dir():
                 os.listdir(marker.parent)  # makes a network filesystem look again
         return True
+
+
+def _lock_directory(directory: Path) -> DirectoryLock:
+    """Return the lock of a checkpoint directory, which all `Checkpointer`s of this process share and which is released
+    with the last of them: one in another process would remove the files of a running save. `UserError` if another
+    process holds it."""
+    place = directory.resolve()
+    lock = _locks.get(place)
+    if lock is None:
+        lock = _locks[place] = DirectoryLock(directory, "checkpoint directory", "or end it")
+        weakref.finalize(lock, os.close, lock.descriptor)
+    return lock
 
 
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:

@@ -86,6 +86,8 @@ class Prediction:
         if self.time is not None:
             found = None if self.machine is None else self.machine.calibration
             by = "" if found is None else f"; calibrated by {found.runs} run{'s' if found.runs > 1 else ''}"
+            if self.machine is not None and self.machine.measured is not None and self.machine.measured.disturbed:
+                by += "; the last beside as much other work as when it was measured"
             spread = f"{_format_seconds(self.time.low)} to {_format_seconds(self.time.high)}{by}"
             parts.append(f"{_format_seconds(self.time.seconds)} a step ({spread})")
         if self.process is not None and self.memory is not None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import socket
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from meshwright.checkpoint.directory_lock import DirectoryLock, error_reason
 from meshwright.errors import UserError
 from meshwright.untrusted import parse_json, read_json
 
-LOCK = ".lock"
 RANKS = "ranks.json"
 METRICS = "metrics.jsonl"
 RECIPE = "recipe.resolved.toml"
@@ -23,7 +20,6 @@ RESULT = "result.json"
 TRACKERS = "trackers.json"
 LOST = "rank-lost.txt"
 CHECKPOINTS = "checkpoints"
-PATIENCE_SECONDS = 1.0
 
 
 class RunDirectory:
@@ -35,7 +31,7 @@ class RunDirectory:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._lock: int | None = None
+        self._lock: DirectoryLock | None = None
 
     @property
     def metrics(self) -> Path:
@@ -60,7 +56,7 @@ class RunDirectory:
             blocker = next(path for path in (self.path, *self.path.parents) if path.exists())
             raise UserError(f"run directory {self.path}: {blocker} is a file; give another run.directory") from None
         except OSError as error:
-            raise UserError(f"run directory {self.path} cannot be made: {_error_reason(error)}") from None
+            raise UserError(f"run directory {self.path} cannot be made: {error_reason(error)}") from None
         for part in (CHECKPOINTS,):
             if (self.path / part).exists() and not (self.path / part).is_dir():
                 raise UserError(f"run directory {self.path}: {part} in it is a file; give another run.directory")
@@ -72,43 +68,19 @@ class RunDirectory:
         the descriptor holds it as well, so that no run begins while a rank is still alive.
         """
         self.create()
-        try:
-            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise UserError(f"run directory {self.path} cannot be written: {_error_reason(error)}") from None
-        try:
-            if not _try_lock(descriptor):
-                raise UserError(
-                    f"run directory {self.path} is in use by {_read_holder(descriptor)}; wait until that run has "
-                    "ended, end it, or give another run.directory"
-                )
-        except OSError as error:
-            os.close(descriptor)
-            raise UserError(f"run directory {self.path} cannot be locked: {_error_reason(error)}") from None
-        except UserError:
-            os.close(descriptor)
-            raise
-        we = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(we).encode(), 0)
-        except OSError as error:  # a full disk
-            os.close(descriptor)
-            raise UserError(f"run directory {self.path} cannot be written: {_error_reason(error)}") from None
-        self._lock = descriptor
-        return descriptor
+        self._lock = DirectoryLock(self.path, "run directory", "end it, or give another run.directory")
+        return self._lock.descriptor
 
     @property
     def lock_descriptor(self) -> int:
         """File descriptor that holds the lock; valid only between `lock` and `unlock`."""
         assert self._lock is not None, "the run directory is not locked"
-        return self._lock
+        return self._lock.descriptor
 
     def unlock(self) -> None:
         """Release the lock, so that another run can use the directory."""
         if self._lock is not None:
-            os.ftruncate(self._lock, 0)
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def __enter__(self) -> RunDirectory:
@@ -178,34 +150,4 @@ class RunDirectory:
             fresh.write_text(text)
             os.replace(fresh, self.path / name)
         except OSError as error:
-            raise UserError(f"run directory {self.path}: {name} cannot be written: {_error_reason(error)}") from None
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Try to take an exclusive flock on an open file, repeatedly for up to `PATIENCE_SECONDS`, in which ranks that were
-    just killed exit and release theirs. Return True if it was taken, False on timeout. descriptor: of the file."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
-
-
-def _read_holder(descriptor: int) -> str:
-    """Return text on the process that holds the lock (id, host, since when), which it wrote into the lock file behind
-    `descriptor`."""
-    try:
-        holder: Any = parse_json(os.pread(descriptor, 4096, 0))
-        where = "" if holder["host"] == socket.gethostname() else f" on {holder['host']}"
-        return f"process {holder['process']}{where} since {holder['since']}"
-    except (ValueError, KeyError, TypeError):
-        return "another run"
-
-
-def _error_reason(error: OSError) -> str:
-    """Return the text of an OSError, such as "no space left on device", in lower case."""
-    return (error.strerror or str(error)).lower()
+            raise UserError(f"run directory {self.path}: {name} cannot be written: {error_reason(error)}") from None

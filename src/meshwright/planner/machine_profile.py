@@ -21,7 +21,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.threads import count_available_cores
 
-VERSION = 2
+VERSION = 3
 """Of the files' form, and of what is measured: files of other versions are measured again."""
 
 LOCK_SECONDS = 120.0

@@ -134,6 +134,7 @@ class Measured:
             "operation" (a tiny operation: what starting one costs) ...
         steps: Steps of the reference model.
         yardstick: Seconds of the product that says how fast processors were at the time.
+        disturbed: Share of the time for which a rank waited for its core, as other programs had it; None if hardly.
     """
 
     backend: str
@@ -148,6 +149,7 @@ class Measured:
     starts: tuple[tuple[str, float], ...] = ()
     steps: tuple[ReferenceStep, ...] = ()
     yardstick: float | None = None
+    disturbed: float | None = None
 
     def product(self, precision: str, form: str = "forward", ranks: int | None = None) -> Products | None:
         """Return the measured products of a precision and form ("forward", "input-gradient", "weight-gradient"); None
@@ -192,7 +194,7 @@ class Measured:
         }
 
 
-_SINGLE = ("disk_write", "disk_read", "yardstick")
+_SINGLE = ("disk_write", "disk_read", "yardstick", "disturbed")
 
 _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -307,6 +309,7 @@ def read(table: Any, where: str) -> Measured:
             disk_read=None if "disk_read" not in table else _time(table["disk_read"]),
             starts=tuple((name, _time(value)) for name, value in table.get("starts", {}).items()),
             yardstick=None if "yardstick" not in table else _time(table["yardstick"]),
+            disturbed=None if "disturbed" not in table else min(_time(table["disturbed"]), 0.9),
             steps=tuple(_step(each) for each in table.get("steps", ())),
         )
     except KeyError as error:

@@ -59,11 +59,14 @@ class StepTime:
 
 
 def with_bounds(cluster: Cluster, seconds: float) -> tuple[float, float, float]:
-    """Return (expected, low, high) seconds on a cluster, calibrated. seconds: predicted without calibration."""
+    """Return (expected, low, high) seconds on a cluster, calibrated. seconds: predicted without calibration. The upper
+    bound of a machine that was busy when it was measured is for a run beside the same other work."""
     band, found = constants()["band"], cluster.calibration
+    busy = 0.0 if cluster.measured is None else cluster.measured.disturbed or 0.0
+    high = band["high"] / (1 - busy)
     if found is None:
-        return seconds, seconds * band["low"], seconds * band["high"]
-    return found.bounds(seconds, band["low"], band["high"])
+        return seconds, seconds * band["low"], seconds * high
+    return found.bounds(seconds, band["low"], high)
 
 
 def step_time(

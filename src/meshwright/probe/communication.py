@@ -14,6 +14,7 @@ from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.transport import Message
 from meshwright.probe.matmul import bf16_is_faster
 from meshwright.probe.points import synchronize
+from meshwright.probe.stopwatch import Stopwatch
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send-receive")
 BATCHES = 5
@@ -35,8 +36,11 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
     return axes
 
 
-def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float) -> list[float]:
-    """Time a collective on a float32 vector and return this rank's seconds per call in each of `BATCHES` batches.
+def time_collective(
+    mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float
+) -> tuple[list[float], list[float]]:
+    """Time a collective on a float32 vector; return this rank's (seconds per call, seconds of it in which this rank
+    waited for a core) in each of `BATCHES` batches.
 
     operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of
         the full (unsharded) vector. seconds: time budget.
@@ -53,15 +57,17 @@ def time_collective(mesh: Mesh, axis: Axis, operation: str, size: int, seconds: 
     longest = torch.tensor([time.perf_counter() - begun], dtype=torch.float64, device=device)
     collectives.all_reduce(longest, mesh.world, _SITE, op="max").wait()
     calls = max(1, min(500, int(seconds / BATCHES / float(longest))))
-    times = []
+    times, waits = [], []
     for _ in range(BATCHES):
         collectives.barrier(mesh.world, _SITE)
-        begun = time.perf_counter()
+        watch = Stopwatch()
         for _ in range(calls):
             call()
         synchronize(device)
-        times.append((time.perf_counter() - begun) / calls / calls_each)
-    return times
+        passed, waited = watch.read()
+        times.append(passed / calls / calls_each)
+        waits.append(waited / calls / calls_each)
+    return times, waits
 
 
 def choose_precision(mesh: Mesh) -> str:
@@ -72,10 +78,15 @@ def choose_precision(mesh: Mesh) -> str:
     return "bf16" if faster > 0 else "fp32"
 
 
-def slowest_median(by_rank: list[list[float]]) -> float:
+def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
     """Return a collective's duration in seconds: the median over batches of the slowest rank's time. by_rank: seconds
-    per call, [ranks][batches]."""
-    return statistics.median(max(batch) for batch in zip(*by_rank, strict=True))
+    per call, [ranks][batches]; waits: those of them in which that rank waited for a core. Where one rank waited and the
+    others for it during most of a batch, other programs had the cores, and the waits of all ranks are left out."""
+    found = []
+    for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):
+        slowest, lost = max(times), sum(waited)
+        found.append(slowest - (min(lost, 0.9 * slowest) if lost > slowest / 2 else 0.0))
+    return statistics.median(found)
 
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:

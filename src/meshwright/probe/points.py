@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from meshwright.planner.measured import FORMS
+from meshwright.probe.stopwatch import Stopwatch
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {"copy": 2, "add": 3, "silu": 2}
@@ -233,11 +233,11 @@ def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> 
 def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> float:
     """Run `call` `calls` times between two synchronizations with the device; return the seconds per call."""
     synchronize(device)
-    begun = time.perf_counter()
+    watch = Stopwatch()
     for _ in range(calls):
         call()
     synchronize(device)
-    return (time.perf_counter() - begun) / calls
+    return watch.seconds() / calls
 
 
 def synchronize(device: torch.device) -> None:

@@ -36,6 +36,7 @@ from meshwright.probe.points import (
     time_call,
     time_point,
 )
+from meshwright.probe.stopwatch import DISTURBED, Stopwatch
 
 _SITE = "probe"
 _NAME_BYTES = 256
@@ -81,6 +82,8 @@ def measure(
     begun = time.perf_counter()
     leader = mesh.rank == 0
     threads = torch.get_num_threads()
+    Stopwatch.shared = mesh.device.type != "cpu" or mesh.tp.size * threads > host.cores
+    watch = Stopwatch()
     hosts = _gather_hosts(mesh)
     points = [*plan.list_points(), *kernels]
     phases = [(mesh.tp.size, threads)]
@@ -117,6 +120,10 @@ def measure(
     measured = replace(measured, steps=tuple(steps(kernel, usual_seconds)))
     if leader and plan.compare_seconds and mesh.world.size > 1:
         log("ranks compared")
+    passed, waited = watch.read()
+    disturbed = max(rank[0] for rank in _all_gather(mesh, [waited / passed]))
+    if disturbed > DISTURBED:
+        measured = replace(measured, disturbed=disturbed)
     slow, compared_as = [], {}
     for what, by_rank in _time_comparison(mesh, plan).items():
         slow += find_slow(what, by_rank, hosts)
@@ -256,8 +263,8 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
         for operation in OPERATIONS:
             seconds = []
             for size in plan.vector_bytes:
-                times = time_collective(mesh, axis, operation, size, plan.point_seconds * 4)
-                seconds.append(slowest_median(_all_gather(mesh, times)))
+                found_here = time_collective(mesh, axis, operation, size, plan.point_seconds * 4)
+                seconds.append(slowest_median(*(_all_gather(mesh, values) for values in found_here)))
             found.append(
                 Collective(operation, axis.size, place, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds)))
             )

@@ -4,7 +4,6 @@ kernels by the ratio of measured to predicted time of these steps (`planner/refe
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 
@@ -19,6 +18,7 @@ from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.measured import ReferenceStep
 from meshwright.planner.reference_step import batch_of, reference_layouts, reference_model
 from meshwright.probe.points import DTYPES, MeasurementPlan, ReferenceKernel, synchronize, use_precision
+from meshwright.probe.stopwatch import DISTURBED, Stopwatch
 
 _SITE = "probe"
 
@@ -75,21 +75,26 @@ class _ReferenceRun:
         return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, kernel: ReferenceKernel, usual_seconds: float) -> list[float]:
-        """Train `steps` steps after one warm-up step; return the seconds of each on its slowest rank, [steps], scaled
-        to the reference kernel's usual speed (`usual_seconds`). world: mesh of all ranks."""
+        """Train `steps` steps after one warm-up step; return the seconds of each on its slowest rank, [steps],
+        without those for which other programs had its core, scaled to the reference kernel's usual speed
+        (`usual_seconds`). world: mesh of all ranks."""
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = [], [kernel.seconds()]
         for _ in range(1 + steps):
             collectives.barrier(world.world, _SITE)
             synchronize(world.device)
-            begun = time.perf_counter()
+            watch = Stopwatch()
             self.passes.train(self.batch, targets)
             synchronize(world.device)
-            times.append(time.perf_counter() - begun)
+            times.append(watch.read())
             self.engine.zero_gradients()
             local.append(kernel.seconds())
-        slowest = torch.tensor(times[1:], dtype=torch.float64, device=world.device)
+        slowest, waited = torch.tensor(times[1:], dtype=torch.float64, device=world.device).T.contiguous()
         collectives.all_reduce(slowest, world.world, _SITE, op="max").wait()
+        # Ranks that meet in every layer wait for each other's cores in turn, others only for the slowest at the end.
+        together = "max" if self.layout.dp == world.world.size else "sum"
+        collectives.all_reduce(waited, world.world, _SITE, op=together).wait()
+        slowest -= torch.where(waited > DISTURBED * slowest, waited.clamp(max=0.9 * slowest), 0.0)
         usual = torch.tensor(local[1:], dtype=torch.float64, device=world.device)
         collectives.all_reduce(usual, world.world, _SITE).wait()
         around = (usual[1:] + usual[:-1]) / (2 * world.world.size)  # before and after each step, of all ranks

@@ -185,7 +185,14 @@ def _measure_profile(
         raise UserError(f"rank {found['failed']['rank']}: {found['failed']['line']}")
     profile = HardwareProfile(tuple(wanted["precisions"]), tuple(wanted["axes"]), found["cluster"])
     _parse_cluster(profile, key.path)
-    write_profile(key, profile)
+    disturbed = _disturbance(profile, key.path)
+    if disturbed:
+        log(
+            f"other programs kept a rank from its core for {disturbed:.0%} of that time: the predicted time is that of "
+            "an idle machine, its upper bound that of one as busy; the next start measures again"
+        )
+    if earlier is None or not earlier.covers(*wanted.values()) or disturbed <= _disturbance(earlier, key.path):
+        write_profile(key, profile)
 
 
 def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
@@ -199,16 +206,22 @@ def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
 
 
 def _has_profile(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
-    """Return True if an undamaged hardware profile is stored for the ranks and threads of `key` that covers these
-    precisions ("fp32", "bf16" ...) and axes ("tp", "cp")."""
+    """Return True if a hardware profile is stored for the ranks and threads of `key` that covers these precisions
+    ("fp32", "bf16" ...) and axes ("tp", "cp"), undamaged and measured while the machine was idle."""
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False
+    return _disturbance(profile, key.path) == 0
+
+
+def _disturbance(profile: HardwareProfile, path: Path) -> float:
+    """Return the share of a hardware profile's measurement for which other programs had the core of a rank, 0 if
+    hardly, 1 if the profile is damaged. path: its file."""
     try:
-        _parse_cluster(profile, key.path)
+        measured = _parse_cluster(profile, path).measured
     except MeshwrightError:
-        return False
-    return True
+        return 1.0
+    return (measured.disturbed if measured is not None else None) or 0.0
 
 
 def _parse_cluster(profile: HardwareProfile, path: Path) -> Cluster:

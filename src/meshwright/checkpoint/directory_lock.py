@@ -1,0 +1,87 @@
+"""Lock of a directory that one run writes at a time: the file `.lock` in it, held by flock. Free of torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.untrusted import parse_json
+
+LOCK = ".lock"
+PATIENCE_SECONDS = 1.0
+"""How long a start waits for ranks that were just killed to exit."""
+RESTART_SECONDS = 120.0
+"""How long a restart waits: a network file system keeps the lock of a host that was lost for its lease, often 90 s."""
+RESTART_COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Environment variables in which torchrun and SLURM count the earlier starts of the same run."""
+
+
+class DirectoryLock:
+    """Exclusive lock of a directory, held until `release` or the end of this process and of all that inherited it.
+
+    The kernel (of a network file system: its server) releases it when the processes that hold it end, however they end:
+    the file that stays behind blocks nobody, and the process id in it is for people alone. path: an existing directory.
+    what: its name in errors, such as "run directory". advice: what else to do than wait. Raises `UserError` if another
+    process holds it or the directory is not writable.
+    """
+
+    def __init__(self, path: Path, what: str, advice: str) -> None:
+        try:
+            self.descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UserError(f"{what} {path} cannot be written: {error_reason(error)}") from None
+        failed = "locked"
+        try:
+            if not _try_lock(self.descriptor):
+                holder = _read_holder(self.descriptor)
+                raise UserError(f"{what} {path} is in use by {holder}; wait until that run has ended, {advice}")
+            failed = "written"  # a full disk
+            we = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, json.dumps(we).encode(), 0)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise UserError(f"{what} {path} cannot be {failed}: {error_reason(error)}") from None
+        except UserError:
+            os.close(self.descriptor)
+            raise
+
+    def release(self) -> None:
+        """Release the lock, so that another run can use the directory; to be called once."""
+        os.close(self.descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Try to take an exclusive flock on an open file, repeatedly for up to `PATIENCE_SECONDS`, after a restart
+    `RESTART_SECONDS`. Return True if it was taken, False on timeout. descriptor: of the file."""
+    again = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTERS)
+    deadline = time.monotonic() + (RESTART_SECONDS if again else PATIENCE_SECONDS)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+
+
+def _read_holder(descriptor: int) -> str:
+    """Return text on the process that holds the lock (id, host, since when), which it wrote into the lock file behind
+    `descriptor`."""
+    try:
+        holder: Any = parse_json(os.pread(descriptor, 4096, 0))
+        return f"process {holder['process']} on {holder['host']} since {holder['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "another run"
+
+
+def error_reason(error: OSError) -> str:
+    """Return the text of an OSError, such as "no space left on device", in lower case."""
+    return (error.strerror or str(error)).lower()
