@@ -49,7 +49,8 @@ class DirectoryLock:
             os.pwrite(self.descriptor, json.dumps(we).encode(), 0)
         except OSError as error:
             os.close(self.descriptor)
-            raise UserError(f"{what} {path} cannot be {failed}: {error_reason(error)}") from None
+            advice = "; its file system has to support flock" if failed == "locked" else ""
+            raise UserError(f"{what} {path} cannot be {failed}: {error_reason(error)}{advice}") from None
         except UserError:
             os.close(self.descriptor)
             raise
