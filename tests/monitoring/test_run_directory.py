@@ -72,6 +72,18 @@ def test_surviving_child_process_keeps_directory_locked(tmp_path):
     RunDirectory(tmp_path).lock()
 
 
+def test_start_waits_for_children_of_a_killed_run(tmp_path, monkeypatch):
+    """Forked workers of a data loader hold the lock until they have seen that their parent is gone."""
+    code = (
+        "import os, sys, time; from meshwright.monitoring.run_directory import RunDirectory; "
+        "RunDirectory(sys.argv[1]).lock(); os.fork() and os.kill(os.getpid(), 9); time.sleep(0.3)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    monkeypatch.setattr(directory_lock, "PATIENCE_SECONDS", 0.0)
+    with RunDirectory(tmp_path):
+        pass
+
+
 def test_foreign_files_are_kept(tmp_path):
     (tmp_path / "recipe.toml").write_text("mine")
     (tmp_path / "notes").mkdir()

@@ -16,6 +16,8 @@ from meshwright.untrusted import parse_json
 LOCK = ".lock"
 PATIENCE_SECONDS = 1.0
 """How long a start waits for ranks that were just killed to exit."""
+ORPHAN_SECONDS = 10.0
+"""How long a start waits for children of a holder that was killed: a `DataLoader`'s look for their parent every 5 s."""
 RESTART_SECONDS = 120.0
 """How long a restart waits: a network file system keeps the lock of a host that was lost for its lease, often 90 s."""
 RESTART_COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -47,7 +49,8 @@ class DirectoryLock:
             os.pwrite(self.descriptor, json.dumps(we).encode(), 0)
         except OSError as error:
             os.close(self.descriptor)
-            raise UserError(f"{what} {path} cannot be {failed}: {error_reason(error)}") from None
+            advice = "; its file system has to support flock" if failed == "locked" else ""
+            raise UserError(f"{what} {path} cannot be {failed}: {error_reason(error)}{advice}") from None
         except UserError:
             os.close(self.descriptor)
             raise
@@ -58,18 +61,33 @@ class DirectoryLock:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to take an exclusive flock on an open file, repeatedly for up to `PATIENCE_SECONDS`, after a restart
-    `RESTART_SECONDS`. Return True if it was taken, False on timeout. descriptor: of the file."""
+    """Try to take an exclusive flock on an open file, repeatedly for up to `PATIENCE_SECONDS`, for `ORPHAN_SECONDS` if
+    its holder has ended, and after a restart for `RESTART_SECONDS`. Return True if it was taken, False on timeout.
+    descriptor: of the file."""
     again = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTERS)
-    deadline = time.monotonic() + (RESTART_SECONDS if again else PATIENCE_SECONDS)
+    begun = time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() > deadline:
+            patience = ORPHAN_SECONDS if _has_holder_ended(descriptor) else PATIENCE_SECONDS
+            if time.monotonic() - begun > (RESTART_SECONDS if again else patience):
                 return False
             time.sleep(0.02)
+
+
+def _has_holder_ended(descriptor: int) -> bool:
+    """Return True if the process that wrote the lock file behind `descriptor` was one of this host and has ended."""
+    try:
+        holder: Any = parse_json(os.pread(descriptor, 4096, 0))
+        if holder["host"] == socket.gethostname():
+            os.kill(holder["process"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        pass  # another user's process, or no holder that can be read
+    return False
 
 
 def _read_holder(descriptor: int) -> str:

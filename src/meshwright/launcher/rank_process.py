@@ -45,12 +45,12 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
         description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
     )
     try:
-        said, code = {"result": work(description, start)}, 0
+        text, code = json.dumps({"result": work(description, start)}), 0
     except BaseException as error:
         if (reason := out_of_memory_message(error)) is not None:
             error = UserError(f"rank {start.rank}: {reason}")
-        said, code = _describe_error(error), 1
-    _end_process(said, code)
+        text, code = _describe_error(error), 1
+    _end_process(text, code)
 
 
 def end_as_lost(error: RankLost) -> NoReturn:
@@ -65,19 +65,18 @@ _report: list[TextIO] = []  # pipe to the launcher, if that started this process
 _ending = threading.Lock()  # held for good by the thread that reports
 
 
-def _describe_error(error: BaseException) -> dict[str, Any]:
-    """Return the report of an exception that is being handled, for the launcher to raise it again."""
+def _describe_error(error: BaseException) -> str:
+    """Return the report of an exception that is being handled, as JSON, for the launcher to raise it again."""
     if isinstance(error, MeshwrightError):
         said: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
     else:
         said = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
-    return said | {"at": time.monotonic()}
+    return json.dumps(said | {"at": time.monotonic()})
 
 
-def _end_process(said: dict[str, Any], code: int) -> NoReturn:
-    """Write the result or error as JSON to the report pipe, if there is one, and end the process with this exit
-    code."""
-    text = json.dumps(said)
+def _end_process(text: str, code: int) -> NoReturn:
+    """Write `text`, the result or error as JSON, to the report pipe, if there is one, and end the process with this
+    exit code."""
     _ending.acquire()
     for report in _report:
         with suppress(BrokenPipeError):  # nobody is left to tell
