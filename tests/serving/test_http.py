@@ -347,6 +347,7 @@ def test_unknown_paths_and_methods_have_the_shape_of_errors(http: httpx.Client):
     for answer, status in ((http.get("/nope"), 404), (http.get("/v1/completions"), 405), (http.put("/health"), 405)):
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert http.head("/health").is_success and http.put("/health").headers["allow"] == "GET, HEAD"
 
 
 def test_only_the_keys_of_the_file_are_admitted(http: httpx.Client):

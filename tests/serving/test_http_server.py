@@ -248,6 +248,16 @@ def test_client_that_leaves_after_a_second_request_ends_the_first(address: tuple
     assert len(engine.requests) == 1
 
 
+def test_body_after_a_request_for_another_protocol_is_no_request(address: tuple[str, int]):
+    """The HTTP parser hands over all that follows such headers; Java's client asks for h2c with each first request."""
+    with socket.create_connection(address) as connection:
+        connection.sendall(post(b"", 40, "Connection: Upgrade\r\nUpgrade: h2c"))
+        time.sleep(0.05)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = read_all(connection)
+    assert answer.count(b"HTTP/1.1") == 2 and answer.startswith(b"HTTP/1.1 400") and b"no header Upgrade" in answer
+
+
 def test_early_response_closes_the_connection_of_a_client_that_waits_to_send_its_body(
     address: tuple[str, int], engine: FakeEngine
 ):

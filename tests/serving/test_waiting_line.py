@@ -6,6 +6,8 @@ import heapq
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
+from itertools import repeat
 
 import pytest
 
@@ -50,7 +52,7 @@ class Engine:
         asked = max(1, choices)
         waiting = self.queued + asked - (PLACES - len(self.running))
         if self.with_line:
-            queue = Queue(waiting, [64] * self.queued, 64 * (self.queued + asked), self.predict)
+            queue = Queue(waiting, partial(repeat, 64, self.queued), 64 * (self.queued + asked), self.predict)
             return self.line.admit(Ticket(key), choices, 64 * asked, queue)
         return Refusal("requests", self.predict(waiting - LIMIT)) if waiting > LIMIT else None
 
@@ -129,7 +131,7 @@ def line(clock: Clock) -> WaitingLine:
 def ask(line: WaitingLine, key: bytes, waiting: int = 9, first: bool = False, tokens: int = 9) -> float | None:
     """Ask for a request that would be one of so many that wait; a further one is admitted each second. Return the
     seconds that it was told to wait, None if it was admitted."""
-    queue = Queue(waiting, [tokens // max(1, waiting)] * (waiting - 1), tokens, float)
+    queue = Queue(waiting, partial(repeat, tokens // max(1, waiting), waiting - 1), tokens, float)
     refusal = line.admit(Ticket(key, first=first), 1, tokens // max(1, waiting), queue)
     return None if refusal is None else refusal.retry_after_seconds
 
@@ -166,7 +168,7 @@ def test_room_for_all_choices_of_a_request_is_left_to_it(line: WaitingLine, cloc
         clock.now, queued = float(second), queued - 1
         if due <= second:
             for choices in (0, 4):  # as the server asks: before and after the request has been parsed
-                queue = Queue(queued + max(1, choices), [1] * queued, queued + max(1, choices), float)
+                queue = Queue(queued + max(1, choices), partial(repeat, 1, queued), queued + max(1, choices), float)
                 refusal = line.admit(Ticket(b"four"), choices, 4, queue)
                 if refusal is not None:
                     due = second + refusal.retry_after_seconds
@@ -180,9 +182,16 @@ def test_room_for_all_choices_of_a_request_is_left_to_it(line: WaitingLine, cloc
 
 def test_delay_lengthens_the_told_wait_but_refuses_nobody(line: WaitingLine):
     """A limit of 120 predicted seconds, and a step that takes 200 s already."""
-    assert line.admit(Ticket(b"a"), 1, 9, Queue(8, [1] * 7, 8, float, delay=200.0)) is None
-    refusal = line.admit(Ticket(b"b"), 1, 9, Queue(9, [1] * 8, 9, float, delay=20.0))
+    assert line.admit(Ticket(b"a"), 1, 9, Queue(8, partial(repeat, 1, 7), 8, float, delay=200.0)) is None
+    refusal = line.admit(Ticket(b"b"), 1, 9, Queue(9, partial(repeat, 1, 8), 9, float, delay=20.0))
     assert refusal is not None and refusal.retry_after_seconds == 1.25 * 20.0
+
+
+def test_due_client_refused_for_tokens_is_told_the_same_wait_again(line: WaitingLine, clock: Clock):
+    """Three prompts of 40 tokens must leave before one of 70 fits, and the queue is searched twice for a due client."""
+    for clock.now in (0.0, 3.75):
+        refusal = line.admit(Ticket(b"a"), 1, 70, Queue(4, partial(repeat, 40, 3), 190, float))
+        assert refusal == Refusal("tokens", 1.25 * 3)
 
 
 def test_return_counts_when_its_client_would_have_been_late(line: WaitingLine, clock: Clock):

@@ -108,6 +108,9 @@ class BodyReader:
         """Read and return the whole body of a request; it counts towards `all_body_bytes` until `release`. Raises
         ApiError if a limit is exceeded, starlette's ClientDisconnect if the client is gone."""
         settings, body = self._settings, bytearray()
+        if "upgrade" in request.headers and "upgrade" in request.headers.get("connection", "").lower():
+            # The HTTP parser takes the body for the beginning of the other protocol.
+            raise ApiError(400, "the server speaks HTTP/1.1 alone: send no header Upgrade", code="upgrade")
         try:
             async with asyncio.timeout(settings.body_seconds):
                 async for part in request.stream():

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshwright import __version__
+from meshwright.data.tokenizers.library import contain_panics
 from meshwright.errors import UserError
 from meshwright.serving.engine_client import EngineClient, Refusal, Ticket
 from meshwright.serving.gate import ApiKeys, BodyReader, HttpSettings
@@ -27,7 +28,7 @@ from meshwright.serving.openapi import describe_api
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol import bodies
 from meshwright.serving.protocol.bodies import Body, option_error, parse_body
-from meshwright.serving.protocol.errors import ApiError, contain_panics, refusal_error, to_api_error
+from meshwright.serving.protocol.errors import ApiError, refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import GENERATION, build_job
 from meshwright.serving.streaming import ClientLeft, EventStream, JobRunner
 
@@ -115,9 +116,11 @@ class HttpApp:
         self._keys.check(request)
         known = MODEL_PATH + "{model}" if path.startswith(MODEL_PATH) else path
         method, endpoint = self._endpoints.get(known, ("", None))
-        if endpoint is not None and request.method in (method, "HEAD" if method == "GET" else method):
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        if endpoint is not None and request.method in methods:
             return endpoint
-        status, reason, headers = (405, "Method Not Allowed", {"allow": method}) if method else (404, "Not Found", None)
+        allow = {"allow": ", ".join(methods)}
+        status, reason, headers = (405, "Method Not Allowed", allow) if method else (404, "Not Found", None)
         raise ApiError(status, f"{request.method} {path[:200]}: {reason}", code="not_found", headers=headers)
 
     def _refuse(self, path: str, ticket: Ticket) -> None:

@@ -197,11 +197,12 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start to handle the request, without a deadline from now on. Its response closes the connection if there are
-        many, or if the client waits for leave to send the body (after an early response nobody knows if it will)."""
+        many, if the client waits for leave to send the body (after an early response nobody knows if it will), or if it
+        asks for another protocol: its body would be taken for the next request."""
         self._unparsed_bytes = 0
         super().on_headers_complete()
         self._wait(math.inf)
-        self.cycle.keep_alive &= not (self._crowded or self.expect_100_continue)
+        self.cycle.keep_alive &= not (self._crowded or self.expect_100_continue or self.parser.should_upgrade())
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
@@ -214,7 +215,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         `KEEP_ALIVE_SECONDS`."""
         self._unparsed_bytes = 0
         super().on_message_complete()
-        self._lingering.unread = False
+        self._lingering.unread = self.parser.should_upgrade()
         if self.cycle.response_complete:
             self._wait(KEEP_ALIVE_SECONDS)
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,8 +111,11 @@ class Replicas:
         waiting = len(self._parked) + max(1, len(requests)) - sum(replica.room for replica in ready)
         if waiting <= 0 and not (requests and self._line.outstanding):
             return None
-        prompts = (len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens)
         asked = sum(len(request.tokens) for request in requests)
+
+        def prompts() -> Iterator[int]:
+            """Iterate over the prompt tokens of the queued requests."""
+            return (len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens)
 
         def predict(count: int) -> float:
             """Return the predicted seconds until `count` requests have left the queue, 1 if no replica is ready."""

@@ -9,13 +9,14 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from meshwright.data.tokenizers.library import contain_panics
 from meshwright.errors import RankLost
 from meshwright.serving.choices import Choice, Piece
 from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.protocol.answers import END_OF_STREAM
-from meshwright.serving.protocol.errors import ApiError, contain_panics, refusal_error, to_api_error
+from meshwright.serving.protocol.errors import ApiError, refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import Job
 from meshwright.serving.request import Output
 

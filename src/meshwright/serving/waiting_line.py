@@ -50,7 +50,7 @@ class Queue:
 
     Attributes:
         waiting: Number of requests that would wait, the asked ones included; 0 or less: nobody would.
-        prompts: Prompt tokens of each queued request, from the head, without the asked ones.
+        prompts: Returns the prompt tokens of each queued request, from the head, without the asked ones.
         tokens: Prompt tokens of all, the asked ones included.
         predict: Returns the predicted seconds until so many requests are admitted from the head.
         delay: Seconds by which the engine is later than predicted; it may last as long again, for which clients are
@@ -58,7 +58,7 @@ class Queue:
     """
 
     waiting: int
-    prompts: Iterable[int]
+    prompts: Callable[[], Iterable[int]]
     tokens: int
     predict: Callable[[int], float]
     delay: float = 0.0
@@ -166,7 +166,7 @@ class WaitingLine:
         excess = queue.tokens + ahead * self._tokens / max(1, len(self._numbers)) - self._limits.tokens
         if excess > 0:
             reason = reason or "tokens"
-            freed = itertools.accumulate(queue.prompts)
+            freed = itertools.accumulate(queue.prompts())
             over = max(over, 1 + sum(1 for _ in itertools.takewhile(lambda each: each < excess, freed)))
         if reason:
             return reason, queue.predict(over)

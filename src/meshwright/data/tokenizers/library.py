@@ -13,15 +13,26 @@ from meshwright.limits import LIMITS
 
 
 @contextmanager
-def convert_library_errors(what: str) -> Iterator[None]:
-    """Convert what a call of the tokenizers library raises to `UserError`: exceptions of any type, and panics, which
-    are no `Exception`. what: beginning of the error message.
-    """
+def contain_panics() -> Iterator[None]:
+    """Context manager that converts a panic of a Rust library (such as tokenizers) to RuntimeError; as a BaseException
+    it would bypass all handlers of errors."""
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if type(error).__name__ != "PanicException":
             raise
+        raise RuntimeError(str(error)).with_traceback(error.__traceback__) from None
+
+
+@contextmanager
+def convert_library_errors(what: str) -> Iterator[None]:
+    """Context manager that converts what a call of the tokenizers library raises to `UserError`: exceptions of any
+    type, and panics. what: beginning of the error message.
+    """
+    try:
+        with contain_panics():
+            yield
+    except Exception as error:
         line = next(iter(str(error).splitlines()), "")[:200]
         raise UserError(f"data.tokenizer: {what} (the tokenizers library: {line})") from None
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -74,15 +73,3 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(503, "the engine lost this request", code="rank_lost")
     _log.error("unexpected %s:\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
     return ApiError(500, "the server made a mistake; its log says where", code="internal_error")
-
-
-@contextmanager
-def contain_panics() -> Iterator[None]:
-    """Context manager that converts a panic of a Rust library (such as the tokenizer) to RuntimeError; as a
-    BaseException it would bypass all handlers of errors."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise RuntimeError("a Rust library panicked").with_traceback(error.__traceback__) from None
