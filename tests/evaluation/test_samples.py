@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.evaluation.samples import generate_samples, read_prompts
-from meshwright.model.huggingface import save_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.recipe import DataRecipe, load_recipe
