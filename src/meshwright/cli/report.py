@@ -21,7 +21,7 @@ from meshwright.cli.plumbing import json_option, result_printer
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("--evaluation", type=click.Path(path_type=Path), help="Output of `evaluate --json`, for one run.")
 @click.option("--sample", type=click.Path(path_type=Path), help="Output of `generate --json`, for one run.")
-@click.option("--samples", type=click.IntRange(0, 20), help="Texts to generate after prompts of the data; 0: none.  [default: 3]")
+@click.option("--samples", type=click.IntRange(0, 20), help="Texts to generate from the data; 0: none.  [default: 3]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Generate after this; may be repeated.")
 @json_option
 def command(
