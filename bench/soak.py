@@ -134,7 +134,8 @@ class Soak:
         files, expected = command.files(), command.reference.files
         if different := sorted(name for name in files | expected if files.get(name) != expected.get(name)):
             raise SoakFailure(f"the last checkpoint is not that of the undisturbed run: {', '.join(different)}")
-        if left := [name for name in command.names() if name.startswith(".") and name != ".last-saves.json"]:
+        stay = (".lock", ".last-saves.json")
+        if left := [name for name in command.names() if name.startswith(".") and name not in stay]:
             raise SoakFailure(f"left in the directory of the checkpoints: {', '.join(left)}")
 
     def _check_resumed(self, ended: CommandOutcome, newest: str) -> None:

@@ -119,13 +119,15 @@ def test_progress_lines_cover_all_phases(found: dict[str, Any]):
     told = json.loads(json.dumps(make_document(found, tables, "here.toml"), allow_nan=False))
     assert told["cluster_file"] == "here.toml"
     assert {"devices", "device", "measured", "hosts", "ratios", "threshold", "slow", "seconds"} <= told.keys()
-    text = format_summary(found, tables, "here.toml")
+    busy = {**found, "measured": {**found["measured"], "disturbed": 0.204}}
+    text = format_summary(busy, tables, "here.toml")
     for word in (
         "products fp32",
         "memory",
         "all-reduce 2",
         "send-receive 2",
         "disk",
+        "kept a rank from its core for 20% of the time",
         "starting",
         "slowest",
         "here.toml",

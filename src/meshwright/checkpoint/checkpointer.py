@@ -85,6 +85,7 @@ class Checkpointer:
         self._failure: str | None = None
         self._fault: BaseException | None = None
         self._saves = 0
+        self._lock: DirectoryLock | None = None  # on rank 0
         self._logged: set[str] = set()  # checkpoints already reported as damaged
         if isinstance(contents, ModelConfig):
             contents = make_model_contents(contents, options)
@@ -97,6 +98,14 @@ class Checkpointer:
             self.directory, mesh.rank, mesh.world_size, contents.table, files, small_files, options, log
         )
         self._token = self._prepare_directory()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Release the directory for other processes, unless a background save still writes there."""
+        if not self.busy:
+            self._lock = None
 
     # --- saving
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.emulation.exchange import Part, Tensors, compute_results, copy_results
+from meshwright.emulation.exchange import Part, Tensors, compute_results, copy_results, unseen_by_modes
 from meshwright.emulation.scheduler import EmulationFailed, Scheduler
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -224,7 +224,8 @@ class Board:
                 f"{describe_tensor(target)} ({received.part.place})"
             )
         received.sender = sent.sender
-        sent.result = received.result = source.detach().clone()
+        with unseen_by_modes():
+            sent.result = received.result = source.detach().clone()
 
     def _record(self, group: Any, operation: str, part: Part) -> None:
         """Count the running rank's call and append it to `events`; before that, call `on_call`, which may open the

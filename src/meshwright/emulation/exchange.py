@@ -8,6 +8,7 @@ from functools import reduce
 
 import torch
 from torch.distributed import ReduceOp
+from torch.utils._python_dispatch import _disable_current_modes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -40,6 +41,12 @@ class Part:
     number: int = 0
 
 
+# A real backend copies and adds outside PyTorch's dispatcher. Here the last rank to come does it for all: its dispatch
+# modes must not see it, such as the one that matches a selective recomputation's operators with those of the forward.
+unseen_by_modes = _disable_current_modes
+
+
+@unseen_by_modes()
 def copy_results(outputs: Tensors, results: Tensors) -> None:
     """Copy a call's results into its output tensors, without a record in autograd, as a real backend writes them.
     Shapes may differ, numbers of elements may not (ValueError)."""
@@ -63,6 +70,7 @@ def _reduce(tensors: Tensors, op: str) -> torch.Tensor:
     return total / len(tensors) if op == "AVG" else total
 
 
+@unseen_by_modes()
 @torch.no_grad()
 def compute_results(operation: str, parts: Sequence[Part], op: str, root: int) -> list[list[torch.Tensor]]:
     """Compute the results of a collective call: return [rank in group][output], tensors that share no memory with the

@@ -19,11 +19,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from meshwright.comm import backend
 from meshwright.emulation.board import Board, EmulatedWork, GroupKey, describe_place, find_caller
-from meshwright.emulation.exchange import Part, Tensors
+from meshwright.emulation.exchange import Part, Tensors, unseen_by_modes
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed, Scheduler
 
@@ -67,7 +66,7 @@ class _Kernel:
     def end(self) -> Tensors:
         """Write the results, after a check of the memory; return the outputs. Raises StreamFault."""
         self.done = True
-        with _disable_current_modes():
+        with unseen_by_modes():
             for operand in self.operands:
                 if (misuse := operand.find_misuse()) is not None:
                     role = "output" if operand.before is None else "input"
@@ -139,7 +138,7 @@ class StreamBoard(Board):
                 queue.popleft().end()
         return _Kernel(f"{operation} (call {rank.calls + 1} of rank {rank.index}, {describe_place(find_caller())})")
 
-    @_disable_current_modes()  # selective recomputation must not count these copies among the step's
+    @unseen_by_modes()
     def _hold(self, kernel: _Kernel, part: Part, written: Tensors) -> None:
         """Add a call's tensors to those that `kernel` uses: copy what it reads, poison what it writes."""
         reads, part.inputs = part.inputs, [each.detach().clone() for each in part.inputs]

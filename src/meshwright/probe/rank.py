@@ -84,6 +84,7 @@ def measure(
     threads = torch.get_num_threads()
     Stopwatch.shared = mesh.device.type != "cpu" or mesh.tp.size * threads > host.cores
     watch = Stopwatch()
+    durations: list[tuple[float, float]] = []
     hosts = _gather_hosts(mesh)
     points = [*plan.list_points(), *kernels]
     phases = [(mesh.tp.size, threads)]
@@ -103,7 +104,9 @@ def measure(
         seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
         products += _group_products(points, seconds, busy, each)
         passes += _group_passes(points, seconds, busy, each)
+        durations = durations or [watch.read()]  # the later ones have other threads
     torch.set_num_threads(threads)
+    watch = Stopwatch()
     measured = Measured(
         backend=group_backends(None)[mesh.device.type] if dist.is_initialized() else "none",
         ranks=mesh.tp.size,
@@ -120,7 +123,7 @@ def measure(
     measured = replace(measured, steps=tuple(steps(kernel, usual_seconds)))
     if leader and plan.compare_seconds and mesh.world.size > 1:
         log("ranks compared")
-    passed, waited = watch.read()
+    passed, waited = (sum(column) for column in zip(*durations, watch.read(), strict=True))
     disturbed = max(rank[0] for rank in _all_gather(mesh, [waited / passed]))
     if disturbed > DISTURBED:
         measured = replace(measured, disturbed=disturbed)

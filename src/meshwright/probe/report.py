@@ -193,6 +193,8 @@ def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: st
         rows.append(
             ("disk", f"{measured.disk_write / _GIGA:.2f} GB/s written, {measured.disk_read / _GIGA:.2f} GB/s read")
         )
+    if measured.disturbed is not None:
+        rows.append(("other work", f"kept a rank from its core for {measured.disturbed:.0%} of the time; probe again"))
     starts = dict(measured.starts)
     rows.append(
         ("starting", ", ".join(f"{name.replace('_', ' ')} {_format_seconds(value)}" for name, value in starts.items()))

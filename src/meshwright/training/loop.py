@@ -98,16 +98,17 @@ class Run:
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until SIGTERM or an interrupt, and return the result document (JSON dict of
         figures and checkpoint paths); a run that already has all its steps returns its stored one."""
-        if (finished := self._finished_result()) is not None:
-            return finished
-        with self.stop, self.journal:
-            self._prepare_first_step()
-            while self.trainer.steps_done < self.recipe.train.steps:
-                self._step()
-            self._finish_saving()
-            result = self._result()
-            self.journal.write_result(result)
-            return result
+        with self.checkpointer:
+            if (finished := self._finished_result()) is not None:
+                return finished
+            with self.stop, self.journal:
+                self._prepare_first_step()
+                while self.trainer.steps_done < self.recipe.train.steps:
+                    self._step()
+                self._finish_saving()
+                result = self._result()
+                self.journal.write_result(result)
+                return result
 
     def _step(self) -> None:
         """Run one training step, then validation, logging and a checkpoint if they are due."""
