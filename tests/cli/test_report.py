@@ -34,6 +34,26 @@ def test_samples_that_cannot_be_generated_are_left_out_with_a_warning(command_li
     assert command_line("report", run, "--samples", 0).errors == ""
 
 
+def test_prompt_that_cannot_be_continued_is_a_warning_without_checkpoints_too(command_line, run):
+    assert command_line("report", run).errors == ""
+    assert command_line("report", run, "--prompt", "def ").errors.startswith("warning: no samples: ")
+
+
+def test_checkpoint_that_vanishes_while_it_is_read_is_a_warning(command_line, run, monkeypatch):
+    def read(*given):
+        raise FileNotFoundError(2, "No such file or directory", "model.safetensors")
+
+    monkeypatch.setattr("meshwright.evaluation.samples.generate_samples", read)
+    outcome = command_line("report", run, "--samples", 1)
+    assert (outcome.code, outcome.errors.count("\n")) == (0, 1) and "'model.safetensors'" in outcome.errors
+
+
+def test_sample_of_a_file_and_generated_ones_exclude_each_other(command_line, run):
+    (run / "sample.json").write_text(json.dumps({"schema": 1, "prompt": "def ", "text": "f(x):"}))
+    refused = command_line("report", run, "--sample", run / "sample.json", "--prompt", "def ")
+    assert refused.code == 2 and "give one of them" in refused.errors
+
+
 def test_report_of_several_runs_writes_their_comparison(command_line, run, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())

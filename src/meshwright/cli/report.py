@@ -21,7 +21,7 @@ from meshwright.cli.plumbing import json_option, result_printer
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
 @click.option("--evaluation", type=click.Path(path_type=Path), help="Output of `evaluate --json`, for one run.")
 @click.option("--sample", type=click.Path(path_type=Path), help="Output of `generate --json`, for one run.")
-@click.option("--samples", type=click.IntRange(0, 20), help="Texts to generate; 0: none.  [default: 3]")
+@click.option("--samples", type=click.IntRange(0, 20), help="Texts to generate from the data; 0: none.  [default: 3]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Generate after this; may be repeated.")
 @json_option
 def command(
@@ -64,23 +64,32 @@ def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tup
     """Return the samples of a run as documents of `generate --json`: the one in the file `given` or in the run's
     sample.json, else `count` generated ones (None: the default). What cannot be generated is left out with a warning.
     prompts: texts to continue instead of those from the data."""
-    from meshwright.errors import UserError
+    from meshwright.errors import UserError, out_of_memory_message
     from meshwright.monitoring.run_directory import CHECKPOINTS
     from meshwright.terminal import print_message
 
+    if given and (count or prompts):
+        raise UserError("--sample: shows a text of that file, --samples and --prompt generate texts; give one of them")
     own = None if count is not None or prompts else run / "sample.json"
     if document := _find_document(given, own, "generate"):
         return [document]
-    if count == 0 or not (run / CHECKPOINTS).is_dir():
+    asked = bool(count or prompts)
+    if count == 0 or not (asked or (run / CHECKPOINTS).is_dir()):
         return []
     from meshwright.evaluation.samples import generate_samples
     from meshwright.serving.sampling import InvalidLogits
 
+    reason: str | None
     try:
         return generate_samples(run, count, prompts, print_message)
-    except (UserError, InvalidLogits) as error:
-        print_message(f"warning: no samples: {error}")
-        return []
+    except (UserError, InvalidLogits, OSError) as error:  # OSError: a run in progress deletes its older checkpoints
+        reason = str(error)
+    except (MemoryError, RuntimeError) as error:
+        reason = out_of_memory_message(error)
+        if reason is None:
+            raise
+    print_message(f"warning: no samples: {reason}")
+    return []
 
 
 def _find_document(given: Path | None, own: Path | None, command: str) -> dict[str, Any] | None:

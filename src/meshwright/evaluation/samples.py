@@ -35,9 +35,9 @@ def generate_samples(
     """Generate texts with the newest checkpoint of a run and return them as the documents of `generate --json`; an
     empty list for a run of a user's own module.
 
-    count: number of samples, None: `COUNT`, if the weights have at most `LARGEST_BYTES`. prompts: texts to continue
-        (user messages if the run trained on records); by default the beginnings of validation documents, or the prompts
-        of validation examples. log: called with a line for each damaged checkpoint. `UserError` where there is no
+    prompts: texts to continue (user messages if the run trained on records); by default the beginnings of validation
+        documents, or the prompts of validation examples. count: number of these, None: `COUNT`, if the weights have at
+        most `LARGEST_BYTES`. log: called with a line for each damaged checkpoint. `UserError` where there is no
         checkpoint, no prompt, or the model cannot generate.
     """
     recipe = load_recipe(run_directory / RECIPE)
@@ -45,7 +45,7 @@ def generate_samples(
         return []
     checkpoint = find_checkpoint(run_directory, log)
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    if count is None and size > LARGEST_BYTES:
+    if count is None and not prompts and size > LARGEST_BYTES:
         raise UserError(f"the weights have {size / 2**30:.1f} GiB; --samples {COUNT} generates them nevertheless")
     chat = bool(prompts) and recipe.data.records != "text"
     chosen = list(prompts) or read_prompts(_find_data(recipe), count or COUNT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -66,7 +67,7 @@ class Progress:
         if not self._show:
             return
         if self._stream.isatty():
-            text = wrap_items(text, shutil.get_terminal_size().columns)
+            text = wrap_items(text, self._width())
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
@@ -88,6 +89,14 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _width(self) -> int:
+        """Return the number of columns of the terminal behind the stream; standard output may go elsewhere."""
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except OSError:
+            columns = 80
+        return shutil.get_terminal_size((columns, 24)).columns  # the variable COLUMNS counts first
 
     def _position(self) -> str:
         """Return text for the steps done and in all: `step 58/60`."""
