@@ -257,8 +257,7 @@ class Mesh:
                 return groups.get(ranks)  # the world's, where it has one rank
             if ranks not in groups:
                 with communicator.record_joint_call(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
-                    timeout = backend_timeout(device, timeout_seconds)
-                    group = dist.new_group(list(ranks), timeout, backend)
+                    group = dist.new_group(list(ranks), backend_timeout(device, timeout_seconds), backend)
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
                 if groups[ranks] is not None:
                     made.append(group)
