@@ -112,8 +112,8 @@ class Save:
         self._wait_for(self.markers.begun_ranks, {0}, "begun to write")
 
     def _write(self) -> None:
-        """Write this rank's slices of the training state and its elements of the model files, announce that by a marker
-        file, and wait until all ranks have done so."""
+        """Write this rank's slices of the training state and its part of the exported model files, announce that by a
+        marker file, and wait until all ranks have done so."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()

@@ -256,7 +256,8 @@ def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's all-gather of the ranks' shares into the vector."""
+    """Run torch.distributed's all-gather of the ranks' shares into `vector`, [elements], in which this rank's share is
+    already in place. e: prepared program, whose process group is used."""
     _native_all_gather(vector, _view_rank_share(e, vector).clone(), group=e.group)
 
 

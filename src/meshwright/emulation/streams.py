@@ -130,7 +130,8 @@ class StreamBoard(Board):
         return work if kernel is self._group else self._enqueue(group, kernel)
 
     def _make_kernel(self, operation: str) -> _Kernel:
-        """Return a new kernel of the running rank, some of whose earlier ones may end now."""
+        """Return a new simulated kernel of the running rank, labelled `operation` (text for error messages). As a side
+        effect, ends a random number of the rank's earlier kernels whose messages all ranks have posted."""
         rank = self.scheduler.current()
         self.stream.host += self._random.expovariate(1.0)
         for (owner, _), queue in list(self._queues.items()):

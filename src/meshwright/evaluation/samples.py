@@ -35,7 +35,7 @@ def generate_samples(
     """Generate texts with the newest checkpoint of a run and return them as the documents of `generate --json`; an
     empty list for a run of a user's own module.
 
-    count: number of samples, None: `COUNT`, if the weights have at most `LARGEST_BYTES`. prompts: texts to continue
+    count: number of samples; None: 3, or `UserError` if the weights are larger than 2 GiB. prompts: texts to continue
         (user messages if the run trained on records); by default the beginnings of validation documents, or the prompts
         of validation examples. log: called with a line for each damaged checkpoint. `UserError` where there is no
         checkpoint, no prompt, or the model cannot generate.

@@ -36,8 +36,8 @@ class Linear(nn.Module):
 
 
 class RowParallelLinear(Linear):
-    """Row-parallel linear layer: its product is summed over the tensor-parallel ranks of `tensor` before the bias is
-    added. `x`, `y`: this rank's input size, and output size. `site`: label of the call in traces."""
+    """Row-parallel linear layer: its product is summed over the ranks of the mesh axis `tensor` (tensor parallelism)
+    before the bias is added. `x`: input size on this rank; `y`: output size. `site`: label of the call in traces."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)

@@ -189,8 +189,9 @@ def _recompute_gradients(
 
 
 class _Chunk:
-    """Logits, losses (nats) and logit gradients of one chunk of tokens. `tokens`: its slice of all tokens. `known_2C`:
-    log-sum-exp and target logit from the forward pass; without them they are computed, and all-reduced over tp."""
+    """Logits, losses (nats) and logit gradients of one chunk of C tokens. `tokens`: slice object, the chunk's part of
+    all tokens. `known_2C`: [2, C], log-sum-exp and target logit of each token from the forward pass; None: they are
+    computed, and all-reduced over tp."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class ProcessMemory:
 
     @property
     def peak(self) -> int:
-        """Peak resident set in bytes: the sum of the items."""
+        """Predicted peak resident set in bytes: the sum over `items` (libraries, model states ...)."""
         return sum(self.items.values())
 
 

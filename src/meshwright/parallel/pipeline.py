@@ -92,8 +92,9 @@ class _Step:
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """One send or receive between pipeline ranks. value: the activation or gradient; peer: the other pipeline rank;
-    arrives: True for a receive, False for a send; enters: key of the step whose input, or input gradient, the value
-    is; site, name: labels in traces and error messages."""
+    arrives: True for a receive, False for a send; enters: key (stage, replica, micro-batch) of the forward that has the
+    activation as input, or, for a gradient, of the forward to whose input the gradient belongs; site, name: labels in
+    traces and error messages."""
 
     value: Value
     peer: int

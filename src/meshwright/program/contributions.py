@@ -113,10 +113,10 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
-    """Return the slot moves of all local copies and combines, sorted by level and, within a level, copies before
-    combines.
+    """Return the slot moves of all local copies and combines (additions of a slot to another of the same rank), sorted
+    by level and, within a level, copies before combines.
 
-    order: dependency level of each group of the program.
+    order: dependency level of each group (steps that a rank posts together) of the program.
     """
     s, slots = program.steps, program.slots
     step = np.flatnonzero(s.has_kind(LOCAL))
@@ -138,7 +138,8 @@ def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMo
 
 
 class ContributionTracker:
-    """Symbolic execution of a collective program: tracks chunk and contributing ranks of every slot of every rank.
+    """Symbolic execution of a collective program: tracks chunk number and contributing ranks of every slot (buffer of
+    one chunk) of every rank.
 
     memory: contents of all slots after the moves that `run` has executed so far.
     """
