@@ -125,10 +125,9 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Embedding table [rows, hidden]: one row for each ID. Its gradient is summed in float32 or float64.
-
-    With `tensor` the table is vocabulary-parallel: each rank holds a slice and returns zeros for IDs outside it.
-    """
+    """Embedding table [rows, hidden]: one row for each ID. Its gradient is summed in float32 or float64. With `tensor`
+    (operations of tensor parallelism) the table is vocabulary-parallel: each rank holds a slice and returns zeros for
+    IDs outside it."""
 
     def __init__(self, rows: int, hidden: int, tensor: TensorOperations | None, **options: Any) -> None:
         super().__init__()
