@@ -173,16 +173,16 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: its view for each engine
-    tensor; `stale`: indices of views whose old values must be overwritten instead of added to."""
+    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: its view for each parameter of
+    the model, in their shapes; `stale`: indices of views whose old values must be overwritten instead of added to."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     stale: set[int] = field(default_factory=set)
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
-        """Return the view of the engine tensor with this index, and True if the caller must overwrite its values
-        instead of adding to them; afterwards the view counts as written."""
+        """Return the view of the gradient of the unit's parameter number `index`, and True if the caller must overwrite
+        its values instead of adding to them; afterwards the view counts as written."""
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
