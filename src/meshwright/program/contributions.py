@@ -199,8 +199,8 @@ class ContributionTracker:
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
         """Read the source slots of all moves, and perform the moves that overwrite their target slot in `memory`.
 
-        Returns the other moves, which are reductions, with the chunk numbers [moves] and contribution sets [moves,
-        words] that they have read.
+        Returns the other moves, which are reductions, with the chunk numbers [moves] and sets of contributing ranks
+        [moves, 64-bit words] that they have read.
         """
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # what overwrites stands before what reduces
@@ -208,10 +208,10 @@ class ContributionTracker:
         return moves.select(slice(reduces, None)), chunk[reduces:], sets[reduces:]
 
     def _apply_reductions(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Add contributions that the moves `moves` have read to their target slots; reductions into one slot run in
+        """Add the contributions that the moves `moves` have read to their target slots; reductions into one slot run in
         turn.
 
-        chunk: [moves], chunk numbers read. sets: [moves, words], sets of contributing ranks read.
+        chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read.
         """
         for turn in range(int(moves.turn.max(initial=-1)) + 1):
             turn = moves.turn == turn
@@ -221,10 +221,10 @@ class ContributionTracker:
                 self._accumulate(moves.select(turn), chunk[turn], sets[turn])
 
     def _accumulate(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Add contributions to the target slots of `moves`, which are all different.
+        """Add contributions to the target slots of `moves`, no two of which have the same target.
 
-        chunk: [moves], chunk numbers read. sets: [moves, words], sets of contributing ranks read. Raises `ProgramError`
-            for an empty target, one with another chunk, or one that already has a contribution.
+        chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read. Raises
+        `ProgramError` for an empty target, one with another chunk, or one that already has a contribution.
         """
         there, held = self._chunk[moves.target], self._sets[moves.target]
         if self.program.operation != "barrier":  # hearing twice does no harm
