@@ -146,8 +146,8 @@ class Save:
         ]
 
     def _write_model(self) -> None:
-        """Write this rank's elements of the exported model files, converted to the export dtype, at their
-        byte offsets."""
+        """Write this rank's slices of the master weights to the exported model files, converted to the export dtype, at
+        their byte offsets."""
         descriptors: dict[str, int] = {}
 
         def write(file: str, data: memoryview, offset: int) -> None:
