@@ -106,7 +106,7 @@ def _is_intact(library: Path) -> bool:
 
 
 def _checksum_path(library: Path) -> Path:
-    """Return the path of the file beside `library` that has its sha256."""
+    """Return the path of the file beside `library` that contains the library's SHA-256."""
     return library.with_suffix(".sha256")
 
 
