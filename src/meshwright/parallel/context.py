@@ -72,7 +72,7 @@ def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 
 class ContextParallel(ContextOperations):
-    """Base class of ring and Ulysses attention on the cp ranks of `axis`."""
+    """Base class of ring and Ulysses attention; `axis`: the mesh axis cp, over whose ranks each sequence is split."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.size = axis, axis.size
@@ -84,7 +84,8 @@ class ContextParallel(ContextOperations):
 
 
 class RingAttention(ContextParallel):
-    """Ring attention over zig-zag chunks of each sequence."""
+    """Ring attention: each rank of cp holds two chunks of each sequence (zig-zag), and KV blocks are passed around the
+    ring."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device

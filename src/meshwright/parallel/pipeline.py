@@ -113,8 +113,8 @@ class _Group:
 
 
 class Pipeline:
-    """Executor of a pipeline program on this rank of `axis` (pp). Transfers are inserted where the program has none,
-    and the program is checked.
+    """Executor of a pipeline program on this rank of the mesh axis `axis` (pp). Transfers are inserted where the
+    program has none, and the program is checked.
 
     Raises ProgramError for an invalid program.
     """

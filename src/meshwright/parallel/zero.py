@@ -189,8 +189,8 @@ class UnshardedGradient:
 
 
 class GradientReducer:
-    """Reduces the gradients of a rank's FSDP units (by name) over ranks, each as soon as backward has completed it.
-    `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
+    """Reduces the gradients of a rank's FSDP units (`units`, by name) over ranks, each as soon as backward has
+    completed it. `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool
