@@ -143,7 +143,8 @@ class Schema(Generic[Root]):
         return text if takes_text and not isinstance(value, (str, list)) else value  # run.name=5 names a run "5"
 
     def _find_key(self, problem: Any) -> str:
-        """Return the dotted key that a pydantic error is about, without indices and union members below it."""
+        """Return the dotted key that a pydantic error is about, without indices and union members below it. problem:
+        one entry of `ValidationError.errors()`."""
         key = ""
         for part in problem["loc"]:
             if key in self.keys and not is_table(self.keys[key].annotation):
@@ -153,7 +154,7 @@ class Schema(Generic[Root]):
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
         """Return the parts of the message for a pydantic error: key and reason; in a list of tables: key and number of
-        the table, key inside it, reason."""
+        the table, key inside it, reason. key: dotted key; problem: one entry of `ValidationError.errors()`."""
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:
@@ -167,7 +168,8 @@ class Schema(Generic[Root]):
         return [f"{key} number {inside[0] + 1}", name, said]
 
     def _explain_problem(self, key: str, problem: Any) -> str:
-        """Return the reason, as text, why pydantic rejected a key's value."""
+        """Return the reason, as text, why pydantic rejected the value of the dotted key `key`. problem: one entry of
+        `ValidationError.errors()`."""
         if problem["type"] == "extra_forbidden":
             return self._describe_unknown_key(key, is_table=isinstance(problem["input"], Mapping))
         if problem["type"] == "value_error":

@@ -112,8 +112,8 @@ class Save:
         self._wait_for(self.markers.begun_ranks, {0}, "begun to write")
 
     def _write(self) -> None:
-        """Write this rank's slices of the training state and its elements of the model files, announce that by a marker
-        file, and wait until all ranks have done so."""
+        """Write this rank's slices of the training state and its part of the exported model files, announce that by a
+        marker file, and wait until all ranks have done so."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()
@@ -146,8 +146,8 @@ class Save:
         ]
 
     def _write_model(self) -> None:
-        """Write this rank's elements of the exported model files, converted to the export dtype, at their
-        byte offsets."""
+        """Write this rank's slices of the master weights to the exported model files, converted to the export dtype, at
+        their byte offsets."""
         descriptors: dict[str, int] = {}
 
         def write(file: str, data: memoryview, offset: int) -> None:

@@ -13,9 +13,9 @@ from meshwright.parallel.flat_buffers import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copy of state slices in host memory. slices: the copies, under the names of the originals. buffers: their
-    elements one after another, wider dtypes first. ready: on CUDA the event after the last copy, which must have passed
-    before the buffers are read; None on CPUs."""
+    """Copy of slices of the training state in host memory. slices: the copies, under the names of the originals.
+    buffers: their elements one after another, wider dtypes first. ready: on CUDA the event after the last copy, which
+    must have passed before the buffers are read; None on CPUs."""
 
     slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]

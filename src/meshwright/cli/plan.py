@@ -206,8 +206,8 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
 
 
 def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
-    """Run `plan --calibrate`: compute factors (measured / predicted) from finished runs, write them into the cluster
-    file, and print them.
+    """Run `plan --calibrate`: compute corrections of the predicted step time (measured / predicted) and peak memory
+    ((measured - predicted) / predicted) from finished runs, write them into the cluster file, and print them.
 
     runs: run directories. where: path of the cluster file; None or "this" for that of this machine. as_json: print
     JSON.

@@ -187,8 +187,8 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """Return the options of an algorithm to try for a vector of `total_bytes`: first those with the lowest closed
-        form (formula), then the same with half and with twice as many segments."""
+        """Return the options of an algorithm to try for a vector of `total_bytes`: first those with the shortest time
+        by the closed-form cost formula, then the same with half and with twice as many segments."""
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:
             return [settings]

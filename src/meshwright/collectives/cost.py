@@ -190,9 +190,11 @@ def _bruck_all_to_all_form(c: Inputs) -> float:
 
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of a vector sent `rounds_of_tree` times (1:
-    broadcast or reduce; 2: all-reduce) along a binomial tree. With k segments, a new one starts in each round, and a
-    rank with one port sends its messages of all segments in flight one after the other."""
+    """Return the closed form, a function of `Inputs` (ranks, bytes, latency, bandwidth ...) that returns seconds, of a
+    vector sent `rounds_of_tree` times (1: broadcast or reduce; 2: all-reduce) along a binomial tree, in k segments.
+
+    A new segment starts in each round; a rank that can send one message at a time sends those of a round in turn.
+    """
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""

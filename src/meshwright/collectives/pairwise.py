@@ -106,8 +106,9 @@ def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
 def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program of the pairwise reduce-scatter: blocks (1/n of the vector each) go directly to their owners.
 
-    Best for large vectors if all pairs are near. n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S
-    beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
+    (n-1) alpha + (n-1)/n S beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta
+    seconds.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -117,8 +118,9 @@ def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program of the pairwise all-gather: blocks (1/n of the vector each) go directly from their owners to
     all ranks.
 
-    Best for large vectors if all pairs are near. n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S
-    beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
+    (n-1) alpha + (n-1)/n S beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta
+    seconds.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))

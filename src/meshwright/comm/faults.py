@@ -91,8 +91,8 @@ class Faults(Generic[AxisType]):
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
         """Return (axis over which to make a call, True if the ranks' data are to be shifted cyclically by one rank).
 
-        The result is (`axis`, False) unless `fault` is a "wrong group" for this axis. ordered: True if the call's
-        result depends on the order of ranks.
+        The result is (`axis`, False) unless `fault` is a "wrong group" (call over other ranks) for this axis. ordered:
+        True if the call's result depends on the order of ranks.
         """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False

@@ -20,7 +20,8 @@ class Handle:
 
     works: torch.distributed work handles of the call's transfers. what: function that returns two texts for an error
         message: which rank waits for which, and in which call. timeout: limit of one wait (None: the backend's).
-        communicator, call: the recorder in which the call is recorded, and its number there.
+        communicator: owner of the flight recorder that has recorded the call under the number `call`; None: not
+        recorded.
     """
 
     __slots__ = ("_call", "_communicator", "_error", "_finishers", "_timeout", "_what", "_works")

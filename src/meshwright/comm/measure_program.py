@@ -236,19 +236,22 @@ def _view_rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tens
 
 
 def _all_reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's all_reduce on the vector in place and return it."""
+    """Run torch.distributed's all_reduce on the vector in place and return it. e: prepared program, whose process group
+    is used."""
     dist.all_reduce(vector, op=_get_reduce_op(e), group=e.group)
     return _divide_if_mean(e, vector)
 
 
 def _reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's reduce to the root in place and return the vector."""
+    """Run torch.distributed's reduce to the root in place and return the vector. e: prepared program, whose process
+    group and root are used."""
     dist.reduce(vector, group_dst=e.program.root, op=_get_reduce_op(e), group=e.group)
     return _divide_if_mean(e, vector)
 
 
 def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's reduce-scatter; return the vector with the result in this rank's share."""
+    """Run torch.distributed's reduce-scatter; return the vector with the result in this rank's share. e: prepared
+    program, whose process group is used."""
     share = torch.empty_like(_view_rank_share(e, vector))
     _native_reduce_scatter(share, vector, op=_get_reduce_op(e), group=e.group)
     _view_rank_share(e, vector).copy_(_divide_if_mean(e, share))
@@ -256,36 +259,42 @@ def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
 
 
 def _all_gather(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's all-gather of the ranks' shares into the vector."""
+    """Run torch.distributed's all-gather of the ranks' shares into `vector`, [elements], in which this rank's share is
+    already in place. e: prepared program, whose process group is used."""
     _native_all_gather(vector, _view_rank_share(e, vector).clone(), group=e.group)
 
 
 def _broadcast(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's broadcast from the root into the vector in place."""
+    """Run torch.distributed's broadcast from the root into the vector in place. e: prepared program, whose process
+    group and root are used."""
     dist.broadcast(vector, group_src=e.program.root, group=e.group)
 
 
 def _scatter(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's scatter of the root's vector; each rank receives its share in place."""
+    """Run torch.distributed's scatter of the root's vector; each rank receives its share in place. e: prepared program,
+    whose process group and root are used."""
     parts = list(vector.clone().view(e.program.ranks, -1)) if e.rank == e.program.root else None
     dist.scatter(_view_rank_share(e, vector), parts, group_src=e.program.root, group=e.group)
 
 
 def _gather(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's gather of the ranks' shares; the root receives all in its vector."""
+    """Run torch.distributed's gather of the ranks' shares; the root receives all in its vector. e: prepared program,
+    whose process group and root are used."""
     parts = list(vector.view(e.program.ranks, -1)) if e.rank == e.program.root else None
     dist.gather(_view_rank_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
 
 
 def _all_to_all(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's all_to_all_single on the vector and return the result as a new tensor."""
+    """Run torch.distributed's all_to_all_single on the vector and return the result as a new tensor. e: prepared
+    program, whose process group is used."""
     result = torch.empty_like(vector)
     dist.all_to_all_single(result, vector, group=e.group)
     return result
 
 
 def _send_receive(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's send on the root, and recv into the vector on the destination rank."""
+    """Run torch.distributed's send on the root, and recv into the vector on the destination rank. e: prepared program,
+    whose process group and root are used."""
     if e.rank == e.program.root:
         dist.send(vector, group_dst=_find_receiver(e), group=e.group)
     elif e.rank == _find_receiver(e):
@@ -293,7 +302,7 @@ def _send_receive(e: Executable, vector: torch.Tensor) -> None:
 
 
 def _barrier(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's barrier over the program's process group; the vector is unused."""
+    """Run torch.distributed's barrier over the process group of the prepared program `e`; the vector is unused."""
     dist.barrier(group=e.group)
 
 

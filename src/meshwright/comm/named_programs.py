@@ -103,8 +103,8 @@ class NamedPrograms:
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
         """Queue a run of a program and return its work handle at once.
 
-        run: function that runs the program on `tensor`. batched: True for NCCL: a run on a CUDA tensor is queued on a
-            CUDA stream instead of the communication thread.
+        run: function that runs the program on `tensor`, the operation's vector. batched: True for NCCL: a run on a CUDA
+        tensor is queued on a CUDA stream instead of the communication thread.
         """
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()

@@ -104,7 +104,8 @@ def reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]
 
 
 def _call_operator(name: str, x: torch.Tensor, axis: Axis, site: str, *arguments: int | list[int]) -> torch.Tensor:
-    """Call the custom operator `name` on `x` over `axis`; on an axis of size 1 return `x`.
+    """Call the custom operator `name`, such as "gather_from", on `x` over `axis` and return its result; on an axis of
+    size 1 return `x`.
 
     site: label of the calls in traces. arguments: further arguments of the operator, such as dims or sizes.
     """

@@ -23,8 +23,8 @@ def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return rank groups for the fault "wrong group": the ranks of axis `name` divided into other groups of the same
-    sizes.
+    """Return rank groups for the injected fault "wrong group" (a collective call made over other ranks): the ranks of
+    axis `name` divided into other groups of the same sizes; empty if there are none.
 
     A group has consecutive ranks or, where those would be the right groups, ranks of equal index in their right groups.
     alike: one value per rank; only ranks with equal values, and of one pipeline stage (unless the axis spans stages),

@@ -20,11 +20,11 @@ Result = torch.Tensor | tuple[torch.Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class WrongTensor:
-    """Tensor of an exercise that differs from one device's.
+    """Result tensor of an exercise that differs from that of the same computation on one device.
 
     name: its key in the returned dictionary. rank: first rank that holds wrong values; None: no rank holds some of the
-    elements. relative_error: ‖a - b‖ / ‖b‖; infinite if the shape is wrong or elements are missing. reason: text for
-    the user.
+    elements. relative_error: ‖a - b‖ / ‖b‖ of the ranks' tensor a and the single device's b; infinite if the shape is
+    wrong or elements are missing. reason: text for the user.
     """
 
     name: str

@@ -89,7 +89,8 @@ class ProcessState:
         return state
 
     def save(self) -> None:
-        """Store this rank's state from that of the process, after the rank has run."""
+        """Copy the process-wide state (torch.distributed's world, `__main__`, the script's modules, default dtype,
+        random states, mesh axes and call records) into this object, after its rank has run."""
         self.world = c10d._world
         self.main, self.arguments = sys.modules["__main__"], sys.argv
         if self.directory:

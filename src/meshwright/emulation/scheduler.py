@@ -130,8 +130,9 @@ class Scheduler:
         return rank
 
     def wait(self, ready: Callable[[], bool], describe: Callable[[], str], polled: bool = False) -> None:
-        """Let the other ranks run until `ready()` is True; called by the running rank. ready, describe, polled: as in
-        `Wait`. Raises RankStopped if another rank failed meanwhile."""
+        """Let the other ranks run until `ready()` is True; called by the running rank. describe: returns text on what
+        the rank waits for, such as "recv from rank 1", for the deadlock report. polled: True if the program polls (asks
+        again and again) instead of blocking. Raises RankStopped if another rank failed meanwhile."""
         rank = self.current()
         self.check_stopped()
         if not ready():

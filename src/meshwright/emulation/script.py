@@ -238,8 +238,8 @@ class ScriptEnded(MeshwrightError):
 def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
     """Return (text, rank, exit code) for the report of a failed run.
 
-    failure: first error recorded on the ranks; None: none was recorded, rank is None. error: exception that ended the
-    run. text: one line or report for an error that the emulation raises, else the traceback of the rank.
+    failure: first error of any rank; None: none was recorded, and the returned rank is None. error: exception that
+    ended the run. text: one line or report for an error that the emulation raises, else the traceback of the rank.
     """
     if failure is None:
         return str(error), None, 1

@@ -94,7 +94,9 @@ class StreamBoard(Board):
         return self.streams[self.scheduler.current().index]
 
     def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
-        """Post this rank's part in a collective call; arguments and errors as of `Board.join`."""
+        """Post this rank's part in a collective call of `group` as a kernel on its stream; return the handle.
+        operation: such as "all_reduce". part: this rank's tensors. op: name of the reduction. root: rank in the group.
+        Raises EmulationFailed if another rank of the group makes another call, or one of another shape."""
         written = () if operation == "broadcast" and group.rank() == root else part.outputs
         kernel = self._make_kernel(operation)
         self._hold(kernel, part, written)
@@ -103,7 +105,8 @@ class StreamBoard(Board):
         return self._enqueue(group, kernel)
 
     def send(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
-        """Post a message, alone or in the group that is being posted; arguments as of `Board.send`."""
+        """Post a message to the rank at index `peer` of `group`, alone or with the messages that are being posted
+        together; return the handle. part: with the tensor to send. tag: must equal the receiver's."""
         return self._post_message(group, part, partial(super().send, group, part, peer, tag))
 
     def receive(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
@@ -130,7 +133,8 @@ class StreamBoard(Board):
         return work if kernel is self._group else self._enqueue(group, kernel)
 
     def _make_kernel(self, operation: str) -> _Kernel:
-        """Return a new kernel of the running rank, some of whose earlier ones may end now."""
+        """Return a new simulated kernel of the running rank, labelled `operation` (text for error messages). As a side
+        effect, ends a random number of the rank's earlier kernels whose messages all ranks have posted."""
         rank = self.scheduler.current()
         self.stream.host += self._random.expovariate(1.0)
         for (owner, _), queue in list(self._queues.items()):
@@ -140,7 +144,8 @@ class StreamBoard(Board):
 
     @unseen_by_modes()
     def _hold(self, kernel: _Kernel, part: Part, written: Tensors) -> None:
-        """Add a call's tensors to those that `kernel` uses: copy what it reads, poison what it writes."""
+        """Add a call's tensors to those that `kernel` uses: copy what it reads, poison what it writes. part: this
+        rank's tensors in the call. written: the output tensors."""
         reads, part.inputs = part.inputs, [each.detach().clone() for each in part.inputs]
         places = {_find_place(each) for each in written}
         kept = {_find_place(each) for each in reads} if len(written) > 1 else set()
@@ -229,7 +234,8 @@ class StreamRanks(EmulatedRanks):
         return StreamBoard(self.scheduler, self.seed)
 
     def _install(self, stack: contextlib.ExitStack) -> None:
-        """Give `comm` and the checkpoints the streams, too."""
+        """Patch torch.distributed and Python as the base class does, and make `comm` and the checkpoint code use the
+        simulated streams; closing `stack` undoes it."""
         super()._install(stack)
         copy = torch.Tensor.copy_
 

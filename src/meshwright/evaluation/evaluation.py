@@ -220,11 +220,8 @@ def prepare_held_out(
 
 
 def _count_lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
-    """Return the number of documents whose text changes when it is encoded to tokens and decoded again.
-
-    prepared: prepared data, from which the tokenizer is taken. tokens: the evaluated split, from which the original
-    texts are read.
-    """
+    """Return the number of documents whose text changes when it is encoded to tokens and decoded again. prepared: gives
+    the tokenizer. tokens: the evaluated split, whose original texts are read."""
     tokenizer, lossy = prepared.tokenizer, 0
     for texts in _batch_texts(tokens.iterate_texts(), 256):
         encoded = tokenizer.encode(texts)

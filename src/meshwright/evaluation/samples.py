@@ -36,8 +36,8 @@ def generate_samples(
     empty list for a run of a user's own module.
 
     prompts: texts to continue (user messages if the run trained on records); by default the beginnings of validation
-        documents, or the prompts of validation examples. count: number of these, None: `COUNT`, if the weights have at
-        most `LARGEST_BYTES`. log: called with a line for each damaged checkpoint. `UserError` where there is no
+        documents, or the prompts of validation examples. count: number of these; None: 3, or `UserError` if the weights
+        are larger than 2 GiB. log: called with a line for each damaged checkpoint. `UserError` where there is no
         checkpoint, no prompt, or the model cannot generate.
     """
     recipe = load_recipe(run_directory / RECIPE)

@@ -191,9 +191,9 @@ class _Divergence:
         """Predict the group's next call from its repeating pattern of calls; return its signature (operation, site,
         dtype and shape): the one that followed the longest earlier run equal to the latest calls.
 
-        The history consists of the calls that all ranks of the group made alike, followed by `then`, further signatures
-        to assume. among: allowed results (None: all). None if there is no earlier run, or two equally long runs
-        continue differently.
+        The history consists of the calls that all ranks of the group made alike (those before the differing one),
+        followed by `then`, further signatures assumed to have been made. among: signatures that may be returned (None:
+        all). None if there is no earlier run, or two equally long runs continue differently.
         """
         history = [*self._list_common_calls(), *then]
         best, follower = 0, None

@@ -70,7 +70,8 @@ class Work:
         self.steps.append(Table(title, tuple(head), cells))
 
     def figure(self, name: str, caption: str, draw: Callable[[], Markup], drawing: str = "") -> None:
-        """Append a `Figure` with these fields to the steps."""
+        """Append a `Figure` to the steps. name: its file in docs/pictures without ".svg". caption: line below it. draw:
+        function that returns it as SVG. drawing: text version for a terminal, empty if there is none."""
         self.steps.append(Figure(name, caption, draw, drawing))
 
     def result(self, name: str, value: float) -> None:

@@ -15,8 +15,8 @@ from meshwright.spec.presets import preset
 
 
 def _name_training_code(work: Work, files: str, more: str = "") -> None:
-    """Append to `work` a sentence that names the source files whose training code computes what this example computed
-    with NumPy.
+    """Append to the page `work` a sentence that names the source files whose training code computes what this example
+    computed with NumPy.
 
     files: paths relative to the package, joined as text: "model/loss.py and model/experts.py". more: end of the
     sentence.

@@ -78,7 +78,7 @@ def compute_version(compiler: str, instruction_set: str) -> str:
 
 def build(instruction_set: str) -> tuple[Path, str] | None:
     """Return (path, version) of the compiled library for `instruction_set`, compiling it unless the cache holds an
-    undamaged one; None if there is no compiler that can build it."""
+    undamaged one; None if there is no compiler that can build it. version: hash of sources, compiler and flags."""
     compiler = find_compiler()
     if compiler is None:
         return None
@@ -106,7 +106,7 @@ def _is_intact(library: Path) -> bool:
 
 
 def _checksum_path(library: Path) -> Path:
-    """Return the path of the file beside `library` that has its sha256."""
+    """Return the path of the file beside `library` that contains the library's SHA-256."""
     return library.with_suffix(".sha256")
 
 

@@ -133,14 +133,14 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`, a block or a part of one, in subclasses with checkpointing of its operators.
-        compile_options: compile it by torch.compile with these options; None: run it eagerly. around: wrapper applied
-        to the compiled function."""
+        """Return `function`, a block or a part of one; subclasses add checkpointing of its operators. compile_options:
+        options with which torch.compile compiles it; None: it runs eagerly. around: wrapper applied to the compiled
+        function."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_block(self, function: Function) -> Function:
-        """Return `function`, which runs a block made of wrapped parts, in subclasses with checkpointing of the whole
-        block."""
+        """Return `function`, which runs a block made of functions that `wrap` returned; subclasses may checkpoint the
+        whole block."""
         return function
 
 

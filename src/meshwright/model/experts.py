@@ -107,7 +107,8 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.experts, **options)) if config.router_bias else None
 
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
-        """Return the score of each expert for each token, [T, E], positive, in float32 or float64. `product`: x Wᵀ."""
+        """Return the score of each expert for each token, [T, E], positive, in float32 or float64. `product`: function
+        of (x, W) that computes x Wᵀ."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
             return product(x_TH.to(wide), self.weight.to(wide)).sigmoid()

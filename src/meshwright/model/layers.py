@@ -36,8 +36,8 @@ class Linear(nn.Module):
 
 
 class RowParallelLinear(Linear):
-    """Row-parallel linear layer: its product is summed over the tensor-parallel ranks of `tensor` before the bias is
-    added. `x`, `y`: this rank's input size, and output size. `site`: label of the call in traces."""
+    """Row-parallel linear layer: its product is summed over the ranks of the mesh axis `tensor` (tensor parallelism)
+    before the bias is added. `x`: input size on this rank; `y`: output size. `site`: label of the call in traces."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
@@ -125,10 +125,9 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Embedding table [rows, hidden]: one row for each ID. Its gradient is summed in float32 or float64.
-
-    With `tensor` the table is vocabulary-parallel: each rank holds a slice and returns zeros for IDs outside it.
-    """
+    """Embedding table [rows, hidden]: one row for each ID. Its gradient is summed in float32 or float64. With `tensor`
+    (operations of tensor parallelism) the table is vocabulary-parallel: each rank holds a slice and returns zeros for
+    IDs outside it."""
 
     def __init__(self, rows: int, hidden: int, tensor: TensorOperations | None, **options: Any) -> None:
         super().__init__()

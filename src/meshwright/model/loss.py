@@ -89,7 +89,9 @@ class _CrossEntropy(torch.autograd.Function):
         head: OutputHead,
         mode: _Mode,
     ) -> torch.Tensor:
-        """Return the loss (nats): summed, a scalar, or that of each token, [T]."""
+        """Return the loss (nats): summed, a scalar, or that of each token, [T]. `targets_T`: token IDs, -100: ignored.
+        `head`: vocabulary slice and tensor parallelism of the output head; `mode`: result, and how backward gets the
+        gradients."""
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
@@ -189,8 +191,9 @@ def _recompute_gradients(
 
 
 class _Chunk:
-    """Logits, losses (nats) and logit gradients of one chunk of tokens. `tokens`: its slice of all tokens. `known_2C`:
-    log-sum-exp and target logit from the forward pass; without them they are computed, and all-reduced over tp."""
+    """Logits, losses (nats) and logit gradients of one chunk of C tokens. `tokens`: slice object, the chunk's part of
+    all tokens. `known_2C`: [2, C], log-sum-exp and target logit of each token from the forward pass; None: they are
+    computed, and all-reduced over tp."""
 
     def __init__(
         self,
@@ -216,7 +219,8 @@ class _Chunk:
         self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
 
     def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's log-sum-exp and its target's logit over the whole vocabulary, [C] each."""
+        """Return each token's log-sum-exp and its target's logit over the whole vocabulary, [C] each. `tensor`:
+        operations of tensor parallelism, by which they are all-reduced."""
         logits_CV = self._logits_CV
         parts = [self._statistics(logits_CV[part]) for part in self._token_slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))

@@ -30,8 +30,8 @@ class Pairs:
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None) -> Pairs:
         """Return the pairs in sequences given by one document number per token, [B, S]: of numbers 0, 0, 1, 2, 3, 3, 4
-        documents 0 and 1 are a pair, so are 2 and 3, and 4 is padding. `most`: P, where other batches have more pairs
-        per sequence."""
+        documents 0 and 1 are a pair, so are 2 and 3, and 4 is padding. `most`: number of pairs per sequence for which
+        the tensors have room; None: that of these sequences."""
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]

@@ -52,7 +52,9 @@ class Block(nn.Module):
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the block's output [B, S, H] and the load-balancing loss of its mixture of experts (None without one
-        or without `counted_B`, the number of targets of each sequence). Other arguments as in `Attention.forward`."""
+        or without `counted_B`, the number of targets of each sequence). `rotation`: cosine and sine of each token's
+        position, [B or 1, 1, S, D/2] each; `visible`: attention mask, None: plain causal; `cache`: KV cache whose layer
+        `layer` is extended."""
         x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
             return x_BSH + self.mlp(normed_BSH), None
@@ -68,7 +70,8 @@ class Block(nn.Module):
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S, H] each. `rotation`: cosine and
-        sine of each token's position; `visible`: attention mask; `cache`: KV cache whose layer `layer` is extended."""
+        sine of each token's position, None with learned positions; `visible`: attention mask, None: plain causal;
+        `cache`: KV cache whose layer `layer` is extended."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
         return x_BSH, self.mlp_norm(x_BSH)
 
@@ -245,7 +248,9 @@ class Transformer(nn.Module):
         cache: AttentionCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the next-token logits, [B, S, V], in the model's dtype. Arguments as in `hidden`."""
+        """Return the next-token logits, [B, S, V], in the model's dtype. `documents`: boundaries in packed sequences;
+        `cache`: KV cache, whose tokens precede these; `positions` [B, S]: position IDs, None: counted within each
+        document, or from the cached tokens on."""
         return self.scores(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
 
     def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
@@ -349,9 +354,10 @@ class Transformer(nn.Module):
 def _compile_around_dispatch(
     run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return a function that runs a block: of blocks with expert parallelism the part before the mixture (`attend`) is
-    compiled and the `mixture` is not, other blocks go to `run_dense`. A graph break inside a checkpoint would leave the
-    whole block uncompiled."""
+    """Return a function that runs a transformer block, given (block, x, rotation, visible, counted_B) as
+    `Block.forward`. With experts it calls `attend` (the part before them, compiled) and then `mixture` (the experts,
+    not compiled, as their token exchange cannot be); other blocks run in `run_dense`. A graph break inside a checkpoint
+    would leave the whole block uncompiled."""
 
     def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run any block; arguments and result as in `Block.forward`."""

@@ -32,7 +32,7 @@ class ProcessMemory:
 
     @property
     def peak(self) -> int:
-        """Peak resident set in bytes: the sum of the items."""
+        """Predicted peak resident set in bytes: the sum over `items` (libraries, model states ...)."""
         return sum(self.items.values())
 
 
@@ -40,10 +40,10 @@ class ProcessMemory:
 class Prediction:
     """Predicted memory, step time and traffic of rank 0; None for what could not be predicted.
 
-    memory: peak tensor memory in bytes by ledger category, with "peak", the sum of all categories but "framework" and
-    "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh axis. machine: the
-    hardware profile. compiled: True if blocks run under torch.compile. notes: further console lines. process: peak RSS
-    by item, for CPUs only.
+    memory: peak tensor memory in bytes by category ("parameters" ...), with "peak", the sum of all categories but
+    "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh axis.
+    machine: the hardware profile. compiled: True if blocks run under torch.compile. notes: further console lines.
+    process: peak RSS by item, for CPUs only.
     """
 
     memory: Mapping[str, int] | None
@@ -215,8 +215,8 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _expected_peak(memory: Mapping[str, int]) -> int:
-    """Return the predicted peak of the tensor allocator in bytes: the ledger's peak plus the bytes by which finished
-    runs exceeded their predictions ("unexplained"). memory: predicted bytes by category."""
+    """Return the predicted peak of the tensor allocator in bytes: the predicted tensor bytes ("peak") plus the bytes by
+    which finished runs exceeded their predictions ("unexplained"). memory: predicted bytes by category."""
     return memory["peak"] + memory["unexplained"]
 
 

@@ -214,7 +214,8 @@ class _NamedCompute:
         self.buffer = compute.buffer
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run a compute step, as `Compute.run` says, and record its span."""
+        """Run a compute step of `kind` for `key` (stage, replica, micro-batch) and record its span. x, result:
+        activation or gradient from and to other stages, as in `Compute.run`."""
         with self._around(kind, *key):
             return self._compute.run(kind, key, x)
 

@@ -96,7 +96,8 @@ def _format_page(
 
 
 def _recipe_parts(recipe: str) -> list[Markup]:
-    """Return the section on a recipe: the keys that differ from the defaults, and the whole text folded."""
+    """Return the report's section on a recipe (TOML text): the keys that differ from the defaults, and the whole text
+    folded."""
     whole = element("pre", recipe)
     if (keys := differing_from_defaults(recipe)) is None:
         return [whole]

@@ -19,7 +19,8 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def work_unit(lines: Lines) -> str:
-    """Return the unit that throughput counts: "tokens", or "samples" for a user's own module."""
+    """Return the unit that throughput counts: "tokens", or "samples" for a user's own module. lines: step lines of
+    metrics.jsonl."""
     return "tokens" if "tokens_per_second" in lines[0] else "samples"
 
 
@@ -76,7 +77,8 @@ def _loss_unit(work: str) -> str:
 
 
 def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str, float]]:
-    """Return (title, key of metrics.jsonl, unit, factor to that unit) of the charts with one curve for each run."""
+    """Return (title, key of metrics.jsonl, unit, factor to that unit) of the charts with one curve for each run. runs:
+    step lines of metrics.jsonl of each run; work: unit of throughput, "tokens" or "samples"."""
     largest = max((line["memory_gib"] for lines in runs for line in lines), default=0.0)
     memory = ("GiB", 1.0) if largest >= 1.0 else ("MiB", 1024.0)
     return [
@@ -88,7 +90,8 @@ def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str
 
 
 def select(lines: Lines, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
-    """Return the points (step, value times `scale`) of a key, without steps that lack a finite value."""
+    """Return the points (step, value times `scale`) of a key of metrics.jsonl, without steps that lack a finite value.
+    lines: the file's lines about steps."""
     return [(line["step"], scale * line[key]) for line in lines if line.get(key) is not None]
 
 
@@ -103,8 +106,9 @@ def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> list[t
 
 
 def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False, legend: bool = False) -> Markup:
-    """Return a line chart over the training steps as SVG markup, with values on hover. unit: of the values, for the
-    axis title; from_zero: the y axis begins at 0; legend: names a single curve, too."""
+    """Return a line chart over the training steps as SVG markup, with values on hover. series: curves, each with its
+    name and (step, value) points; unit: of the values, for the axis title; from_zero: the y axis begins at 0; legend:
+    names a single curve, too."""
     points = [point for one in series for point in one.points]
     if not points:
         return paragraph("No finite values.")

@@ -72,7 +72,7 @@ def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 
 class ContextParallel(ContextOperations):
-    """Base class of ring and Ulysses attention on the cp ranks of `axis`."""
+    """Base class of ring and Ulysses attention; `axis`: the mesh axis cp, over whose ranks each sequence is split."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.size = axis, axis.size
@@ -84,7 +84,8 @@ class ContextParallel(ContextOperations):
 
 
 class RingAttention(ContextParallel):
-    """Ring attention over zig-zag chunks of each sequence."""
+    """Ring attention: each rank of cp holds two chunks of each sequence (zig-zag), and KV blocks are passed around the
+    ring."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
@@ -165,7 +166,9 @@ def _add_span(
     span: Span,
 ) -> None:
     """Compute the attention of a span's queries over its keys and merge it, in place, into the output so far
-    `out_BKGCD` and its log-sum-exp `log_sum_BKGC`. `first_BC`: first visible sequence index of each query; None: 0."""
+    `out_BKGCD` and its log-sum-exp `log_sum_BKGC`. `span`: a range of queries and a range of keys. `first_BC`: first
+    visible sequence index of each query; None: 0. Dims: K key-value heads, G query heads of each, C tokens on this
+    rank, D head size."""
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         wide_k_PCD = k_PCD.to(out_BKGCD.dtype)
@@ -188,7 +191,8 @@ def _add_span_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute `_add_span` with PyTorch's flash attention, which supports no mask but the causal one."""
+    """Compute `_add_span`, in place, with PyTorch's flash attention, which supports no mask but the causal one. `span`:
+    a range of queries and a range of keys."""
     part = q_BKGCD[..., span.queries, :]
     q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
     o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
@@ -225,8 +229,9 @@ def _add_span_gradients(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Add the gradients of a span's attention in place: of its queries to `dq_BKGCD`, of its keys and values to
-    `d_keys_values` [2, B, K, C, D]. `saved`: this rank's queries, outputs and output gradients."""
+    """Add the gradients of a span's attention (a range of queries over a range of keys) in place: of its queries to
+    `dq_BKGCD`, of its keys and values to `d_keys_values` [2, B, K, C, D]. `saved`: this rank's queries, outputs and
+    output gradients."""
     dtype, scale = saved.q.dtype, 1.0 / math.sqrt(saved.q.shape[-1])
     for rows, heads, tiles in cut_tiles(saved.q, span, saved.first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
@@ -257,7 +262,8 @@ def _add_span_gradients_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute `_add_span_gradients` with PyTorch's flash attention, given output and log-sum-exp over all keys."""
+    """Compute `_add_span_gradients`, in place, with PyTorch's flash attention, given output and log-sum-exp over all
+    keys in `saved`. `span`: a range of queries and a range of keys."""
     q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
     log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
@@ -288,7 +294,8 @@ def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, .
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape [sequences, heads, G, X] to [sequences x heads, G x X, 1] as `flatten_heads` does."""
+    """Reshape [sequences, heads, G, X] to the column [sequences x heads, G x X, 1] (G query heads per key-value head, X
+    queries), one row for each row of `flatten_heads`."""
     return flatten_heads(x[..., None])
 
 

@@ -75,8 +75,8 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class EntrySlice:
-    """Slice of a parameter entry in a flat buffer: the buffer elements [offset, offset + numel) are the elements
-    [begin, begin + numel) of the flattened entry, or of its `columns` alone.
+    """Slice of a parameter entry (one tensor of a checkpoint) in a flat buffer: the buffer elements [offset, offset +
+    numel) are the elements [begin, begin + numel) of the flattened entry, or of its `columns` alone.
 
     `copies`: number of neighbouring tp ranks that hold the same slice; `partial`: True if each of them has a partial
     gradient, to be summed over tp.
@@ -97,8 +97,8 @@ class EntrySlice:
 
 
 class PlacedTensor(NamedTuple):
-    """Engine tensor in a flat buffer. `offset`: of its first element, in elements from the buffer's start; `shape`:
-    shape of this rank's tp or ep shard of it."""
+    """Engine tensor (a parameter as the model in memory has it, such as fused qkv) in a flat buffer. `offset`: of its
+    first element, in elements from the buffer's start; `shape`: shape of this rank's tp or ep shard of it."""
 
     tensor: EngineTensor
     offset: int
@@ -145,8 +145,8 @@ class FlatLayout:
         return ranges
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of an unsharded flat buffer [padded]: the engine tensors in the order of `tensors`, in this
-        rank's shapes."""
+        """Return views of an unsharded flat buffer [padded]: the model's parameters as it uses them (such as fused
+        qkv), in the order of `tensors` and in this rank's shapes."""
         return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
@@ -223,8 +223,9 @@ def flat_layout(
 def _entry_slices(
     table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[EntrySlice]:
-    """Return the slices of a parameter entry in this rank's shard of its engine tensor; `placed`: the tensor's position
-    in the flat buffer."""
+    """Return the slices of a parameter entry (one tensor of a checkpoint) in this rank's shard of the engine tensor,
+    such as fused qkv, that contains it. `coordinates`: {axis: position} of this rank in `layout`; `placed`: position of
+    the engine tensor in the flat buffer."""
     copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
     for box in table.local_slices(entry, layout, coordinates):

@@ -92,8 +92,9 @@ class _Step:
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """One send or receive between pipeline ranks. value: the activation or gradient; peer: the other pipeline rank;
-    arrives: True for a receive, False for a send; enters: key of the step whose input, or input gradient, the value
-    is; site, name: labels in traces and error messages."""
+    arrives: True for a receive, False for a send; enters: key (stage, replica, micro-batch) of the forward that has the
+    activation as input, or, for a gradient, of the forward to whose input the gradient belongs; site, name: labels in
+    traces and error messages."""
 
     value: Value
     peer: int
@@ -112,8 +113,8 @@ class _Group:
 
 
 class Pipeline:
-    """Executor of a pipeline program on this rank of `axis` (pp). Transfers are inserted where the program has none,
-    and the program is checked.
+    """Executor of a pipeline program on this rank of the mesh axis `axis` (pp). Transfers are inserted where the
+    program has none, and the program is checked.
 
     Raises ProgramError for an invalid program.
     """

@@ -76,9 +76,9 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`, a block or a part of one, with checkpointing of its operators. compile_options: options
-        with which torch.compile compiles it; None: it runs eagerly. around: wrapper applied to the compiled
-        function."""
+        """Return `function`, a block or a part of one, with selective checkpointing of its operators as `kind` says
+        ("full" is applied by `wrap_block` instead). compile_options: options with which torch.compile compiles it;
+        None: it runs eagerly. around: wrapper applied to the compiled function."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:

@@ -173,24 +173,24 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: its view for each engine
-    tensor; `stale`: indices of views whose old values must be overwritten instead of added to."""
+    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: its view for each parameter of
+    the model, in their shapes; `stale`: indices of views whose old values must be overwritten instead of added to."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     stale: set[int] = field(default_factory=set)
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
-        """Return the view of the engine tensor with this index, and True if the caller must overwrite its values
-        instead of adding to them; afterwards the view counts as written."""
+        """Return the view of the gradient of the unit's parameter number `index`, and True if the caller must overwrite
+        its values instead of adding to them; afterwards the view counts as written."""
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
 
 
 class GradientReducer:
-    """Reduces the gradients of a rank's FSDP units (by name) over ranks, each as soon as backward has completed it.
-    `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
+    """Reduces the gradients of a rank's FSDP units (`units`, by name) over ranks, each as soon as backward has
+    completed it. `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool

@@ -207,9 +207,9 @@ class ZeroEngine:
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Return slices of other optimizer state, cut like those of `master_slices`. `kind`: their label, such as
-        "exp_avg". `tensors`: 1-D, one per shard, as long as its master weights. `owned`: True for the slices that this
-        rank writes to a checkpoint, False for all that it must read."""
+        """Return slices of optimizer state other than the master weights, cut like those of `master_slices`. `kind`:
+        their label, such as "exp_avg". `tensors`: 1-D, one per shard, as long as its master weights. `owned`: True for
+        the slices that this rank writes to a checkpoint, False for all that it must read."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self._units.values(), strict=True):

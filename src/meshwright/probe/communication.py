@@ -80,8 +80,8 @@ def choose_precision(mesh: Mesh) -> str:
 
 def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
     """Return a collective's duration in seconds: the median over batches of the slowest rank's time. by_rank: seconds
-    per call, [ranks][batches]; waits: those of them in which that rank waited for a core. Where one rank waited and the
-    others for it during most of a batch, other programs had the cores, and the waits of all ranks are left out."""
+    per call, [ranks][batches]. waits: seconds per call, of those in by_rank, in which the rank waited for a CPU core,
+    [ranks][batches]. If these waits, summed over ranks, exceed half of a batch's time, they are subtracted from it."""
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):
         slowest, lost = max(times), sum(waited)

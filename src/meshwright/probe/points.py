@@ -41,8 +41,8 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Memory traffic (read + written) in bytes: of one run of a pass; for a layer operation, of each of the device
-        kernels that it launches."""
+        """Memory traffic (read + written) in bytes: of one execution of an elementwise memory pass; for a layer
+        operation, of each single device kernel that it launches (an average)."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)

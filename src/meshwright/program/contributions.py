@@ -113,10 +113,10 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
-    """Return the slot moves of all local copies and combines, sorted by level and, within a level, copies before
-    combines.
+    """Return the slot moves of all local copies and combines (additions of a slot to another of the same rank), sorted
+    by level and, within a level, copies before combines.
 
-    order: dependency level of each group of the program.
+    order: dependency level of each group (steps that a rank posts together) of the program.
     """
     s, slots = program.steps, program.slots
     step = np.flatnonzero(s.has_kind(LOCAL))
@@ -138,7 +138,8 @@ def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMo
 
 
 class ContributionTracker:
-    """Symbolic execution of a collective program: tracks chunk and contributing ranks of every slot of every rank.
+    """Symbolic execution of a collective program: tracks chunk number and contributing ranks of every slot (buffer of
+    one chunk) of every rank.
 
     memory: contents of all slots after the moves that `run` has executed so far.
     """
@@ -198,8 +199,8 @@ class ContributionTracker:
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
         """Read the source slots of all moves, and perform the moves that overwrite their target slot in `memory`.
 
-        Returns the other moves, which are reductions, with the chunk numbers [moves] and contribution sets [moves,
-        words] that they have read.
+        Returns the other moves, which are reductions, with the chunk numbers [moves] and sets of contributing ranks
+        [moves, 64-bit words] that they have read.
         """
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # what overwrites stands before what reduces
@@ -207,10 +208,10 @@ class ContributionTracker:
         return moves.select(slice(reduces, None)), chunk[reduces:], sets[reduces:]
 
     def _apply_reductions(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Add contributions that the moves `moves` have read to their target slots; reductions into one slot run in
+        """Add the contributions that the moves `moves` have read to their target slots; reductions into one slot run in
         turn.
 
-        chunk: [moves], chunk numbers read. sets: [moves, words], sets of contributing ranks read.
+        chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read.
         """
         for turn in range(int(moves.turn.max(initial=-1)) + 1):
             turn = moves.turn == turn
@@ -220,10 +221,10 @@ class ContributionTracker:
                 self._accumulate(moves.select(turn), chunk[turn], sets[turn])
 
     def _accumulate(self, moves: SlotMoves, chunk: Chunks, sets: Sets) -> None:
-        """Add contributions to the target slots of `moves`, which are all different.
+        """Add contributions to the target slots of `moves`, no two of which have the same target.
 
-        chunk: [moves], chunk numbers read. sets: [moves, words], sets of contributing ranks read. Raises `ProgramError`
-            for an empty target, one with another chunk, or one that already has a contribution.
+        chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read. Raises
+        `ProgramError` for an empty target, one with another chunk, or one that already has a contribution.
         """
         there, held = self._chunk[moves.target], self._sets[moves.target]
         if self.program.operation != "barrier":  # hearing twice does no harm

@@ -191,27 +191,31 @@ class RankBuilder:
 
     def forward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the forward of micro-batch number `micro_batch` to the rank's steps. stage: None if the rank has one
-        stage of the replica."""
+        stage of the replica. replica: copy of the model, 0, or 1 for the second one of a bidirectional schedule."""
         self.add(_FORWARD, micro_batch, stage, replica)
 
     def backward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the full backward (input and weight gradients) of micro-batch number `micro_batch` to the rank's
-        steps. stage: None if the rank has one stage of the replica."""
+        steps. stage: None if the rank has one stage of the replica. replica: copy of the model, 0, or 1 for the second
+        one of a bidirectional schedule."""
         self.add(_BACKWARD, micro_batch, stage, replica)
 
     def input_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the input-gradient pass (B) of micro-batch number `micro_batch` to the rank's steps. stage: None if
-        the rank has one stage of the replica."""
+        the rank has one stage of the replica. replica: copy of the model, 0, or 1 for the second one of a bidirectional
+        schedule."""
         self.add(_INPUT_GRADIENT, micro_batch, stage, replica)
 
     def weight_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the weight-gradient pass (W) of micro-batch number `micro_batch` to the rank's steps. stage: None if
-        the rank has one stage of the replica."""
+        the rank has one stage of the replica. replica: copy of the model, 0, or 1 for the second one of a bidirectional
+        schedule."""
         self.add(_WEIGHT_GRADIENT, micro_batch, stage, replica)
 
     def update(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append an optimizer step on one stage, which applies the gradients of all micro-batches up to and including
-        `micro_batch`. stage: None if the rank has one stage of the replica."""
+        `micro_batch`. stage: None if the rank has one stage of the replica. replica: copy of the model, 0, or 1 for the
+        second one of a bidirectional schedule."""
         self.add(_UPDATE, micro_batch, stage, replica)
 
     def add(
@@ -224,7 +228,8 @@ class RankBuilder:
     ) -> None:
         """Append a step of kind `kind` (a `Kind`) on a micro-batch. component: a `Component`, 0 for a whole step.
 
-        stage: None if the rank has only one stage of the replica.
+        stage: None if the rank has only one stage of the replica. replica: copy of the model, 0, or 1 for the second
+        one of a bidirectional schedule.
         """
         if stage is None:
             (stage,) = self.stages[replica]

@@ -33,10 +33,13 @@ class CleanRecipe(Table):
 
     A document is dropped if shorter or longer than minimum_characters, maximum_characters (None: no limit), or if more
     than maximum_control_fraction of its characters are control characters, or more than maximum_repetition of its lines
-    repeat an earlier line of it. exact_duplicates, near_duplicates: drop them (the latter by MinHash). required_keys:
-    key -> type that every record must have. languages: ISO 639-1 codes to keep, empty: all. heuristics_on_code: apply
-    heuristics and languages to source code too. contamination_words: length of a word run that counts as shared with
-    evaluation_sets; maximum_contamination: fraction of a document's words in shared runs.
+    repeat an earlier line of it. exact_duplicates, near_duplicates: drop them (the latter by MinHash). encoding: of the
+    source files. required_keys: key -> type that every record must have. languages: ISO 639-1 codes to keep, empty:
+    all; minimum_language_probability: of the language identifier. heuristics: published rule sets that a document must
+    pass, such as "c4" or "gopher-quality"; heuristics_on_code: apply them and languages to source code too.
+    blocked_words: path of a file, one word or phrase a line; a document with one is dropped. contamination_words:
+    length of a word run that counts as shared with evaluation_sets; maximum_contamination: fraction of a document's
+    words in shared runs.
     """
 
     minimum_characters: Annotated[int, Size("characters", 0)] = 1

@@ -148,12 +148,15 @@ class ModelRecipe(Table):
 class TrainRecipe(Table):
     """[train]: steps, batch, objective, optimizer, learning-rate schedule, precision scaling, validation and profiling.
 
-    batch: sequences per optimizer step, over all ranks. learning_rate: peak value; minimum_learning_rate: fraction of
-    it at the end. warmup, decay: optimizer steps. clip: maximum global gradient norm, 0: off. validate_every: steps
-    between validations, 0: never; validation_sequences: sequences read each time. maximum_skipped: steps in a row that
-    may be skipped for a loss or gradient that is not finite. loss_scale: initial value for fp16, doubled after
-    `loss_scale_every` finite steps in a row. log_every: in steps. slow_rank_factor: report a rank slower than the
-    median rank by this factor. profile: steps to trace, "10" or "10:12" (inclusive).
+    batch: sequences per optimizer step, over all ranks. objective: None: "dpo" for preference records, else
+    "next-token". preference_beta, preference_smoothing: beta and label smoothing of DPO and IPO. momentum: of SGD only.
+    router_bias_rate: amount by which each step changes the biases that balance the load of experts. learning_rate: peak
+    value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps. clip: maximum global
+    gradient norm, 0: off. validate_every: steps between validations, 0: never; validation_sequences: sequences read
+    each time. maximum_skipped: steps in a row that may be skipped for a loss or gradient that is not finite.
+    loss_scale: initial value for fp16, doubled after `loss_scale_every` finite steps in a row. log_every: in steps.
+    slow_rank_factor: report a rank slower than the median rank by this factor. profile: steps to trace, "10" or "10:12"
+    (inclusive).
     """
 
     steps: Annotated[int, Size("steps")]

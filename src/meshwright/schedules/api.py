@@ -15,8 +15,8 @@ from meshwright.schedules.report import schedule as report_schedule
 class StepDurations(TypedDict, total=False):
     """Durations of one micro-batch, in any unit of time.
 
-    A number: on all stages of a rank together, equal on all ranks. A list of one value per rank: the same, by rank. A
-    list of one value per stage: of each stage. The length tells which; with one stage per rank both mean the same.
+    Each is a number: time of all stages of a rank together, equal on all ranks; or a list [ranks] of such times; or a
+    list [stages] with the time of each stage. The length tells which; with one stage per rank both mean the same.
 
     Attributes:
         forward: Forward pass; 1 unless given.

@@ -104,9 +104,9 @@ class ComponentDurations:
         """Convert to the `Durations` that `simulate_pipeline` takes, for steps that are whole and steps split into
         components.
 
-        The times of a whole forward and backward are sums over the components; an overlapped pair takes
-        `self.overlapped`. `parts`: [4, 4], fraction of each pass (forward, backward, input gradient, weight gradient)
-        that each component (attention, dispatch, MLP, combine) takes.
+        A whole forward or backward takes the sum over its components, an overlapped pair `self.overlapped`. The
+        result's `parts` [4, 4]: fraction of the time of each pass (rows: forward, backward, input gradient, weight
+        gradient) that each component (columns: attention, dispatch, MLP, combine) takes.
         """
         table = self.tabulate()
         whole = table.sum(axis=1)

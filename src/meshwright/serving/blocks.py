@@ -41,12 +41,12 @@ class BlockPool:
     held by none, its content found by hash until the block is needed; the least recently released one is evicted first.
 
     Methods identify a sequence (`holder`) by its age, a number that grows with each admission: the youngest has the
-    largest.
+    largest. A sequence has one block table or several (by sliding window), each given by its number (`table`).
 
     Attributes:
         size: Number of KV blocks.
-        owned: {(holder, block table): number of the table's blocks of which it is the youngest holder}; these become
-            available when it and all older sequences have ended.
+        owned: {(sequence, number of its block table): number of the table's blocks that no younger sequence holds};
+            these become available when the sequence and all older ones have ended.
         releases: Number of releases since the start, one for each block and holder.
     """
 

@@ -227,7 +227,9 @@ class Lowering:
         self._sum_over_ranks(partial, self.states, self._optional(linear, "bias"))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
-        """End the current segment with an all-reduce of `partial` over tp (see `Segment`); do nothing without tp."""
+        """End the current segment with an all-reduce of `partial` [T, H] over tp, after which `bias` [H] is added and
+        the result added to `residual` [T, H] (None: written back to `partial`). Does nothing without tp, where the
+        operations before it have added both."""
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 

@@ -210,7 +210,8 @@ class Replica:
         return self.speed.predict(self.report.get("tokens", 0), self.report.get("context", 0))
 
     def _work_left(self, stream: Stream) -> Work:
-        """Return the remaining work of a request that is already generating."""
+        """Return the remaining work of a generating request, in tokens: 0 of the prompt, the expected rest of the
+        answer, and those in the KV cache (context)."""
         done = len(stream.tokens)
         return Work(0, self._expect(stream.request, done) - done, len(stream.request.tokens) + done)
 

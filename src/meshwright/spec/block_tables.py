@@ -34,7 +34,8 @@ _BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of eq
 
 @dataclass(frozen=True, slots=True)
 class BlockTables:
-    """Layers of each block table of a model.
+    """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups): layers of one
+    sliding window share a table, and a sequence has a list of KV blocks in each table.
 
     Attributes:
         windows: Sliding window of each block table's layers in tokens; None: none.
@@ -48,7 +49,7 @@ class BlockTables:
 
 
 def serving_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """Return the pipeline stages of a server of `count` stages."""
+    """Return the pipeline stages into which a server of `count` stages cuts the model."""
     return stages_of(config, count, min(_BALANCED_FOR, config.max_positions))
 
 
@@ -64,8 +65,9 @@ def first_in_window(tokens: int, window: int | None) -> int:
 
 
 def most_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[int, ...]:
-    """Return for each block table the most KV blocks that a sequence of `tokens` tokens holds at once, if a step
-    computes at most `chunk` of them: with a window those that a chunk and the window before it can overlap."""
+    """Return for each block table (a sequence's list of KV blocks for the layers of one window) the most KV blocks that
+    a sequence of `tokens` tokens holds at once, if a step computes at most `chunk` of them: with a window those that a
+    chunk and the window before it can overlap. windows: sliding window of each table in tokens, None without."""
     blocks = count_blocks(tokens)
     return tuple(
         blocks if window is None else min(blocks, (window + chunk - 3) // BLOCK_TOKENS + 2) for window in windows
@@ -73,15 +75,17 @@ def most_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[i
 
 
 def most_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
-    """Return the most tokens of a sequence, up to `limit`, whose held blocks are at most `blocks` in all tables
-    together. windows, chunk: as in `most_held`."""
+    """Return the most tokens of a sequence, up to `limit`, whose KV blocks are at most `blocks` in all block tables
+    together. windows: sliding window of each block table in tokens, None without. chunk: maximum tokens that a step
+    computes."""
     return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(most_held(tokens, windows, chunk)))
 
 
 @lru_cache(maxsize=64)
 def block_tables(config: ModelConfig, stages: int) -> BlockTables:
-    """Return the block tables of a model that is served in `stages` pipeline stages: among those with 1 to 8 tables the
-    ones in which a sequence of all the model's positions ends with the fewest bytes, then the fewest tables."""
+    """Return the block tables (assignment of layers to tables of the paged KV cache) of a model that is served in
+    `stages` pipeline stages: among those with 1 to 8 tables the ones in which a sequence of all the model's positions
+    ends with the fewest bytes, then the fewest tables."""
     counts = Counter(config.layer_window(layer) for layer in range(config.layers))
     longest = None if None in counts else max(window for window in counts if window is not None)
     shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}

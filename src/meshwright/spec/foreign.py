@@ -37,7 +37,7 @@ class KeptValue(NamedTuple):
 
 
 class ModulePartition(Partition):
-    """The pipeline partition of a foreign module: a single stage."""
+    """Pipeline partition of a user's own module: a single stage."""
 
     @classmethod
     def whole(cls, table: ParameterTable) -> ModulePartition:
@@ -95,7 +95,7 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
 
 
 def _foreign_tensor(parameter: ForeignParameter) -> EngineTensor:
-    """Return the engine tensor of a foreign parameter: one entry, replicated over tp."""
+    """Return the engine tensor of a parameter of a user's module: one entry, replicated over tp."""
     entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
     return EngineTensor(parameter.name, parameter.unit, (entry,))
 

@@ -172,8 +172,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How mesh axes shard a parameter entry: the fields of `ParameterEntry` of the same names (`blocks` default: the
-    whole dim)."""
+    """How mesh axes shard a parameter entry. split: {axis: dim} that is sharded. blocks: sizes along that dim of the
+    blocks sharded one by one (empty: the whole dim). granularity: shard boundaries are multiples of it. remainder: what
+    happens if tp does not divide the dim. partial: why tp ranks with equal values have partial gradients, None if they
+    have not."""
 
     split: Mapping[SplitAxis, int] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
@@ -321,7 +323,8 @@ class _Builder:
 
     def norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
         """Append a norm's weight [size] (default: hidden) at `place` and, if the model has norm biases, its bias.
-        `cut`: why their gradients are partial over tp."""
+        `cut`: its sharding; by default replicated, with gradients that are partial over tp under sequence parallelism.
+        """
         # Gemma 2 multiplies by 1 + weight.
         ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
         shape = (size or self.config.hidden,)

@@ -266,8 +266,9 @@ def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where
     """Parse the labels or spans in one row of an annotation tool; return a frozenset of label names or a tuple of
     `Span`.
 
-    row: the row, with the annotated "text". task: "classify" (labels) or "spans". said: the row's JSON list of labels
-    or spans. sides: prompt and response of the annotated record. where: position of the row, for the `UserError`.
+    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". said: the
+    row's JSON list of labels or spans. sides: prompt and response of the annotated record. where: position of the row,
+    for the `UserError`.
     """
     if task == "classify":
         if not all(isinstance(label, str) for label in said):

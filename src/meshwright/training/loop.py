@@ -149,7 +149,7 @@ class Run:
     ) -> StepRecord:
         """Return the log record of the step just done. outcome: its loss, norm and flags; seconds: its duration without
         validation; validation: result of a validation after it, None without one; profiled: True if the profiler
-        recorded the step."""
+        recorded the step, which makes it slower."""
         trainer, scale = self.trainer, self.trainer.loss_scale
         return StepRecord(
             step=trainer.steps_done,

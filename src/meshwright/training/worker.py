@@ -189,8 +189,8 @@ def _separate_compile_caches(start: Place) -> None:
 
 
 def _set_gloo_interface(start: Place, store: Any) -> None:
-    """Set gloo's network interface to the one that reaches the other hosts, unless the environment sets it. store:
-    key-value store that all ranks share. Collective."""
+    """Set gloo's network interface to the one that reaches the other hosts, unless the environment sets it. start:
+    rank, world size and rendezvous of this process. store: key-value store that all ranks share. Collective."""
     interface = agree_on_interface(start, store)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

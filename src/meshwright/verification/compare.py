@@ -246,8 +246,9 @@ def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[i
 def _assemble_copies(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
 ) -> list[ParameterValues]:
-    """Assemble every full copy of all parameters (parameter -> values) from the ranks' slices; elements that no rank
-    holds are NaN. slices: [rank][slice].
+    """Assemble every full copy of all parameters from the ranks' slices; return one dict (parameter -> values) per
+    copy, in which elements that no rank holds are NaN. slices: [rank][slice]. reference: single-device run, gives the
+    shapes.
 
     Values that several tp or pp ranks hold appear in one copy for each of them. If there are fewer copies of the
     experts than of the other parameters, or the reverse, the shorter list repeats.

@@ -108,7 +108,7 @@ def _overwritten(counter: FaultCounter, original: FaultyFunction, gradient: Unsh
 
 def _unclipped(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
     """Replace `Trainer._gradient_scale` (`original`) by a buggy version: it returns the factor without clipping.
-    `counter` counts each changed result."""
+    `counter` counts each changed result; `verdict`: outcome of the step."""
     scale = 1.0 / verdict.loss_scale
     counter.record_if(scale != original(self, verdict))
     return scale
@@ -116,7 +116,7 @@ def _unclipped(counter: FaultCounter, original: FaultyFunction, self: Trainer, v
 
 def _clipped_twice(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
     """Replace `Trainer._gradient_scale` (`original`) by a buggy version: the clipping factor is squared. `counter`
-    counts each changed result."""
+    counts each changed result; `verdict`: outcome of the step."""
     clipped = original(self, verdict) * verdict.loss_scale
     counter.record_if(clipped != 1.0)
     return float(clipped**2 / verdict.loss_scale)
@@ -124,7 +124,7 @@ def _clipped_twice(counter: FaultCounter, original: FaultyFunction, self: Traine
 
 def _clipped_locally(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
     """Replace `Trainer._gradient_scale` by a buggy version: it clips by this rank's gradient norm instead of the global
-    one. `counter` counts each changed result."""
+    one. `counter` counts each changed result; `verdict`: outcome of the step."""
     norm = math.sqrt(float(self.parallel.squared_norm_share())) / verdict.loss_scale
     counter.record_if(not math.isclose(norm, verdict.gradient_norm))
     return min(1.0, self.recipe.train.clip / (norm + 1e-6)) / verdict.loss_scale
@@ -271,7 +271,7 @@ def _sees_next(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
     """Replace `tiles_of` (`original`: tiles of an attention with their masks) by a buggy version: the causal mask lets
-    each token see the next one. `counter` counts each changed result."""
+    each token see the next one. `counter` counts each changed result; the other arguments are those of `tiles_of`."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
@@ -280,7 +280,7 @@ def _tile_forgets(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
     """Replace `tiles_of` (`original`: tiles of an attention with their masks) by a buggy version: every tile but the
-    first misses its first key. `counter` counts each changed tile."""
+    first misses its first key. `counter` counts each changed tile; the other arguments are those of `tiles_of`."""
     found = []
     for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask

@@ -85,7 +85,8 @@ def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
     """Return True if the ranks' gradients of the parameter `name` add up to `truth` over tp but none equals it alone.
-    slices: gradients by rank, [rank][slice]."""
+    reference: single-device run, which knows how parameters are sharded. slices: gradients by rank, [rank][slice].
+    truth: correct gradient of the whole parameter."""
     entry = reference.table.entry(name)
     if "tp" not in entry.gradient_axes(layout):
         return False
@@ -101,8 +102,9 @@ def _is_unsummed_over_tp(
 
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
-    """Return True if the gradients of the pipeline ranks that share a parameter (tied embeddings) add up to `truth` but
-    none equals it alone. slices: gradients of the parameter by rank, [rank][slice]."""
+    """Return True if the gradients of the pipeline ranks that share a parameter (tied embeddings) add up to `truth`,
+    the correct gradient of the whole parameter, but none equals it alone. slices: gradients of the parameter by rank,
+    [rank][slice]."""
     size = float(truth.norm())
     for group in layout.groups("pp"):
         holding = [slices[rank] for rank in group if slices[rank]]

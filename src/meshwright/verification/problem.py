@@ -195,9 +195,9 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
 
 
 def scale_down_layout(layout: Layout) -> Layout:
-    """Return the layout scaled down to at most `MOST_RANKS` ranks with its features kept: several stages, replicas,
-    sharding groups, tp and cp ranks. With a pipeline schedule from a file the number of ranks stays. The precision is
-    dropped: the problem sets the dtypes."""
+    """Return the layout scaled down to at most 8 ranks with its features kept: several stages, replicas, sharding
+    groups, tp and cp ranks. With a pipeline schedule from a file the number of ranks stays. The precision is dropped:
+    the problem sets the dtypes."""
     layout = layout.with_(precision=None)
     if layout.schedule.startswith("@"):
         return layout

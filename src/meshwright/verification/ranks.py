@@ -138,7 +138,8 @@ class _RecordingTrainer(Trainer):
 
 
 class _VerificationRun:
-    """Training run of a problem on one rank, with the checkpoints and resumes that the problem asks for."""
+    """Training run of a `Problem` (model, data, optimizer settings) on one rank, with the checkpoints and resumes that
+    the problem asks for."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
         """Store the problem, its layout and mesh. directory: of checkpoints, None if none is saved."""

@@ -171,7 +171,7 @@ class Reference:
         return [batch.slice_sequences(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
 
     def parameters(self, weights: ParameterValues) -> ParameterValues:
-        """Return the master weights rounded to the parameter dtype, by parameter."""
+        """Return the master weights `weights` (parameter -> tensor) rounded to the parameter dtype, by parameter."""
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
     def _engine_tensors(self, parameters: ParameterValues) -> dict[str, torch.Tensor]:

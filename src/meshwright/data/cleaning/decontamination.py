@@ -130,7 +130,7 @@ def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:
 
 
 def _iterate_strings(value: Any) -> Iterator[str]:
-    """Yield all strings inside a JSON value, in order."""
+    """Yield all strings inside a JSON value (the values of objects, not their keys), in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):

@@ -98,7 +98,8 @@ class _ModuleCompute:
         self._loss: torch.Tensor | None = None
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> None:
-        """Run a forward or backward; `key` but for the micro-batch and `x` are ignored, since there is one stage."""
+        """Run the forward or backward (`kind`) of the micro-batch in `key` (stage, replica, micro-batch); the rest of
+        `key`, and `x`, are ignored, since there is one stage."""
         assert kind in (Kind.FORWARD, Kind.BACKWARD), "no backward is split"
         (self._forward if kind == Kind.FORWARD else self._backward)(self._micro_batches[key[2]])
 
