@@ -106,9 +106,9 @@ def slice_file_name(rank: int, ranks: int) -> str:
 
 
 def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
-    """Return the tensor name of a slice in its safetensors file, such as "exp_avg:model.norm.weight[0:64]". kind: kind
-    of state; name: parameter entry; start, stop: range of its elements; columns: columns of the matrix to which the
-    range is limited."""
+    """Return the tensor name of a slice in its safetensors file, such as "exp_avg:model.norm.weight[0:64]", or
+    "exp_avg:NAME[:, 8:16][0:64]" for a slice of columns. kind: of state; name: parameter entry; start, stop: range in
+    its flattened elements; columns: of the matrix; start and stop then count their elements alone."""
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
 

@@ -56,8 +56,8 @@ TOPOLOGIES = {
 class _Settings:
     """Settings parsed from a topology's text; those that are not given are missing.
 
-    latency, bandwidth: class of links -> seconds, and -> bytes per second. numbers: name of a setting -> its number.
-        flags: the words given.
+    latency, bandwidth: class of links (such as "inner" and "outer") -> seconds, and -> bytes per second.
+        numbers: name of another setting -> its number, as given by NAME=NUMBER. flags: the settings without a value.
     """
 
     latency: dict[str, float]

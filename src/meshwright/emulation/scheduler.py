@@ -70,7 +70,8 @@ class RankThread:
 class Scheduler:
     """Scheduler that runs a function on each rank's thread, one thread at a time, in a deterministic order.
 
-    states: [rank], the rank's process state, with methods `save` and `load`. outside: state of the calling program,
+    states: [rank], the rank's copy of what a process has once (default process group, random generators, environment):
+    `load` installs it when the rank's thread goes on, `save` takes it away. outside: that of the calling program,
     restored after each run.
     """
 

@@ -54,7 +54,7 @@ def run_evaluation(
 
     checkpoint: run directory, checkpoint, or Hugging Face directory. data: recipe (its validation split) or source (all
     of it). sequence: context length in tokens (None: the recipe's or the model's). with_xz: also compress the text with
-    `xz -9`. device: "auto", "cpu" or "cuda". layout: notation over CPU ranks (None: one device). overrides:
+    `xz -9`. device: "auto", "cpu" or "cuda". layout: such as "dp2 tp2", of CPU ranks (None: one device). overrides:
     "table.key=value" for the recipe. check_hashes: verify the model's SHA-256. progress: called with (packed rows done,
     all packed rows), on one device only. log: called with each line for the user.
 
@@ -113,8 +113,9 @@ def _evaluate_on_rank(
     """Evaluate one data-parallel replica's share of the data; run on each rank of a layout. Returns (sum of token
     losses in nats, number of target tokens) on the replica's first rank, (0, 0) on its others.
 
-    directory: model. layout: notation. data: recipe or source. sequence: context length in tokens. overrides:
-    "table.key=value" for the recipe. instruction_set: CPU kernels to use, equal on all ranks.
+    directory: path of the model. layout: such as "dp2 tp2". data: path of a recipe or data source. sequence: context
+    length in tokens. overrides: "table.key=value" for the recipe. instruction_set: of the CPU kernels, such as "avx2",
+    equal on all ranks.
     """
     mesh = Mesh.create(Layout.parse(layout))
     engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True, instruction_set=instruction_set)

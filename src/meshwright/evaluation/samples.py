@@ -80,8 +80,8 @@ def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
 
 
 def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tuple[int, ...]]:
-    """Yield the prompts of the documents in the first rows of a split, as token IDs. document_mask: False if the rows
-    do not tell where documents begin."""
+    """Yield a prompt (token IDs) for each document in the first rows of a split: its first `PROMPT_TOKENS` tokens, or
+    the prompt of an example. document_mask: False if rows do not tell where documents begin: one prompt a row."""
     examples = isinstance(split, PackedExamples)
     for number, batch in enumerate(islice(split.iterate_batches(_ROWS), _BATCHES)):
         rows = zip(batch.tokens, batch.targets, batch.document_starts(), strict=True)

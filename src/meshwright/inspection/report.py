@@ -31,7 +31,7 @@ def inspect_model(
     """Return a JSON report on the files, tensors and values of the model at `path`: a run directory (its newest
     complete checkpoint), a checkpoint, a Hugging Face directory, an index of shards, a `.safetensors` or a `.bin` file.
 
-    names: globs that select the tensors to describe (sums cover all tensors). layout: notation; adds the key
+    names: globs that select the tensors to describe (sums cover all tensors). layout: such as "dp8 zero3"; adds the key
     "placement", the layers and bytes that each of its ranks would hold (see `describe_placement`). sequence: tokens of
     a sequence, for the placement. values: number of first values to report of each tensor, beside its statistics; None:
     neither, so that only headers are read. progress: called with (bytes read, bytes to read). log: receives lines about

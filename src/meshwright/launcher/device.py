@@ -78,7 +78,7 @@ def _has_driver() -> bool:
 
 
 def current_device_memory() -> HostMemory:
-    """Return the memory of this process's GPU."""
+    """Return total and available memory of this process's GPU in bytes."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

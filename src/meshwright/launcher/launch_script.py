@@ -23,7 +23,7 @@ SAVE_SECONDS = 120  # that a checkpoint may take when a run is told to stop
 
 @dataclass(frozen=True, slots=True)
 class LaunchScript:
-    """Launch script of a recipe. script: its text. layout: notation. nodes: number of hosts that it uses;
+    """Launch script of a recipe. script: its text. layout: such as "dp8 zero3". nodes: number of hosts that it uses;
     devices_per_node: ranks on each host. warnings: one line each, for the user."""
 
     script: str

@@ -72,7 +72,7 @@ class Journal:
     ) -> None:
         """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
-        run: description of model and data; layout: notation with precision; done: steps that the checkpoint named
+        run: description of model and data; layout: such as "dp2 zero1 bf16"; done: steps that the checkpoint named
         `resumed_from` has done (None: a fresh run). threads: compute threads of a rank, None off the CPU. predict:
         called on rank 0, after everything that a process holds between steps is allocated. `UserError` where the run
         directory cannot be written.

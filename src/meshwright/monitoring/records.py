@@ -81,8 +81,8 @@ class StepRecord:
 @dataclass(frozen=True, slots=True)
 class RunEnd:
     """Figures of a run after its last step on this rank. step: number of steps done, of which `skipped_steps` were
-    skipped. layout: notation. state_bytes, predicted_state_bytes: measured and predicted bytes of model states by kind.
-    predicted_sent_bytes: bytes sent in a step by call site."""
+    skipped. layout: such as "dp2 zero1". state_bytes, predicted_state_bytes: measured and predicted bytes of model
+    states by kind. predicted_sent_bytes: bytes sent in a step by call site."""
 
     step: int
     skipped_steps: int

@@ -32,7 +32,7 @@ Line = tuple[int, dict[str, float | str]]
 class Tracking:
     """Sender of a run's metrics to the trackers of its recipe. Rank 0 creates it when `metrics.jsonl` is open.
 
-    layout: notation, sent with the recipe's values. directory: run directory. step: steps done in the resumed
+    layout: such as "dp2 zero1", sent with the recipe's values. directory: of the run. step: steps done in the resumed
     checkpoint, 0 in a fresh run. say: prints a line on the console. `UserError` for trackers that cannot be created.
     """
 

@@ -42,8 +42,8 @@ class ZeroEngine:
     parameters become views of flat buffers; load values into the masters (`master_slices(owned=False)`, then
     `all_gather_parameters`), never into the model.
 
-    table: the model's parameter table. seed: initialises the parameters; None keeps the values the model has, if it has
-    memory. partition: pipeline stages, of which the rank holds its own alone; default: one stage.
+    table: the model's parameter table. seed: initialises the parameters; None keeps the values of a model that is not
+    on the meta device. partition: pipeline stages, of which the rank holds its own alone; default: one stage.
     """
 
     prefetcher_class: type[Any] = ParameterPrefetcher

@@ -134,7 +134,8 @@ class BodyReader:
         self._bytes -= len(body)
 
     def identify(self, request: Request, body: bytes) -> Ticket:
-        """Return the ticket of a request by its API key, path and body; without a key above `LINE_BYTES`."""
+        """Return the ticket by which a refused request keeps its place in the waiting line: a digest of API key, path
+        and body; no digest, hence no place, for a body of more than `LINE_BYTES`."""
         if len(body) > LINE_BYTES:
             return Ticket()
         digest = hashlib.blake2b(request.headers.get("authorization", "").encode(), key=self._secret, digest_size=16)

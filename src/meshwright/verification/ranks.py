@@ -128,9 +128,9 @@ class _RecordingTrainer(Trainer):
     gradients: list[TensorSlice]
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce the step's outcome as `Trainer._agree` does, and copy the gradients, divided by the loss scale.
-        shares [1 + metrics]: of the loss and metric sums; terms: number of loss terms; stop, save_failed: flags of this
-        rank."""
+        """All-reduce the step's outcome as `Trainer._agree` does, and keep a copy of the gradients, divided by the loss
+        scale, in `self.gradients`. shares [1 + metrics]: this rank's sums of loss and metrics; terms: number of loss
+        terms of all ranks; stop, save_failed: flags of this rank."""
         verdict = super()._agree(shares, terms, stop, save_failed)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
