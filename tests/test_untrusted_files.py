@@ -140,6 +140,7 @@ DIRECT_READS = {
             "launcher.host_memory",
             "kernels.build",
             "kernels.choice",
+            "probe.stopwatch",
         ),
         "/proc, /sys and caches and traces of its own",
     ),

@@ -72,7 +72,8 @@ def test_own_calls_of_the_backend_get_parts_and_whole_of_one_shape(two: LocalRan
 def test_barrier_on_a_device_holds_the_host():
     order: list[str] = []
     axis = Axis("world", (0, 1), 0, None, Communicator("cuda"))
-    queued, nothing = mock.Mock(), mock.Mock(is_cuda=True, dtype=torch.float32, shape=(1,))
+    cuda = torch.device("cuda", 0)
+    queued, nothing = mock.Mock(), mock.Mock(is_cuda=True, device=cuda, dtype=torch.float32, shape=(1,))
     queued.wait.side_effect = lambda *_: order.append("stream waits")
     stream = mock.Mock(**{"synchronize.side_effect": lambda: order.append("host waits")})
     with (
