@@ -15,6 +15,7 @@ from meshwright.threads import (
     are_threads_set_by_user,
     build_child_environment,
     choose_threads,
+    measure_busy_share,
     prepare_process,
     read_user_threads,
 )
@@ -97,3 +98,31 @@ def test_threads_share_cores_as_far_as_work_suffices(monkeypatch):
     assert choose_threads(1, 10_000) == limit_of("threads")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # a person's own number
     assert choose_threads(8, 16, 0.1 * enough) == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "share"),
+    [
+        (
+            "cpu  100 0 0 100 0 0 0 0",
+            "cpu  130 10 10 140 10 0 0 0",
+            0.5,
+        ),  # 50 idle or on a disk, 50 busy
+        ("cpu  100 0 0 100 0 0 0 0", "cpu  100 0 0 150 0 0 0 0", 0.0),
+        ("cpu  100 0 0 100 0 0 0 0", "cpu  100 0 0 100 0 0 0 50", 1.0),  # the hypervisor had the core
+        ("cpu  100 0 0 100 0 0 0 0", "cpu  100 0 0 100 0 0 0 0", 0.0),  # no tick passed
+        ("cpu  1 2", "cpu  1 2", 0.0),  # no Linux
+    ],
+)
+def test_busy_share_is_that_of_ticks_that_are_not_idle(monkeypatch, before, after, share):
+    class Stat:
+        texts = iter([f"{before}\ncpu0 1 2 3\n", f"{after}\ncpu0 1 2 3\n"])
+
+        def __init__(self, path: str) -> None:
+            assert path == "/proc/stat"
+
+        def read_text(self) -> str:
+            return next(self.texts)
+
+    monkeypatch.setattr(threads, "Path", Stat)
+    assert measure_busy_share(0.0) == pytest.approx(share)

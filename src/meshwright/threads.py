@@ -7,6 +7,7 @@ first import of torch, and `build_child_environment` before starting a process t
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
@@ -81,6 +82,24 @@ def count_available_cores() -> int:
         if quota != "max":
             cores = min(cores, max(1, int(quota) // int(period)))
     return cores
+
+
+def measure_busy_share(seconds: float = 0.2) -> float:
+    """Return the share in [0, 1] of this machine's CPU time that processes use while this one sleeps for `seconds`; 0.0
+    where the kernel does not count it (/proc/stat, Linux alone)."""
+
+    def read() -> tuple[int, int]:
+        """Return (idle, all) ticks of all cores since the machine started."""
+        ticks = [int(each) for each in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+        return ticks[3] + ticks[4], sum(ticks)  # idle and waiting for a disk
+
+    with suppress(OSError, ValueError, IndexError):
+        idle, everything = read()
+        time.sleep(seconds)
+        later_idle, later = read()
+        if later > everything:
+            return min(1.0, max(0.0, 1 - (later_idle - idle) / (later - everything)))
+    return 0.0
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:

@@ -205,6 +205,12 @@ def start_apart(directory: Path, case: str) -> Iterator[subprocess.Popen]:
         launcher.communicate()
 
 
+def test_ranks_end_when_the_time_limit_of_a_start_is_over(tmp_path):
+    with pytest.raises(RankLost, match=r"^not finished after 0\.5 s$"):
+        start(tmp_path, "never ends", limit_seconds=0.5)
+    wait_for(lambda: not any(map(alive, processes(tmp_path))))
+
+
 @pytest.mark.parametrize("to", ["launcher", "group"])
 def test_sigterm_lets_all_ranks_save_and_ends_with_143(tmp_path, to):
     with start_apart(tmp_path, "save when told") as launcher:

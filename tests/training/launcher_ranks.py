@@ -47,6 +47,11 @@ def case_tell(description: dict[str, Any], start: Place) -> dict[str, Any]:
     return {**kept, "rank": start.rank, "group": os.getpgid(0), "process": os.getpid(), "long": "x" * 300_000}
 
 
+def case_never_ends(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    time.sleep(600)
+    return {}
+
+
 def case_rank_1_is_killed(description: dict[str, Any], start: Place) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: None)  # as a rank that hangs in a collective: it only takes note
     if start.rank == 1:

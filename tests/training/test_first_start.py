@@ -105,10 +105,11 @@ def test_measurement_on_a_busy_machine_is_reported_and_repeated(asked, tmp_path:
         return found
 
     monkeypatch.setattr(probe_ranks, "probe", probe)
+    monkeypatch.setattr(first_start, "measure_busy_share", lambda: 0.0)
     highs = []
     for share in (0.4, 0.4, None):
         lines = started(DP2)
-        assert ("the next start measures again" in lines[1]) is (share is not None)
+        assert ("the next start on an idle machine measures again" in lines[1]) is (share is not None)
         found = find_hardware_profile(2, 1)
         assert found is not None and found.measured is not None and found.measured.disturbed == share
         seconds, low, high = with_bounds(found, 1.0)
@@ -116,6 +117,27 @@ def test_measurement_on_a_busy_machine_is_reported_and_repeated(asked, tmp_path:
         highs.append(high)
     assert highs[0] == highs[1] == pytest.approx(highs[2] / 0.6)
     assert started(DP2) == [] and len(asked) == 3
+
+
+def test_measurement_on_a_busy_machine_is_kept_while_the_machine_is_busy(asked, monkeypatch: pytest.MonkeyPatch):
+    """The next start with idle cores measures again."""
+    inner, busy = probe_ranks.probe, [0.9]
+
+    def probe(*args: Any, **more: Any) -> Any:
+        found = inner(*args, **more)
+        found["cluster"]["measured"] = {**found["cluster"]["measured"], "disturbed": 0.5}
+        return found
+
+    monkeypatch.setattr(probe_ranks, "probe", probe)
+    monkeypatch.setattr(first_start, "measure_busy_share", lambda: busy[0])
+    started(DP2)
+    assert started(DP2) == [
+        "hardware profile: measured on a busy machine, and kept while other programs use 90% of its cores"
+    ]
+    assert len(asked) == 1
+    busy[0] = 0.1
+    started(DP2)
+    assert len(asked) == 2
 
 
 def test_start_that_needs_more_measures_that_too(asked: list[dict[str, Any]]):

@@ -4,6 +4,7 @@ was lost, restarts. Free of torch."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -53,6 +54,7 @@ class LaunchSpec:
     limit of a collective call, in seconds. command: command line that starts one rank. output: file descriptor that
     ranks get as standard output. trains: True if the run takes steps and saves checkpoints; False: `directory` is
     temporary. before_ranks: called once the directory is locked. log: called with each line for the user.
+    limit_seconds: time limit of one start of the ranks, after which they are ended; None: no limit.
     """
 
     description: Mapping[str, Any]
@@ -67,14 +69,15 @@ class LaunchSpec:
     trains: bool = True
     before_ranks: Callable[[], None] = lambda: None  # called once, when the run directory is locked
     log: Callable[[str], None] = print_message
+    limit_seconds: float | None = None
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks of a run on this machine, wait for them, and return rank 0's result (JSON dict).
 
     spec: what to start, and limits. Raises the ranks' own exceptions (`UserError`, `CheckFailed` ...); `RankLost` when
-    a rank died; `RankFault` with the traceback of an internal error in a rank; after all ranks have saved, `Terminated`
-    if SIGTERM came and `KeyboardInterrupt` after an interrupt.
+    a rank died or `spec.limit_seconds` have passed; `RankFault` with the traceback of an internal error in a rank;
+    after all ranks have saved, `Terminated` if SIGTERM came and `KeyboardInterrupt` after an interrupt.
     """
     most = max(limits.limit_of("local_ranks"), 4 * count_available_cores())
     if spec.ranks > most:
@@ -140,8 +143,10 @@ class _Attempt:
 
     def _watch(self) -> None:
         """Wait until every rank has ended, until `SETTLE_SECONDS` after one ended abnormally, or until one has been
-        suspended (SIGSTOP) too long; forward SIGTERM and SIGINT meanwhile."""
+        suspended (SIGSTOP) too long; forward SIGTERM and SIGINT meanwhile. `RankLost` when the time limit is over."""
         deadline: float | None = None
+        limit = self.spec.limit_seconds
+        last = time.monotonic() + (math.inf if limit is None else limit)
         with selectors.DefaultSelector() as selector, ExitStack() as descriptors:
             selector.register(self.signals.wakeup, selectors.EVENT_READ, self.signals.drain)
             for rank in self.ranks:
@@ -153,11 +158,13 @@ class _Attempt:
                         watched, selectors.EVENT_READ, partial(self._handle_exit, rank, selector, watched)
                     )
             while any(rank.ended is None for rank in self.ranks):
-                timeout = LOOK_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
-                ready = selector.select(timeout)
+                wake = min(last, time.monotonic() + LOOK_SECONDS if deadline is None else deadline)
+                ready = selector.select(max(0.0, wake - time.monotonic()))
                 for key, _ in ready:
                     key.data()
                 self._pass_signals_on()
+                if time.monotonic() >= last:
+                    raise RankLost(f"not finished after {limit:g} s")
                 if not ready and deadline is None and self._stopped_too_long():
                     self._take_snapshot()
                     break

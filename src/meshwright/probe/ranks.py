@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from meshwright.probe.points import MeasurementPlan, ReferenceKernel
 
 TIMEOUT_SECONDS = 120.0
+SHORT_LIMIT_SECONDS = 60.0
+"""Time limit of the short measurement before a run: several times what an idle machine needs."""
 MOST_RANKS = 64  # processes on one machine
 
 
@@ -53,7 +55,8 @@ def probe(
 
     Returns the result of `probe.rank.measure` and "kind" ("cpu" or "cuda"), "rank" and "failed" (None, or the rank and
     error line of failed reference steps); if `short` is given, also "cluster": the tables of the hardware profile.
-    Raises `UserError` for a device or number of ranks that this machine does not have.
+    Raises `UserError` for a device or number of ranks that this machine does not have; with `short`, `RankLost` after
+    `SHORT_LIMIT_SECONDS`.
     """
     kind = one_device(device)
     most = MOST_RANKS
@@ -78,7 +81,7 @@ def probe(
         command = (sys.executable, "-P", "-m", __name__)
         spec = LaunchSpec(
             description, ranks, Path(place), threads=threads, collective_timeout=TIMEOUT_SECONDS, command=command,
-            trains=False, log=log,
+            trains=False, log=log, limit_seconds=None if short is None else SHORT_LIMIT_SECONDS,
         )  # fmt: skip
         return launch(spec)
 

@@ -14,6 +14,7 @@ from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.cluster import Cluster, cluster, this_machine
 from meshwright.planner.machine_profile import (
+    LOCK_SECONDS,
     PROBE_VARIABLE,
     HardwareProfile,
     HardwareProfileKey,
@@ -23,9 +24,16 @@ from meshwright.planner.machine_profile import (
     read_profile,
     write_profile,
 )
+from meshwright.probe.ranks import SHORT_LIMIT_SECONDS
 from meshwright.recipe import Recipe
-from meshwright.threads import count_available_cores
-from meshwright.training.process_constants import ProcessKey, measure_process_memory
+from meshwright.threads import count_available_cores, measure_busy_share
+from meshwright.training.process_constants import LIMIT_SECONDS, ProcessKey, measure_process_memory
+
+LONGEST_SECONDS = LOCK_SECONDS + SHORT_LIMIT_SECONDS + 2 * LIMIT_SECONDS
+"""Longest time that a start may wait for its measurements, in both candidate precisions."""
+
+BUSY_SHARE = 0.25
+"""Share of a machine's CPU time used by other programs above which a hardware profile is not measured again."""
 
 SYNCHRONOUS_AXES = ("tp", "cp")
 """Mesh axes with a collective in every layer; their synchronization cost is measured. Experts wait as tp does
@@ -106,7 +114,7 @@ def measure_first_start(
     def profile_known() -> bool:
         """Return True if the stored hardware profile (measured machine speeds) covers these ranks, threads, precisions
         and axes."""
-        return _probed_cluster(ranks, threads) is not None or _has_profile(key, precisions, axes)
+        return _probed_cluster(ranks, threads) is not None or _has_profile(key, precisions, axes, log)
 
     def unmeasured() -> list[ProcessKey]:
         """Return the conditions (precision, threads, compiled) under which process memory must still be measured."""
@@ -189,7 +197,7 @@ def _measure_profile(
     if disturbed:
         log(
             f"other programs kept a rank from its core for {disturbed:.0%} of that time: the predicted time is that of "
-            "an idle machine, its upper bound that of one as busy; the next start measures again"
+            "an idle machine, its upper bound that of one as busy; the next start on an idle machine measures again"
         )
     if earlier is None or not earlier.covers(*wanted.values()) or disturbed <= _disturbance(earlier, key.path):
         write_profile(key, profile)
@@ -205,13 +213,22 @@ def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
     return found if alike and found.devices >= ranks else None
 
 
-def _has_profile(key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...]) -> bool:
-    """Return True if a hardware profile is stored for the ranks and threads of `key` that covers these precisions
-    ("fp32", "bf16" ...) and axes ("tp", "cp"), undamaged and measured while the machine was idle."""
+def _has_profile(
+    key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
+) -> bool:
+    """Return True if an undamaged hardware profile is stored for the ranks and threads of `key` that covers these
+    precisions ("fp32", "bf16" ...) and axes ("tp", "cp"), unless it was measured on a busy machine that is idle now.
+    log: called with one line if the machine is still busy."""
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False
-    return _disturbance(profile, key.path) == 0
+    disturbed = _disturbance(profile, key.path)
+    if not 0 < disturbed < 1:
+        return disturbed == 0
+    share = measure_busy_share()
+    if share > BUSY_SHARE:
+        log(f"hardware profile: measured on a busy machine, and kept while other programs use {share:.0%} of its cores")
+    return share > BUSY_SHARE
 
 
 def _disturbance(profile: HardwareProfile, path: Path) -> float:

@@ -22,8 +22,8 @@ from meshwright.planner.machine_profile import (
 )
 
 KIND = "memory"
-LIMIT_SECONDS = 300
-"""For a measurement; compiling on a busy machine takes the most of it."""
+LIMIT_SECONDS = 120.0
+"""Time limit of a measurement: many times what an idle machine needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,12 @@ def measure_process_memory(key: ProcessKey, log: Callable[[str], None]) -> Proce
     `meshwright.launcher.launcher.launch`: `RankLost` after `LIMIT_SECONDS`, `Terminated`."""
     from meshwright.launcher.launcher import LaunchSpec, launch
 
-    description = {**asdict(key), "limit_seconds": LIMIT_SECONDS}
     command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")
     with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
-        spec = LaunchSpec(description, 1, Path(place), threads=key.threads, command=command, trains=False, log=log)
+        spec = LaunchSpec(
+            asdict(key), 1, Path(place), threads=key.threads, command=command, trains=False, log=log,
+            limit_seconds=LIMIT_SECONDS,
+        )  # fmt: skip
         return _constants(launch(spec))
 
 

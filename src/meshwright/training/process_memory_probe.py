@@ -7,7 +7,6 @@ peak RSS minus RSS afterwards and minus the ledger's peak is the allocator's ove
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -129,9 +128,8 @@ def _settled_rss() -> int:
 
 
 def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Run the measurement that the launcher's description (precision, compiled, time limit) asks for; return the fields
+    """Run the measurement that the launcher's description (precision, threads, compiled) asks for; return the fields
     of `ProcessConstants` as a dict."""
-    signal.alarm(description["limit_seconds"])  # ends this process
     torch.set_num_threads(description["threads"])
     keep_freed_memory()
     return asdict(measure(description["precision"], description["compiled"]))

@@ -29,10 +29,8 @@ from meshwright.launcher.rank_threads import (
 from meshwright.launcher.rendezvous import Place, check_world_size
 from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.planner.machine_profile import LOCK_SECONDS
 from meshwright.terminal import print_message
-from meshwright.training.first_start import measure_run
-from meshwright.training.process_constants import LIMIT_SECONDS
+from meshwright.training.first_start import LONGEST_SECONDS, measure_run
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -74,7 +72,7 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
         if warning is not None:
             print_message(f"meshwright: warning: {warning}")
     directory = RunDirectory(recipe.run_directory)
-    patient = recipe.run.collective_timeout > LOCK_SECONDS + LIMIT_SECONDS
+    patient = recipe.run.collective_timeout > LONGEST_SECONDS
     if probe and start.rank == 0 and patient and share_this_host(start):
         with suppress(UserError), directory:  # what is wrong here is said by all ranks when they have met
             measure_run(recipe, local_threads(recipe, start.ranks).count, print_message)
