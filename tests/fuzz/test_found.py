@@ -48,6 +48,11 @@ FOUND: dict[str, tuple[str, object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("norm", [-(2**63), -1.0])
+def test_report_is_written_for_gradient_norms_that_no_run_has(norm: float, tmp_path: Path):
+    PARSERS["metrics"].read(json.dumps({**STEP, "gradient_norm": norm}).encode(), tmp_path)
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_inputs_that_once_caused_tracebacks_are_refused(name: str, tmp_path: Path):
     kind, value = FOUND[name]

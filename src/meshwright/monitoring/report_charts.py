@@ -107,13 +107,14 @@ def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> list[t
 
 def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False, legend: bool = False) -> Markup:
     """Return a line chart over the training steps as SVG markup, with values on hover. series: curves, each with its
-    name and (step, value) points; unit: of the values, for the axis title; from_zero: the y axis begins at 0; legend:
+    name and (step, value) points; unit: of the values, for the axis title; from_zero: the y axis begins at 0, or
+    at the lowest value below; legend:
     names a single curve, too."""
     points = [point for one in series for point in one.points]
     if not points:
         return paragraph("No finite values.")
     steps, values = ([point[at] for point in points] for at in (0, 1))
-    low = 0.0 if from_zero else min(values)
+    low = min([0.0] * from_zero + values)
     across = linear_axis(min(steps), max(steps), most=8)
     return draw_lines(
         across, linear_axis(low, max(values), f"step; {unit}", below=0.0 if from_zero else 0.04, above=0.04),
