@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,14 @@ def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
         return None
     subject = name if called is None else called
     return f"{subject} {shorten_repr(value)} is too large: at most {limit.most:,} ({limit.reason})"
+
+
+def is_finite_number(value: object) -> bool:
+    """Return True for an int or float (no bool) that is finite as a float; JSON's integers may be larger than any."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def shorten_repr(value: object, width: int = 60) -> str:

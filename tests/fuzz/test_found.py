@@ -32,6 +32,10 @@ FOUND: dict[str, tuple[str, object]] = {
     "a gradient norm that is text": ("metrics", {**STEP, "gradient_norm": "abc"}),
     "a learning rate that is infinite": ("metrics", {**STEP, "learning_rate": float("inf")}),
     "a rate that is missing": ("metrics", {**STEP, "tokens_per_second": None}),
+    "a time of 400 digits": (
+        "result of a run, calibrate",
+        {**RESULT, "predicted": {**RESULT["predicted"], "step_seconds": int("9" * 400)}},
+    ),
     "a result that is a list": ("result of a run, report", [1]),
     "a layout that is a number": ("result of a run, report", {**RESULT, "layout": 7}),
     "a measured time that is text": ("result of a run, report", {**RESULT, "measured": {"step_seconds": "1"}}),

@@ -5,7 +5,6 @@ calibration_of([read_run("runs/a"), read_run("runs/b")])
 
 from __future__ import annotations
 
-import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.limits import is_finite_number, shorten_repr
 from meshwright.planner import calibration
 from meshwright.planner.calibration import Calibration
 from meshwright.planner.cluster import Cluster, cluster
@@ -108,8 +108,8 @@ def read_run(run: str | Path) -> RunFigures:
 def _positive(value: Any, where: str) -> float:
     """Return a value read from JSON as float; `UserError` that begins with `where` unless it is a finite number above
     0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
-        raise UserError(f"{where} is damaged: {value!r} is no number above 0")
+    if not is_finite_number(value) or value <= 0:
+        raise UserError(f"{where} is damaged: {shorten_repr(value)} is no number above 0")
     return float(value)
 
 

@@ -3,12 +3,12 @@ that nothing explains. It lies in the machine's cluster file, under a table of i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.limits import is_finite_number, shorten_repr
 from meshwright.names import unknown
 
 FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "unexplained_runs")
@@ -80,13 +80,13 @@ def read(table: Any, where: str) -> Calibration:
             raise UserError(f"{where}: {key} is missing{again}")
     for key, value in table.items():
         whole = key in ("runs", "unexplained_runs")
-        good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        good = good and math.isfinite(value) and (value > 0 or key == "unexplained_share")
+        good = is_finite_number(value) and (isinstance(value, int) or not whole)
+        good = good and (value > 0 or key == "unexplained_share")
         if not good:
             kind = (
                 "a whole number above 0" if whole else "a number" + (" above 0" if key != "unexplained_share" else "")
             )
-            raise UserError(f"{where}: {key} takes {kind}, not {value!r}{again}")
+            raise UserError(f"{where}: {key} takes {kind}, not {shorten_repr(value)}{again}")
     low, factor, high = (float(table[f"time_{name}"]) for name in ("low", "factor", "high"))
     if not low <= factor <= high:
         raise UserError(f"{where}: time_factor {factor:g} is not between time_low and time_high{again}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.limits import is_finite_number, shorten_repr
 
 FORMS = ("forward", "input-gradient", "weight-gradient")
 """The three products of a linear function: x Wᵀ, g W, gᵀ x."""
@@ -362,8 +363,8 @@ def _curve(each: Mapping[str, Any]) -> Curve:
 
 def _time(value: Any) -> float:
     """Return a value as float; `ValueError` unless it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{value!r} is not a number above 0")
+    if not is_finite_number(value) or value <= 0:
+        raise ValueError(f"{shorten_repr(value)} is not a number above 0")
     return float(value)
 
 
