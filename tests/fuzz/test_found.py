@@ -44,6 +44,7 @@ FOUND: dict[str, tuple[str, object]] = {
         {"format": 1, "step": 3, "validation_loss": 2.5, "block_bytes": 64 * 2**20,
          "files": {"config.json": {"size": "a", "sha256": "a", "blocks": "\0"}}},
     ),
+    "a format as long as a page": ("checkpoint manifest", {"format": "4" * 20_000}),
     "a NUL in a file's name": (
         "checkpoint manifest",
         {"format": 1, "step": 3, "validation_loss": 2.5, "block_bytes": 64 * 2**20,

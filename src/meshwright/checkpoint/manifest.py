@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any
 
 from meshwright.checkpoint.files import open_descriptor
+from meshwright.limits import shorten_repr
 from meshwright.untrusted import read_json
 
 FORMAT = 1
@@ -75,7 +76,8 @@ def read_manifest(path: Path) -> Manifest:
         raise Damaged(f"{MANIFEST} is not a JSON object")
     own = content.pop("manifest_sha256", None)
     if content.get("format") != FORMAT:
-        raise Damaged(f"{MANIFEST} has format {content.get('format')!r}; this version reads format {FORMAT}")
+        found = shorten_repr(content.get("format"))
+        raise Damaged(f"{MANIFEST} has format {found}; this version reads format {FORMAT}")
     if own != _hash_content(content) or content.get("block_bytes") != BLOCK_BYTES:
         raise Damaged(f"{MANIFEST} was altered: it does not match its own hash")
     try:
