@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -37,6 +37,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 LONGEST_FILES = (REPOSITORY / "tests" / "longest_files.txt").read_text().split()
 """Files of tests that take longest, longest first. If one of them began last, the other processes would wait for it."""
+
+
+def exhaustive(*values: object) -> list[Any]:
+    """Values of a parameter (a tuple: one of each parameter) that run with --exhaustive alone."""
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.exhaustive) for v in values]
 
 
 class Outcome(NamedTuple):

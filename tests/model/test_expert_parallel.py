@@ -11,6 +11,7 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
+from tests.conftest import exhaustive
 
 SMALL: dict[str, Any] = {
     "vocabulary": 499, "layers": 2, "experts": 6, "experts_per_token": 3, "expert_intermediate": 12,
@@ -36,7 +37,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS[1::2], *exhaustive(*LAYOUTS[::2])])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_four_ranks_match_one_device(ranks: LocalRanks, config: ModelConfig, layout: str):
     if "ep4" in layout:

@@ -21,6 +21,7 @@ from meshwright.planner.estimate import evaluate
 from meshwright.planner.saved import local_sizes, saved_activations
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from tests.conftest import exhaustive
 from tests.planner.ledger_cases import Step, measure
 from tests.planner.saved_cases import Case, Watched, watch
 from tests.planner.test_saved import DOCUMENTS, NOT_HOOKED, model
@@ -48,8 +49,14 @@ def check(case: Case, found: Watched) -> None:
     assert Counter(each.bytes for each in said) == Counter(size for size, _ in found.packed), (case, said, found.packed)
 
 
-@pytest.mark.parametrize("recompute", ["", " ac:selective", " ac:full"])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        *((name, "") for name in DENSE),
+        *((DENSE[0], again) for again in (" ac:selective", " ac:full")),
+        *exhaustive(*((name, again) for name in DENSE[1:] for again in (" ac:selective", " ac:full"))),
+    ],
+)
 def test_a_compiled_forward_keeps_what_was_said(name: str, recompute: str) -> None:
     config = dataclasses.replace(model(name), layers=2)
     for dtype, starts in (("bfloat16", DOCUMENTS), *([] if recompute else [("float32", None)])):
@@ -57,9 +64,7 @@ def test_a_compiled_forward_keeps_what_was_said(name: str, recompute: str) -> No
         check(case, watch(case))
 
 
-@pytest.mark.parametrize(
-    "recompute", ["", *(pytest.param(again, marks=pytest.mark.exhaustive) for again in (" ac:selective", " ac:full"))]
-)
+@pytest.mark.parametrize("recompute", ["", *exhaustive(" ac:selective", " ac:full")])
 def test_split_backwards_keep_and_queue_what_was_said(recompute: str) -> None:
     """Between the halves there is what the queue holds, each storage once."""
     config = dataclasses.replace(model("llama-tiny"), layers=2)
@@ -112,7 +117,7 @@ SMALL_MIXTURE = dataclasses.replace(
 )  # then it is highest where experts' gradients are
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_peak_of_a_compiled_mixture_is_what_the_allocator_saw() -> None:
     found = measure(Step(SMALL_MIXTURE, "dp1", 4, 128, dtype="bfloat16", compiled=True))
     passing, said = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps

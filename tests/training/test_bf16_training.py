@@ -14,7 +14,7 @@ FIRST_STEP, LAST_THIRD, VALIDATION = 5e-4, 0.01, 0.025
 """Bounds of |loss of bf16 - loss of float32| in nats per token: before any update, the mean of the last third of the
 steps, and on validation text after them. bench/bf16_loss.py measures the distance of right and faulty trainers."""
 
-STEPS = 100
+STEPS = 60
 MODEL = {
     "family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 128, "tied": True,
 }  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from meshwright.checkpoint import newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
 from meshwright.data import prepare
+from tests.conftest import exhaustive
 from tests.training import training_cases as cases
 
 CHANGES = {
@@ -39,7 +40,10 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0
 
 @pytest.mark.parametrize(
     "layout",
-    ["tp4", "tp4:nosp mb2 ac:selective", "dp2 zero1 tp2", "dp2 zero3 tp2:nosp mb2", "dp2 zero2 tp2 ac:full"],
+    [
+        *("tp4:nosp mb2 ac:selective", "dp2 zero3 tp2:nosp mb2", "dp2 zero2 tp2 ac:full"),
+        *exhaustive("tp4", "dp2 zero1 tp2"),
+    ],
 )
 def test_tensor_parallel_steps_match_one_device(four, home, alone, layout):
     place = home / layout.replace(" ", "-").replace(":", "-")

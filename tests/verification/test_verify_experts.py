@@ -11,6 +11,7 @@ from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from meshwright.verification.problem import scale_down_config
 from meshwright.verification.run import run_verification
+from tests.conftest import exhaustive
 
 pytestmark = pytest.mark.usefixtures("first_case_alone")
 
@@ -18,22 +19,21 @@ MODELS = ("mixtral-8x7b-v0.1", "qwen2-moe-tiny", "qwen3-30b-a3b", "dots-llm1")
 
 
 SOME = [
-    ("mixtral-8x7b-v0.1", "dp4 zero2 hs2 ac:full"), ("qwen2-moe-tiny", "dp2 zero3 ac:selective"),
-    ("dots-llm1", "dp2 zero1 mb4"), ("qwen2-moe-tiny", "tp4 ac:selective"),
-    ("qwen3-30b-a3b", "dp2 tp2:nosp zero3 mb2"), ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"),
-    ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"), ("dots-llm1", "dp2 tp2:nosp zero1 ep2:etp2"),
-    ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"), ("dots-llm1", "dp3 ep3"),
+    ("qwen2-moe-tiny", "tp4 ac:selective"), ("mixtral-8x7b-v0.1", "dp4 zero3 ep2:etp2 mb2"),
+    ("qwen2-moe-tiny", "dp2 tp2 zero2 ep4 ac:selective"), ("mixtral-8x7b-v0.1", "cp2 pp2 ep2 mb2"),
+    ("dots-llm1", "dp3 ep3"),
 ]  # fmt: skip
 MORE = [
+    ("mixtral-8x7b-v0.1", "dp4 zero2 hs2 ac:full"), ("qwen2-moe-tiny", "dp2 zero3 ac:selective"),
+    ("dots-llm1", "dp2 zero1 mb4"), ("qwen3-30b-a3b", "dp2 tp2:nosp zero3 mb2"),
+    ("dots-llm1", "dp2 tp2:nosp zero1 ep2:etp2"),
     ("mixtral-8x7b-v0.1", "dp1 mb4"), ("qwen2-moe-tiny", "dp2 mb2"), ("qwen3-30b-a3b", "dp3 zero1"),
     ("dots-llm1", "dp4 zero3 mb2 ac:full"), ("mixtral-8x7b-v0.1", "tp2"), ("dots-llm1", "dp2 tp2 zero1"),
     ("qwen3-30b-a3b", "dp4 zero1 hs2 ep2 ac:full"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [*SOME, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)]
-)
+@pytest.mark.parametrize(("name", "layout"), [*SOME, *exhaustive(*MORE)])
 def test_mixture_on_several_ranks_matches_one_device(name: str, layout: str):
     document = run_verification(layout, model=name)
     assert document["passed"], document["failure"]

@@ -16,6 +16,7 @@ from meshwright.verification.mutations import plant_all
 from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config, scale_down_layout
 from meshwright.verification.ranks import run_rank
 from meshwright.verification.reference import Reference
+from tests.conftest import exhaustive
 
 REFERENCES: dict[Any, Reference] = {}
 MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2", "mixtral-tiny")
@@ -52,10 +53,13 @@ def test_every_schedule_matches_one_device(two, index, name):
 @pytest.mark.parametrize(
     ("model", "layout", "layers"),
     [
-        ("qwen3-0.6b", "pp4:chimera mb4", 5), ("gpt2", "pp4:dualpipe mb8", 5), ("qwen3-0.6b", "pp4:v-min mb8", 9),
-        ("mixtral-tiny", "dp2 zero3 pp2:zb-v mb4 ac:full", 5), ("qwen3-0.6b", "dp2 zero2 pp2:zb-h1 mb2", 5),
-        ("gpt2", "dp2 zero1 pp2:gems mb4", 5), ("llama-3-8b", "tp2 pp2:interleaved mb2 ac:selective", 5),
-        ("qwen3-0.6b", "tp2:nosp pp2:zb-v mb2", 5), ("mixtral-tiny", "cp2 pp2 mb2", 5),
+        ("gpt2", "pp4:dualpipe mb8", 5), ("mixtral-tiny", "dp2 zero3 pp2:zb-v mb4 ac:full", 5),
+        ("llama-3-8b", "tp2 pp2:interleaved mb2 ac:selective", 5), ("mixtral-tiny", "cp2 pp2 mb2", 5),
+        *exhaustive(
+            ("qwen3-0.6b", "pp4:chimera mb4", 5), ("qwen3-0.6b", "pp4:v-min mb8", 9),
+            ("qwen3-0.6b", "dp2 zero2 pp2:zb-h1 mb2", 5), ("gpt2", "dp2 zero1 pp2:gems mb4", 5),
+            ("qwen3-0.6b", "tp2:nosp pp2:zb-v mb2", 5),
+        ),
     ],
 )  # fmt: skip
 def test_pipeline_combines_with_other_axes(four, model, layout, layers):
