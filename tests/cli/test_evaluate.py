@@ -7,12 +7,7 @@ import json
 import pytest
 
 
-@pytest.fixture
-def cached(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def test_evaluate_prints_text_or_one_json_document(command_line, shared_data, tmp_path, cached):
+def test_evaluate_prints_text_or_one_json_document(command_line, shared_data, tmp_path):
     model, text = shared_data / "stories260k", tmp_path / "story.txt"
     text.write_text((shared_data / "stories260k/greedy_200_tokens.txt").read_text())
     outcome = command_line("evaluate", model, "--data", text, "--json")
@@ -41,7 +36,7 @@ def test_evaluate_prints_text_or_one_json_document(command_line, shared_data, tm
         ),
     ],
 )
-def test_a_mistake_is_one_line(command_line, shared_data, tmp_path, cached, arguments, said):
+def test_a_mistake_is_one_line(command_line, shared_data, tmp_path, arguments, said):
     (tmp_path / "text.txt").write_text("Once upon a time, there was a little girl.")
     names = {"tmp": tmp_path, "model": shared_data / "stories260k"}
     outcome = command_line("evaluate", *(argument.format(**names) for argument in arguments))

@@ -46,7 +46,6 @@ TEXT = "Once upon a time there was a mesh. " * 40
 def test_ignored_code_and_fields_are_one_warning_line_each(
     arguments: list[str], foreign: Path, tmp_path: Path, command_line: Callable[..., Outcome], monkeypatch: Any
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "recipe.toml").write_text(

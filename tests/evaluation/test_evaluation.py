@@ -42,11 +42,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A corpus of five documents."""
