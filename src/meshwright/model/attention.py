@@ -49,10 +49,10 @@ class Attention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: cosine and sine of each token's position, [B or
-        1, 1, S, D/2] each, None with learned positions; `visible`: attention mask that `visibility` (encoder:
-        `bidirectional_mask`) returned, None: plain causal (encoder: all visible); `cache`: KV cache whose layer `layer`
-        is extended, and which attends in place of the mask."""
+        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: rotary cosine and sine of each token, [B or 1,
+        1, S, D/2] each; None with learned positions. `visible`: attention mask from `visibility` (encoder: from
+        `bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache; the new keys and values are
+        stored as those of layer number `layer`, attention runs over the cached tokens too, and `visible` is ignored."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

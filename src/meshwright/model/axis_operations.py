@@ -20,9 +20,8 @@ Function = Callable[..., Any]
 
 
 class TokenAxis:
-    """A parallel axis whose ranks hold different tokens of the same sequences. This base class is for one device. name:
-    "tp" or "cp". size: number of ranks.
-    """
+    """Parallel axis whose ranks hold different tokens of the same sequences. This base class is for one device: its
+    `size` (number of ranks) is 1, and nothing is communicated. name: "tp" or "cp"."""
 
     name: str
     size = 1
@@ -133,22 +132,22 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`, a block or a part of one; subclasses add checkpointing of its operators. compile_options:
-        options with which torch.compile compiles it; None: it runs eagerly. around: wrapper applied to the compiled
-        function."""
+        """Return `function`, the forward of a transformer block or of a part of it, ready to be called; subclasses add
+        activation checkpointing of its operators. compile_options: keyword arguments of torch.compile, which compiles
+        `function`; None: it runs eagerly. around: wrapper applied to the compiled function."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_block(self, function: Function) -> Function:
-        """Return `function`, which runs a block made of functions that `wrap` returned; subclasses may checkpoint the
-        whole block."""
+        """Return `function`, the forward of a whole transformer block, built from results of `wrap`; subclasses may
+        checkpoint it as a whole."""
         return function
 
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """Everything about parallelism that a model is built with. `tensor`, `context`: communication of tensor and context
-    parallelism (default: one device). `dispatcher`: token dispatcher of expert parallelism; None: experts are split by
-    columns over tp, as any MLP. `recompute`: activation checkpointing."""
+    """Bundle of the parallel operations that a model is built with; the default is one device. `tensor`, `context`:
+    communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert parallelism; None: tp
+    ranks split each expert's width, as that of any MLP. `recompute`: activation checkpointing."""
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

@@ -66,9 +66,9 @@ class KeyValueCache:
         self._masks.clear()
 
     def _mask(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return the attention mask of `sequence` new tokens: boolean [1, 1, S, C]; if nothing is cached, the result of
-        `visibility`. None: plain causal, or a single token, which attends to all keys it is given. window: sliding
-        window in tokens."""
+        """Return the attention mask of `sequence` new tokens: boolean [1, 1, S, C], True where a token may attend; with
+        an empty cache, the mask that `visibility` returns (None: plain causal). None for a single new token after
+        others, which attends to all keys passed. window: sliding window in tokens; None: without."""
         if self.length == 0:
             return visibility(ONE_DOCUMENT, sequence, window, device)
         if sequence == 1:
@@ -82,8 +82,9 @@ class KeyValueCache:
 
 
 def _grow_buffer(old: torch.Tensor | None, new: torch.Tensor, used: int, needed: int, capacity: int) -> torch.Tensor:
-    """Return a cache buffer [2, B, K, C, D] of keys and values with C >= `needed` tokens: `old` if it is large enough,
-    else a larger copy of its first `used` tokens; sizes and dtype as `new` [B, K, S, D]. `capacity`: smallest C."""
+    """Return a buffer [2, B, K, C, D] of keys and values for at least `needed` tokens: `old` if it has room, else a
+    larger one with a copy of the first `used` tokens. `new` [B, K, S, D]: gives B, K, D and the dtype. `capacity`:
+    minimum C of a new buffer."""
     if old is not None and old.shape[3] >= needed:
         return old
     size = max(capacity, needed if old is None else max(needed, 2 * old.shape[3]))

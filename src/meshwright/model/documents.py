@@ -19,10 +19,9 @@ class Documents:
     """Document boundaries in the packed sequences of a batch. Documents of one sequence do not attend to each other,
     and position IDs restart in each.
 
-    `starts_BS`: for each token the index in its sequence where its document begins; None: every sequence is one
-    document, and attention is plain causal. `places_C`: with context parallelism the sequence indices of this rank's
-    tokens (everything else describes unsharded sequences). `pairs`: for preference training, the pairs of chosen and
-    rejected responses.
+    `starts_BS`: index in the unsharded sequence at which each token's document begins; None: every sequence is one
+    document, and attention is plain causal. `places_C`: with context parallelism, the sequence index of each token of
+    this rank. `pairs`: chosen and rejected responses, for preference training.
     """
 
     starts_BS: torch.Tensor | None = None
@@ -43,8 +42,8 @@ class Documents:
 
     @classmethod
     def from_starts(cls, starts: Sequence[Sequence[int]], sequence: int) -> Documents:
-        """Return the boundaries of documents given by their start indices, one ascending list per sequence of
-        `sequence` tokens; index 0 always starts one."""
+        """Return the boundaries given by the start indices of documents: one ascending list for each sequence of
+        `sequence` tokens. Index 0 starts a document even if it is not listed."""
         ids = torch.zeros(len(starts), sequence, dtype=torch.int64)
         for row, places in enumerate(starts):
             assert all(0 <= place < sequence for place in places), (row, places, sequence)
@@ -74,9 +73,10 @@ class Documents:
         return places_C - self.starts_BS[:, places_C]
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return the lowest sequence index that each token may attend to (the highest is its own), [B or 1, S].
+        """Return, for each token, the lowest sequence index that it may attend to (the highest is its own), [B or 1,
+        S]; None: index 0 for all.
 
-        A sliding `window` lets a token attend to itself and the `window` - 1 tokens before it. None: no lower limit.
+        `window`: sliding window; a token attends to itself and the `window` - 1 tokens before it; None: without.
         `sequence`: tokens of an unsharded sequence.
         """
         if window is None or window >= sequence:

@@ -176,8 +176,8 @@ class Encoder(nn.Module):
         return x_BSH
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Return the pooler output: tanh of a linear map of each sequence's first token, [B, H], or of each document's
-        in packed sequences, [D, H]."""
+        """Return the pooler output, tanh of a linear map of the first token: of each sequence, [B, H], or with packed
+        sequences of each document, [D, H]."""
         if not self.config.pooled:
             raise UserError(f'an encoder of head "{self.config.head}" has no pooler')
         if documents is None or documents.starts_BS is None:

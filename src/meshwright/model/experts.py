@@ -41,8 +41,8 @@ class Mixture(nn.Module):
     def forward(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output [B, S, H] and its load-balancing loss (scalar, None without `counted_B`).
-        `counted_B`: number of targets of each sequence, which weighs its loss."""
+        """Return the layer's output [B, S, H] and its load-balancing loss (scalar; None without `counted_B`).
+        `counted_B`: number of targets of each sequence, by which the loss of the sequence is weighted."""
         if self.expert_parallel:
             return self._forward_expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
@@ -130,16 +130,15 @@ class Router(nn.Module):
     def balance(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
-        """Return this layer's load-balancing term of the summed loss (scalar). `chosen_TK`: expert indices of each
-        token; `parts`: parallel axes whose ranks hold different tokens of a sequence, over which loads and mean scores
-        are summed.
+        """Return this layer's load-balancing term of the summed loss (scalar). `scores_TE`: scores of all experts;
+        `chosen_TK`: expert indices of each token; `counted_B`: number of targets of each sequence; `parts`: parallel
+        axes whose ranks hold different tokens of a sequence, over which expert loads are all-reduced.
 
         The auxiliary loss of a sequence is E sum over experts of (assignments / S) (mean score), by Fedus et al. 2021
-        (arXiv:2101.03961, eq. 4 to 6) in the scale of transformers, the mean over layers. It is weighted by the
-        sequence's number of targets `counted_B`: divided by the targets of the whole step, it does not depend on
-        micro-batches or ranks.
+        (arXiv:2101.03961, eq. 4 to 6) as scaled in transformers, averaged over layers and weighted by the sequence's
+        targets. Divided by the targets of the whole step, it does not depend on micro-batches or ranks.
 
-        The gradient of a router bias is its expert's load minus the mean load; the bias adds 0 to the value.
+        A router bias adds 0 to the value; its gradient is its expert's load minus the mean load.
         """
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
@@ -174,9 +173,8 @@ class Experts(nn.Module):
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each token's expert outputs, [T, H]. `weights_TK`, `chosen_TK`: weights and
-        expert indices of its K experts.
-        """
+        """Return each token's expert outputs, weighted and summed, [T, H]. `weights_TK`, `chosen_TK`: weight and index
+        of each of its K experts."""
         tokens, chosen = chosen_TK.shape
         expert_N, order_N = chosen_TK.flatten().sort(stable=True)
         inverse_N = invert_permutation(order_N)
@@ -193,8 +191,8 @@ class Experts(nn.Module):
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the MLP outputs [N, H] of token copies sorted by expert, `x_NH`, under this rank's experts; partial
-        sums where experts are split over ranks. `ends_E`: exclusive end index of each expert's copies."""
+        """Return the outputs [N, H] of this rank's expert MLPs for the token copies `x_NH`, sorted by expert; partial
+        sums where ranks split an expert's width. `ends_E`: exclusive end index of each expert's copies."""
         gate_NF, up_NF = grouped_linear(x_NH, self.up.weight, ends_E, self.up.weight_gradients).chunk(2, dim=-1)
         hidden_NF = activate(gate_NF, self.activation) * up_NF
         return grouped_linear(hidden_NF, self.down.weight, ends_E, self.down.weight_gradients)

@@ -67,7 +67,8 @@ class CheckpointFiles:
         return self._ask(name, lambda file: str(file.get_slice(name).get_dtype()))
 
     def _ask(self, name: str, question: Callable[[Any], Found]) -> Found:
-        """Return what `question` finds in the open file of the tensor `name`."""
+        """Call `question` with the open safetensors file that contains the tensor `name`; return its result. Read
+        errors become UserErrors."""
         with _convert_read_errors(self._place[name], name):
             return question(self._open(self._place[name]))
 
@@ -252,12 +253,12 @@ def _load_parameters(
 def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Return {name of each parameter entry of `table`: its name in the files}. Raises UserError unless both match
-    exactly.
+    """Return {name of each parameter entry of `table`: its tensor's name in the files}. Raises UserError for missing,
+    misshapen or unexpected tensors.
 
-    Files of a base model omit the prefix "transformer.", "model." or "bert.". A head that the model ties to its
-    embedding is ignored, as transformers does, and so are other heads of an encoder. `new_head`: entries of the head
-    that are missing or of another shape are left out of the result.
+    Files of a base model omit the prefix "transformer.", "model." or "bert.". The tensor of an output head tied to the
+    embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: leave entries of the head
+    that are missing or of another shape out of the result instead of raising.
     """
     prefix = BASE_PREFIX[config.family]
     bare = not any(name.startswith(prefix) for name in files.names)
@@ -292,7 +293,8 @@ def match_entries(
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
-    """Return {current Hugging Face name of each tensor: its name in the files, which may be an older one}."""
+    """Map the current Hugging Face name of each tensor to its name in the files; the two differ where the files use an
+    older naming."""
     found = {name: name for name in files.names}
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
         for name in files.names:
@@ -302,8 +304,8 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
 
 
 def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
-    """Read the unsharded value of a parameter entry, oriented as on disk. `names`: result of `match_entries`; default:
-    the entry's own name."""
+    """Read the unsharded value of a parameter entry as stored on disk (not transposed for the model). `names`: result
+    of `match_entries`; default: the entry's own name. Raises UserError if the tensor is missing."""
     name = entry.name if names is None else names[entry.name]
     if name not in files.names:
         raise UserError(f"{files.directory}: tensor {name} is missing")

@@ -35,7 +35,7 @@ def fill_parameters(
     model: nn.Module, table: ParameterTable, value_of: Callable[[ParameterEntry], torch.Tensor]
 ) -> None:
     """Write all parameters of an unsharded model, in place. table: its parameter table. value_of: returns the value of
-    a parameter entry, oriented as on disk."""
+    a parameter entry in its shape on disk (before any transposition)."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in table.entries:
@@ -43,14 +43,14 @@ def fill_parameters(
 
 
 def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
-    """Copy `value`, that of a parameter entry oriented as on disk, into its slice of the unsharded (fused) model
-    parameter `tensor`."""
+    """Copy `value`, the value of a parameter entry in its shape on disk, into the entry's slice of `tensor`, the
+    unsharded model parameter in which entries are fused. Transposes it if the entry says so."""
     part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
     part.copy_(value.T if entry.transposed else value)
 
 
 def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
-    """Return a view of a parameter entry in the unsharded (fused) model parameter (or gradient) `tensor`, oriented as
-    on disk."""
+    """Return a view of one parameter entry, in its shape on disk. `tensor`: the unsharded model parameter, in which
+    entries are fused, or its gradient."""
     part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
     return part.T if entry.transposed else part

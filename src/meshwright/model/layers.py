@@ -19,8 +19,8 @@ from meshwright.spec.config import ModelConfig
 
 class Linear(nn.Module):
     """Linear layer y = x Wᵀ + b with W [y, x]; parameters are uninitialised. `x`, `y`: input and output size.
-    weight_gradients: queue that gets the weight gradient in backward, None: autograd computes it. taps: dummy inputs of
-    the running compiled call, through whose gradients the queue gets it."""
+    weight_gradients: queue to which backward hands the weight gradient; None: autograd computes it. taps: set during a
+    compiled call only: dummy inputs through whose gradients the weight gradient reaches that queue."""
 
     weight_gradients: WeightGradients | None = None  # where they are left for later, if they may be
     taps: Taps | None = None  # of the call that runs, where it is compiled

@@ -30,12 +30,11 @@ def linear_cross_entropy(
     head: OutputHead,
     keep: bool = True,
 ) -> torch.Tensor:
-    """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar); targets of -100 do not
-    count. `head`: weight and bias.
+    """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar, float32 or float64);
+    targets of -100 do not count. `head`: weight and bias.
 
-    The sum, and that of the weight's gradient over chunks, are in float32 or float64. `keep`: compute the gradients in
-    the forward pass and save them, the weight's in its size; else backward recomputes the logits. Both give the same
-    gradients bit for bit and communicate in the forward pass alone.
+    `keep`: compute the gradients in the forward pass and save them, which takes memory of the weight's size; False:
+    backward recomputes the logits. Both give bitwise equal gradients, and communicate in the forward pass alone.
     """
     mode = _Mode("none" if not torch.is_grad_enabled() else "save" if keep else "recompute", of_tokens=False)
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
@@ -52,10 +51,10 @@ def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: 
 
 
 class OutputHead(NamedTuple):
-    """This rank's vocabulary slice of the output head, with tensor parallelism (`tensor`).
+    """Output head; with tensor parallelism, this rank's vocabulary slice of it, and in `tensor` the communication.
 
-    `weight_VH`, `bias_V`: those of the token IDs from `first_token` on; ranks may hold different numbers of token IDs,
-    at most `widest` (default: as many as this rank). `compiled`: fuse the elementwise work with torch.compile.
+    `weight_VH`, `bias_V`: weight and bias of the V token IDs from `first_token` on. `widest`: largest V of any rank
+    (default: this rank's). `compiled`: fuse the elementwise work of the loss with torch.compile.
     """
 
     weight_VH: torch.Tensor
@@ -67,9 +66,9 @@ class OutputHead(NamedTuple):
 
 
 class _Mode(NamedTuple):
-    """Kind of a cross-entropy. gradients: "none", no backward follows (needs_input_grad ignores torch.no_grad); "save",
-    compute the gradients now and save them; "recompute", backward recomputes the logits. of_tokens: the loss of each
-    token is returned, [T], not their sum."""
+    """Options of a cross-entropy. gradients: "none": no backward follows (needs_input_grad ignores torch.no_grad);
+    "save": the forward pass computes and saves them; "recompute": backward recomputes the logits. of_tokens: return the
+    loss of each token, [T], instead of the sum."""
 
     gradients: Literal["none", "save", "recompute"]
     of_tokens: bool
@@ -89,9 +88,9 @@ class _CrossEntropy(torch.autograd.Function):
         head: OutputHead,
         mode: _Mode,
     ) -> torch.Tensor:
-        """Return the loss (nats): summed, a scalar, or that of each token, [T]. `targets_T`: token IDs, -100: ignored.
-        `head`: vocabulary slice and tensor parallelism of the output head; `mode`: result, and how backward gets the
-        gradients."""
+        """Return the loss (nats): the sum, a scalar, or that of each token, [T]. `targets_T`: token IDs, -100: ignored.
+        `head`: vocabulary slice and tensor parallelism of the output head; `mode`: sum or token losses, and how
+        backward gets the gradients."""
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
@@ -145,8 +144,8 @@ def _scale_gradients(
 
 
 class _Gradients:
-    """Accumulator of the loss's gradients over chunks of tokens: of hidden states, head weight and head bias.
-    `of_hidden`, `of_weight`, `of_bias`: which of them are required; the others stay None."""
+    """Accumulator, over chunks of tokens, of the loss's gradients with respect to hidden states, head weight and head
+    bias. `of_hidden`, `of_weight`, `of_bias`: True if that gradient is required; else it stays None."""
 
     def __init__(
         self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
@@ -244,8 +243,8 @@ class _Chunk:
         return self._logits_CV
 
     def _token_slices(self) -> Iterator[slice]:
-        """Yield slices of tokens to be processed together: few enough for a CPU's caches; all tokens where kernels are
-        fused."""
+        """Yield slices of the chunk's tokens to be processed one after another: on a CPU small enough for its caches,
+        elsewhere or where kernels are fused all tokens at once."""
         tokens, vocabulary = self._logits_CV.shape
         fused = self._compiled or self._logits_CV.device.type != "cpu"
         at_once = tokens if fused else max(1, SLICE_LOGITS // vocabulary)
@@ -276,7 +275,7 @@ def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> 
 
 @functools.cache
 def _elementwise_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return `_statistics` and `_to_gradient_`, `compiled` by torch.compile or as they are."""
+    """Return the pair (`_statistics`, `_to_gradient_`), if `compiled` both compiled by torch.compile."""
     if not compiled:
         return _statistics, _to_gradient_
     return torch.compile(_statistics, dynamic=False), torch.compile(_to_gradient_, dynamic=False)

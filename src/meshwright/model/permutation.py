@@ -13,15 +13,15 @@ def invert_permutation(order: torch.Tensor) -> torch.Tensor:
 
 
 class Permuted(torch.autograd.Function):
-    """Permutes tensor dim 0, of which each row may be repeated: x[order]. Backward gathers by the inverse
-    permutation instead of scattering, so that the order of sums is defined."""
+    """Autograd function that permutes the rows (dim 0) of a tensor, x[order], or several copies of each row. Backward
+    gathers by the inverse permutation instead of scattering, so that the order of its sums is deterministic."""
 
     @staticmethod
     def forward(
         context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, copies: int | None = None
     ) -> torch.Tensor:
-        """Return x[order], [N, H]. `order_N`: permutation of dim 0, `inverse_N`: its inverse. `copies`: permute this
-        many copies of each row, N = T x copies; None: the rows themselves."""
+        """Return the permuted rows, [N, H]. `order_N`: permutation, `inverse_N`: its inverse. `copies`: repeat each row
+        of `x_TH` so often before permuting, N = T x copies; None: x[order], N = T."""
         context.save_for_backward(inverse_N)
         context.copies = copies
         return x_TH.index_select(0, order_N if copies is None else order_N // copies)

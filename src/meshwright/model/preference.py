@@ -19,8 +19,8 @@ REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward
 
 
 class PreferenceLoss(NamedTuple):
-    """Loss summed over pairs, and detached `figures` (float64 [3]), sums over pairs too: the rewards of chosen
-    responses, of rejected ones, and 1 for each pair whose chosen response has the higher reward."""
+    """Preference loss summed over pairs, and `figures` (float64 [3], detached): sum of the rewards of chosen responses,
+    sum of those of rejected ones, and number of pairs whose chosen response has the higher reward."""
 
     loss: torch.Tensor
     figures: torch.Tensor
@@ -40,7 +40,8 @@ class Rewards(NamedTuple):
         return self.chosen - self.rejected
 
     def document(self, prefix: str = "") -> dict[str, float]:
-        """Return the rewards as metrics by name (`REWARDS`), each name preceded by `prefix`."""
+        """Return {metric name: value} of the four metrics in `REWARDS` (margin, accuracy, chosen, rejected), each name
+        preceded by `prefix`."""
         values = (self.margin, self.accuracy, self.chosen, self.rejected)
         return {prefix + name: value for name, value in zip(REWARDS, values, strict=True)}
 

@@ -104,8 +104,8 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
     """Return `x_BNSD` with the rotary embedding applied, in its shape and dtype: each pair of dimensions (i, i + D/2)
     is rotated by the angle of its position. `cosine`, `sine`: [B or 1, 1, S, D/2].
 
-    In memory the result has a head's tokens side by side on a CPU, elsewhere a token's heads, as PyTorch's attention
-    kernels and the next product read them without a copy.
+    The result is stored as [B, N, S, D] on a CPU, elsewhere as [B, S, N, D]: the orders that PyTorch's attention
+    kernels read without a copy.
     """
     if x_BNSD.device.type == "cpu":
         return _rotate_halves(x_BNSD, cosine, sine)

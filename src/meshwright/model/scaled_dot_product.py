@@ -13,11 +13,11 @@ from meshwright.model.tiled_attention import tiled_attention
 
 
 def visibility(documents: Documents, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return the causal attention mask for packed documents and a sliding window of `window` tokens (None: without);
-    None: plain causal.
+    """Return the causal attention mask for packed documents and a sliding window, or None if attention is plain causal.
+    `window`: in tokens; None: no sliding window.
 
-    Built once per batch for all layers with the same window. On a CPU it is the first visible index of each of the
-    `sequence` tokens, [B or 1, S]; else a boolean mask [B or 1, 1, S, S], True where a token may attend.
+    On a CPU the mask is the first visible index of each of the `sequence` tokens, [B or 1, S]; else it is boolean, [B
+    or 1, 1, S, S], True where a token may attend. Built once per batch for all layers with the same window.
     """
     first_BS = documents.first_visible_BS(sequence, window, device)
     if first_BS is None or device.type == "cpu":
@@ -29,8 +29,8 @@ def visibility(documents: Documents, sequence: int, window: int | None, device: 
 def attend(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v for the last S of C tokens, [B, N, S, D], under `visible`, the mask that `visibility`
-    returned (None: causal for S = C, all keys for S < C)."""
+    """Return softmax(q kᵀ / √D) v, [B, N, S, D], for S queries at the last S of the C tokens whose keys are given.
+    `visible`: mask that `visibility` or a KV cache returned; None: causal if S = C, all keys visible if S < C."""
     same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
     if same_length and q_BNSD.device.type == "cpu":
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)

@@ -31,9 +31,9 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """A range of queries and an equally long range of keys they attend to, on one device. `queries`, `keys`: slices
-    along the token dim of the tensors; `query_place`, `key_place`: index in the sequence of each range's first token.
-    Either both indices are equal (causal mask within the range), or all keys precede all queries (no mask)."""
+    """A range of queries and an equally long range of keys, on one device. `queries`, `keys`: slices along the token
+    dim of the tensors. `query_place`, `key_place`: index of each range's first token in the unsharded sequence. Either
+    the two are equal (causal mask), or all keys precede all queries (no mask)."""
 
     queries: slice
     keys: slice
@@ -42,9 +42,9 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of attention. queries, keys: slices of the query and the key tensor along the token dim. mask: additive
-    mask [..., queries, m] for the last m of these keys, the ones before are visible to all queries; None: all keys are
-    visible."""
+    """Block of attention scores computed at once. queries, keys: slices of the query and the key tensor along the token
+    dim. mask: additive mask [..., queries, m] for the last m of the keys; earlier keys are visible to all queries.
+    None: all keys are visible."""
 
     queries: slice
     keys: slice
@@ -120,9 +120,9 @@ def _backward(
 def compute_scores(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the attention scores q kᵀ / √D of a tile plus its mask, minus `less_PX1` (if given), [P, X, L], in the
-    dtype of the keys `wide_k_PSD`. P: sequences x KV heads; X: G x queries. `shape`: [sequences, heads, G, queries,
-    D]."""
+    """Return the attention scores q kᵀ / √D of a tile, with its mask added, [P, X, L], in the dtype of `wide_k_PSD`. P:
+    sequences x KV heads; X: G x queries. `less_PX1`: subtracted from each query's scores, if given (such as its
+    log-sum-exp). `shape`: [sequences, heads, G, queries, D]."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
     k_PDL = wide_k_PSD[:, tile.keys].mT
     if less_PX1 is None:
@@ -160,9 +160,9 @@ def cut_tiles(
 
 
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut the queries and keys of a `span` into attention tiles of len(`triangle`) queries, each with the range of keys
-    visible to any of them; tiles without visible keys are omitted. `triangle`: additive causal mask [queries, queries];
-    `first_RS`: first visible sequence index of each query, None: no lower limit."""
+    """Cut a `span` into attention tiles of len(`triangle`) queries, each with the range of keys that any of them may
+    attend to; tiles without visible keys are omitted. `triangle`: additive causal mask [queries, queries]; `first_RS`:
+    first visible sequence index of each query, for R sequences; None: no lower limit."""
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
@@ -195,8 +195,7 @@ def _full_span(q_BKGSD: torch.Tensor) -> Span:
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """View `x_BNSD` as [B, K, G, S, D]: its N query heads grouped by the key-value head they read, one of the K of
-    `k_BKSD`."""
+    """View `x_BNSD` as [B, K, G, S, D]: query heads grouped by the key-value head that they read. `k_BKSD`: gives K."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
@@ -207,8 +206,8 @@ def flatten_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised tensor of the shape and dtype of `x_BNSD`, stored in memory as [B, S, N, D], as the
-    projections around attention read it."""
+    """Return an uninitialised tensor of the shape and dtype of `x_BNSD`, stored as [B, S, N, D]: the memory order in
+    which the projections before and after attention use it."""
     rows, heads, sequence, size = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
 

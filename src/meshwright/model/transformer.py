@@ -92,9 +92,9 @@ class StageInput(NamedTuple):
 
 class StageOutput(NamedTuple):
     """Output of a pipeline stage for one micro-batch. `x`: hidden states [B, S, H] (with sequence parallelism this
-    rank's token slice); from the last stage the summed loss, or with preference pairs the log-probabilities of
-    responses. `balance`: load-balancing loss to be added to the summed loss, None if there is none or it is already
-    added."""
+    rank's token slice); on the last stage the summed loss, or with preference pairs the responses' log-probabilities.
+    `balance`: load-balancing loss, which the caller adds to the summed loss; None if there is none or `x` includes
+    it."""
 
     x: torch.Tensor
     balance: torch.Tensor | None
@@ -192,8 +192,8 @@ class Transformer(nn.Module):
         at_once: bool = True,
     ) -> StageOutput:
         """Run one pipeline stage of `forward` on `x_BSH`, the previous stage's output (None: first stage). The last
-        stage adds its load-balancing loss. `at_once`: its backward follows immediately; if not, the loss does not save
-        the head's gradient until then, unless that is small."""
+        stage adds its load-balancing loss. `at_once`: the backward pass follows immediately; False: others come
+        between, so the loss saves the head's gradient only if it is small, else backward recomputes the logits."""
         pairs = None if documents is None else documents.pairs
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
@@ -274,8 +274,8 @@ class Transformer(nn.Module):
         self.compiled = self._compiled_loss = True
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the compiled function `run_block` such that its weight gradients go to the linear layers' queues, if
-        any."""
+        """Wrap the compiled function `run_block` such that its weight gradients reach the queues of the block's linear
+        layers, where these have any (see `weight_gradients.tapping`)."""
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
@@ -298,8 +298,9 @@ class Transformer(nn.Module):
         positions_BS: torch.Tensor | None = None,
         counted_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run the stage's embedding and blocks; return [B, S, H] and the blocks' load-balancing losses. `counted_B`:
-        number of targets of each sequence, which weighs its loss; None: none are computed."""
+        """Run the embedding and blocks of a stage; return the hidden states [B, S, H] and the load-balancing loss of
+        each block that has one. `counted_B`: number of targets of each sequence, by which these losses are weighted;
+        None: they are not computed."""
         stage, x, tokens_BS, documents = given
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
@@ -347,17 +348,18 @@ class Transformer(nn.Module):
         return x_BSH, losses
 
     def _normalise_for_head(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the final norm of `x_BSH`, all-gathered as input of the tensor-parallel head, [B, S, H]."""
+        """Return the final norm of `x_BSH`, with sequence parallelism all-gathered: the input of the output head, [B,
+        S, H]."""
         return self.axes.tensor.enter(self._norm(self.final_norm, x_BSH), "head.input")
 
 
 def _compile_around_dispatch(
     run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return a function that runs a transformer block, given (block, x, rotation, visible, counted_B) as
-    `Block.forward`. With experts it calls `attend` (the part before them, compiled) and then `mixture` (the experts,
-    not compiled, as their token exchange cannot be); other blocks run in `run_dense`. A graph break inside a checkpoint
-    would leave the whole block uncompiled."""
+    """Return a function with the arguments and result of `Block.forward` that runs a transformer block. For a block
+    with experts it calls `attend` (attention and norms, compiled) and then `mixture` (the experts, not compiled: token
+    dispatch cannot be); other blocks run in `run_dense`, compiled as a whole. A graph break inside a checkpoint would
+    leave the whole block uncompiled."""
 
     def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run any block; arguments and result as in `Block.forward`."""

@@ -16,15 +16,13 @@ class Units:
     for a model whose parameters are all unsharded."""
 
     def enter(self, unit: str, x: X) -> X:
-        """Called before the first use of the parameters of the FSDP unit named `unit`. Return `x`, the unit's input
-        (None before the embedding), possibly wrapped.
-        """
+        """Hook called before the first use of the parameters of the FSDP unit named `unit`. `x`: the unit's input (None
+        before the embedding). Return `x`, possibly wrapped."""
         return x
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
-        """Called after the last use of the parameters of the FSDP unit named `unit`. Return `x`, the unit's output,
-        possibly wrapped.
-        """
+        """Hook called after the last use of the parameters of the FSDP unit named `unit`. `x`: the unit's output.
+        Return `x`, possibly wrapped."""
         return x
 
 

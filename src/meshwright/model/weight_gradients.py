@@ -57,8 +57,8 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Context manager in which backward queues its weight gradients under `key`, any hashable name of the pass,
-        until `run(key)`; outside of it they are computed at once."""
+        """Context manager inside which backward queues its weight gradients under `key`, a name of the pass, until
+        `run(key)`. Outside of it backward computes them at once."""
         assert self._collects is None and key not in self._queues, key
         self._collects = self._queues[key] = deque()
         try:
@@ -85,15 +85,13 @@ class WeightGradients:
             self._sums.accumulate(parameter, multiply(*operands).view(parameter.shape))
 
     def parameters(self, key: Hashable) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are queued under `key` (that of `collecting`), in the order in which
-        `run` computes them.
-        """
+        """Return the parameters whose gradients are queued under `key`, in the order in which `run` computes them.
+        `key`: that given to `collecting`."""
         return [product.parameter for product in self._queues[key]]
 
     def run(self, key: Hashable) -> None:
-        """Compute the gradients queued under `key` (that of `collecting`) and add them to the accumulation buffers,
-        freeing operands as they are used.
-        """
+        """Compute the gradients queued under `key`, add them to the accumulation buffers, and free the operands one by
+        one. `key`: that given to `collecting`."""
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:
@@ -127,7 +125,7 @@ def linear(
 ) -> torch.Tensor:
     """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: gets the weight gradient in backward;
     None: autograd computes it. `taps`: in a compiled graph, two dummy inputs through whose gradients dy and x reach the
-    queue; None: this layer is left out of the graph."""
+    queue; None: the layer runs outside of the graph."""
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
@@ -225,8 +223,9 @@ class Tapped(Protocol):
 
 @contextmanager
 def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context manager in which the compiled linear layers `products` hand their weight gradients to their queues.
-    `rows`: shape of their inputs [*rows, X] without the last dim, such as (batch, tokens)."""
+    """Context manager that gives the linear layers `products` their taps, so that a compiled call inside it hands their
+    weight gradients to their queues. `rows`: shape of their inputs [*rows, X] without the last dim, such as (batch,
+    tokens)."""
     products = [each for each in products if each.weight_gradients is not None] if torch.is_grad_enabled() else []
     for each in products:
         each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
