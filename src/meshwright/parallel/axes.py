@@ -11,9 +11,9 @@ from meshwright.parallel.tensor import TensorParallel
 
 
 def axis_operations(mesh: Mesh) -> AxisOperations:
-    """Return the tensor-, context- and expert-parallel operations and the activation checkpointing of this rank, with
-    which its model is constructed. Data and pipeline parallelism work outside of the model (`parallel/zero_engine.py`,
-    `parallel/pipeline.py`)."""
+    """Return the parallel operations with which this rank's model is constructed: those of tensor, context and expert
+    parallelism, and activation checkpointing, as `mesh.layout` selects them. Data and pipeline parallelism work outside
+    of the model (`parallel/zero_engine.py`, `parallel/pipeline.py`)."""
     layout = mesh.layout
     return AxisOperations(
         tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),

@@ -46,8 +46,8 @@ aten = torch.ops.aten
 
 
 def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """Return the sequence indices of the tokens that cp rank `rank` holds, ascending, int64 [S / cp]. `sequence`: S,
-    tokens of an unsharded sequence, which `spec.refuse` has checked to divide."""
+    """Return the indices, in the unsharded sequence, of the tokens that cp rank `rank` holds: ascending, int64 [S /
+    cp]. `sequence`: S, tokens of an unsharded sequence, divisible as `spec.refuse` has checked."""
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -90,9 +90,9 @@ class RingAttention(ContextParallel):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the sequence index of the first key that each query on this rank attends to, [B or 1, C], for
-        `attend`; None: plain causal. `tokens`: C, tokens of a sequence on this rank; `window`: sliding window in
-        tokens, None: none."""
+        """Return the attention mask in the form that `attend` expects: for each query on this rank the sequence index
+        of the first key it attends to, [B or 1, C]; None: plain causal. `tokens`: C, tokens of a sequence on this rank;
+        `window`: sliding window in tokens; None: without."""
         assert documents.places_C is not None
         first_BS = documents.first_visible_BS(self.size * tokens, window, device)
         return None if first_BS is None else first_BS[:, documents.places_C]
@@ -109,20 +109,21 @@ class RingAttention(ContextParallel):
 
 
 class UlyssesAttention(ContextParallel):
-    """DeepSpeed-Ulysses attention: each rank holds a contiguous token slice; it attends over N / cp heads."""
+    """DeepSpeed-Ulysses attention: each rank holds a contiguous token slice; during attention it holds unsharded
+    sequences for N / cp heads instead."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the attention mask of unsharded sequences, the argument `visible` of `attend`. `tokens`: tokens of a
-        sequence on this rank; `window`: sliding window in tokens."""
+        """Return the attention mask of unsharded sequences, the argument `visible` of `attend`; None: plain causal.
+        `tokens`: tokens of a sequence on this rank; `window`: sliding window in tokens; None: without."""
         return visibility(documents, self.size * tokens, window, device)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks, by two
-        all-to-alls, between which each rank attends over unsharded sequences for N / cp heads. With more ranks than
+        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. One all-to-all
+        gives each rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than
         key-value heads, neighbouring ranks share a head. `visible`: result of `visibility`."""
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
@@ -144,8 +145,9 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 
 
 def spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """Return the pairs (`Span`) of a query chunk and a key chunk visible to it that cp rank `rank` computes with the KV
-    block of rank `source`. `ranks`: size of cp; `tokens`: tokens of a sequence on each rank."""
+    """Return the chunk pairs that cp rank `rank` computes when it has the KV block of rank `source`: a `Span` for each
+    of its query chunks and each key chunk of the block that the causal mask lets it see. `ranks`: size of cp; `tokens`:
+    tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -165,10 +167,9 @@ def _add_span(
     first_BC: torch.Tensor | None,
     span: Span,
 ) -> None:
-    """Compute the attention of a span's queries over its keys and merge it, in place, into the output so far
-    `out_BKGCD` and its log-sum-exp `log_sum_BKGC`. `span`: a range of queries and a range of keys. `first_BC`: first
-    visible sequence index of each query; None: 0. Dims: K key-value heads, G query heads of each, C tokens on this
-    rank, D head size."""
+    """Compute the attention of a span's queries over its keys and merge it, in place, into the output `out_BKGCD` and
+    log-sum-exp `log_sum_BKGC` of the keys before. `first_BC`: first visible sequence index of each query; None: 0.
+    Dims: K key-value heads, G query heads of each, C tokens on this rank, D head size."""
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         wide_k_PCD = k_PCD.to(out_BKGCD.dtype)
@@ -191,8 +192,8 @@ def _add_span_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute `_add_span`, in place, with PyTorch's flash attention, which supports no mask but the causal one. `span`:
-    a range of queries and a range of keys."""
+    """Do what `_add_span` does with PyTorch's flash attention, which supports no mask but the causal one (so there is
+    no `first_BC`). `span`: a range of queries and a range of keys."""
     part = q_BKGCD[..., span.queries, :]
     q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
     o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
@@ -201,8 +202,9 @@ def _add_span_fused(
 
 
 def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge attention over other keys, output `more` and its `log_sum_more`, into `out` and `log_sum` in place,
-    weighted by the exponentials of the log-sum-exps."""
+    """Merge two attention results of the same queries over different keys, in place into `out` and `log_sum`. `more`,
+    `log_sum_more`: output and log-sum-exp of the second; each result is weighted by the exponential of its
+    log-sum-exp."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -210,8 +212,9 @@ def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum
 
 
 class _SavedQueries(NamedTuple):
-    """This rank's queries, attention output, output gradient (each [B, K, G, C, D]) and what backward needs beside:
-    `inner_BKGC`, sum over D of output times output gradient; `first_BC`, first visible sequence index of each query."""
+    """Tensors of this rank's queries that the backward pass reads: queries `q`, attention output `out` and its gradient
+    `d_out`, each [B, K, G, C, D]; log-sum-exps `log_sum_BKGC`; `inner_BKGC`, sum over D of `out` times `d_out`;
+    `first_BC`, first visible sequence index of each query (None: 0)."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -262,8 +265,8 @@ def _add_span_gradients_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute `_add_span_gradients`, in place, with PyTorch's flash attention, given output and log-sum-exp over all
-    keys in `saved`. `span`: a range of queries and a range of keys."""
+    """Do what `_add_span_gradients` does with PyTorch's flash attention, given output and log-sum-exp over all keys in
+    `saved`. `span`: a range of queries and a range of keys."""
     q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
     log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
@@ -294,8 +297,8 @@ def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, .
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape [sequences, heads, G, X] to the column [sequences x heads, G x X, 1] (G query heads per key-value head, X
-    queries), one row for each row of `flatten_heads`."""
+    """Reshape a per-query tensor [sequences, heads, G, X] to a column [sequences x heads, G x X, 1], in the order of
+    rows in which `flatten_heads` stacks queries. G: query heads per key-value head; X: queries."""
     return flatten_heads(x[..., None])
 
 
@@ -303,8 +306,8 @@ def _to_column(x: torch.Tensor) -> torch.Tensor:
 
 
 def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (source rank, its KV block [2, B, K, C, D]) for every cp rank, this rank's own first. The next block is
-    being received while the caller computes. `site`: label of the transfers in traces."""
+    """Yield (source rank, its KV block [2, B, K, C, D]) for every cp rank, this rank's own block first. While the
+    caller computes with a block, the next one is being received. `site`: label of the transfers in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -321,8 +324,8 @@ def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ring attention without autograd; return the output [B, N, C, D] and each query's log-sum-exp [B, N, C].
-    `first_BC`: global position of the first key that each query attends to (None: 0). `key`: `Axis.key`, the text by
-    which an operator finds its axis."""
+    `first_BC`: sequence index of the first key that each query attends to (None: 0). `key`: `Axis.key` of axis cp, a
+    string from which the custom operator looks up the axis."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)

@@ -31,8 +31,8 @@ COUNTS_SITE = "experts.counts"
 class Routes(NamedTuple):
     """Numbers of token copies in one dispatch (a token has one copy per expert chosen for it).
 
-    `sent`, `received`: sent to and received from each rank of ep; `shared`: received by each rank of etp; `counts_GPL`:
-    received by each rank of etp (G), from each rank of ep (P), for each local expert (L).
+    `sent`, `received`: copies that this rank sends to and receives from each rank of ep. `shared`: copies that each
+    rank of etp receives. `counts_GPL`: copies that rank G of etp receives from rank P of ep for local expert L.
     """
 
     sent: list[int]

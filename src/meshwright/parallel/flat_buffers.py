@@ -48,9 +48,10 @@ class TensorSlice:
     saving reads and loading overwrites.
 
     `start` and `stop` count the entry's elements row-major in engine orientation, [output, input], which may be the
-    transpose of the file's; with `columns` only the elements of these columns are counted.
+    transpose of that in the file. `columns`: only elements of these matrix columns are counted; None: all.
 
-    `kind`: "master", "exp_avg", "exp_avg_sq", "momentum" ...; `name`: name of the parameter entry.
+    `kind`: quantity stored, "master" (weights) or optimizer state such as "exp_avg"; `name`: name of the parameter
+    entry.
     """
 
     kind: str
@@ -61,12 +62,12 @@ class TensorSlice:
     columns: Columns | None = None
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this slice's elements of `values`, the unsharded entry flattened in engine orientation: [...,
-        entry.numel] -> [..., stop - start]."""
+        """Return this slice's elements of `values`, a tensor [..., entry.numel] with a value for each element of the
+        unsharded entry in engine orientation. Result: [..., stop - start]."""
         return select_columns(values, self.columns)[..., self.start : self.stop]
 
     def put(self, values: torch.Tensor) -> None:
-        """Write this slice into `values` [entry.numel], the unsharded entry flattened in engine orientation."""
+        """Write this slice into `values` [entry.numel], the flattened unsharded entry in engine orientation."""
         if self.columns is None:
             values[self.start : self.stop] = self.tensor
         else:
@@ -91,14 +92,15 @@ class EntrySlice:
     partial: bool
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the slice's elements of `values`, the unsharded entry flattened in engine orientation: [entry.numel]
-        -> [numel]."""
+        """Return the slice's elements, [numel], of `values` [entry.numel], the flattened unsharded entry in engine
+        orientation ([output, input])."""
         return select_columns(values, self.columns)[self.begin : self.begin + self.numel]
 
 
 class PlacedTensor(NamedTuple):
-    """Engine tensor (a parameter as the model in memory has it, such as fused qkv) in a flat buffer. `offset`: of its
-    first element, in elements from the buffer's start; `shape`: shape of this rank's tp or ep shard of it."""
+    """Position of an engine tensor (a parameter in the form in which the model computes with it, such as fused qkv) in
+    a flat buffer. `offset`: index of its first element in the buffer; `shape`: shape of this rank's tp or ep shard of
+    it."""
 
     tensor: EngineTensor
     offset: int
@@ -113,8 +115,9 @@ class PlacedTensor(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Layout of one flat buffer, called `name`, on one rank before ZeRO shards it: `padded` elements, of which the
-    first `numel` are parameters and the first `decay_numel` have weight decay. `tensors`: the engine tensors in it;
-    `slices`: the slices of parameter entries in it, without vocabulary padding."""
+    first `numel` are parameters and the first `decay_numel` have weight decay. `tensors`: the model's parameters in it
+    (such as fused qkv); `slices`: the slices of parameter entries (checkpoint tensors) in it, without vocabulary
+    padding."""
 
     name: str
     tensors: tuple[PlacedTensor, ...]
@@ -173,7 +176,8 @@ class FlatLayout:
 
     def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
         """Write parameter values into the 1-D `shard`, which holds the buffer elements from `start` on. `value_of`:
-        called once for each parameter entry in the shard; returns its unsharded value, oriented as on disk."""
+        called once for each parameter entry in the shard; returns its unsharded value in its shape on disk (before any
+        transposition)."""
         for entry, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].entry):
             value = value_of(entry)
             flat = (value.t() if entry.transposed else value).reshape(-1)
@@ -192,8 +196,8 @@ class FlatLayout:
 
 
 def buffer_name(unit: str, buffer: BufferKind) -> str:
-    """Return the name of a flat buffer: that of its FSDP unit (`unit`) for the "dense" one, "UNIT.experts" for the
-    other."""
+    """Return the name of a flat buffer of the FSDP unit `unit`: the unit's name for its "dense" buffer, "UNIT.experts"
+    for the buffer of its experts."""
     return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
@@ -205,8 +209,9 @@ def flat_layout(
     coordinates: Mapping[str, int] | None = None,
     buffer: BufferKind = "dense",
 ) -> FlatLayout:
-    """Return the layout of the flat buffer (of kind `buffer`) of the FSDP unit `name` for the rank at `coordinates`
-    ({axis: position}) of `layout` (default: one device), padded to equal shards for `shards` ranks."""
+    """Return the layout of one flat buffer of the FSDP unit `name`. `buffer`: "dense" or "experts"; `coordinates`:
+    {axis: index} of the rank in `layout` (default: one device); `shards`: number of ranks over which ZeRO shards it,
+    for which it is padded to equal shards."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
@@ -223,9 +228,9 @@ def flat_layout(
 def _entry_slices(
     table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[EntrySlice]:
-    """Return the slices of a parameter entry (one tensor of a checkpoint) in this rank's shard of the engine tensor,
-    such as fused qkv, that contains it. `coordinates`: {axis: position} of this rank in `layout`; `placed`: position of
-    the engine tensor in the flat buffer."""
+    """Return the slices of a parameter entry (one tensor of a checkpoint) that this rank holds. `coordinates`: {axis:
+    index} of this rank in `layout`; `placed`: position, in the flat buffer, of the model's parameter that contains the
+    entry (such as fused qkv)."""
     copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
     for box in table.local_slices(entry, layout, coordinates):
@@ -248,7 +253,7 @@ def slices_of(
 ) -> list[TensorSlice]:
     """Return the parts of parameter entries inside the buffer elements [low, high), as views of the 1-D `values`, which
     holds the buffer elements from `start` on. `kind`: label of the slices ("master" ...). `position`: this rank's index
-    on tp, which gives only its even share of elements that several tp ranks hold; None: all."""
+    on tp; of elements that several tp ranks hold, each gets an even share. None: all elements."""
     slices = []
     for part, first, last in flat.within(low, high):
         if position is not None:
@@ -260,8 +265,8 @@ def slices_of(
 
 
 def even_share(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
-    """Split the index range [start, stop) into `shares` nearly equal ranges; return the range number `index`, from 0,
-    as (start, stop)."""
+    """Split the index range [start, stop) into `shares` nearly equal ranges; return range number `index` (from 0) as
+    (start, stop)."""
     length = stop - start
     return start + length * index // shares, start + length * (index + 1) // shares
 

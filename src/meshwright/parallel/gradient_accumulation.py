@@ -24,8 +24,8 @@ class BackwardPass:
     whose gradients are incomplete, the last unit of the stage first; `missing`: unit name -> indices of its parameters
     that have no gradient yet.
 
-    `held`: (parameter, gradient) pairs collected in the first half of a split pass (input gradients first); None
-    outside it. `early`: unit name -> such pairs of units that are incomplete at the pause.
+    `held`: (parameter, gradient) pairs stored during the input-gradient half of a split pass and its pause; else None.
+    `early`: after the pause, unit name -> such pairs that are not in the unit's buffer yet.
     """
 
     order: list[str]
@@ -89,7 +89,7 @@ class GradientAccumulator:
 
     def pause(self, still_to_come: Collection[nn.Parameter]) -> None:
         """Pause the split pass after its input gradients. `still_to_come`: parameters whose gradients are computed
-        after `resume`; FSDP units without any of them are complete and are reduced now."""
+        after `resume`. FSDP units without such parameters are complete and are reduced now."""
         running = self._running
         assert running is not None and running.held is not None
         places = {self._place[parameter] for parameter in still_to_come}
@@ -107,9 +107,9 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume a paused pass; the caller then calls `accumulate` for the remaining gradients, and `end`. Gradients
-        that a unit got before the pause are added to its buffer only with its first new one, so that few buffers exist
-        at a time."""
+        """Resume a paused pass; the caller then calls `accumulate` for the remaining gradients, and `end`. A unit's
+        gradients from before the pause are added to its buffer together with its first one after it, so that few
+        buffers exist at a time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
@@ -123,7 +123,8 @@ class GradientAccumulator:
         self._running = None
 
     def skip(self, units: Iterable[str]) -> None:
-        """Count the FSDP units named `units` as complete in the running pass: they get no further gradients."""
+        """Declare that the FSDP units named `units` get no further gradients in the running pass; reduce them when
+        their turn comes."""
         running = self._running
         assert running is not None
         for name in units:
@@ -166,8 +167,9 @@ class GradientAccumulator:
             self.accumulate(parameter, gradient)
 
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-        """Return the view of the unit's buffer that accumulates a parameter's gradient in the `running` pass, and True
-        if its old values are to be overwritten instead of added to."""
+        """Return the view of the FSDP unit's gradient buffer that belongs to `parameter`, and True if the caller must
+        overwrite its old values instead of adding to them. Gradients of the unit from before a pause are added
+        first."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)
@@ -182,14 +184,14 @@ class GradientAccumulator:
             self._end_units(running)
 
     def _end_units(self, running: BackwardPass) -> None:
-        """Reduce the complete FSDP units at the head of `running.order`: in the same order on all ranks, so that
-        collectives match."""
+        """Reduce the units at the head of `running.order` for as long as they are complete. The fixed order makes the
+        collective calls of all ranks match."""
         while running.order and not running.missing[running.order[0]]:
             self._end_unit(running.order.pop(0))
 
     def _end_unit(self, name: str) -> None:
-        """End the running pass for the FSDP unit `name`: reduce its gradient after each pass (ZeRO-2 and 3) or after
-        the step's last (ZeRO-0 and 1)."""
+        """End the running pass for the FSDP unit `name`. Its gradient is reduced after each pass (ZeRO-2 and 3) or
+        after the last pass of the step (ZeRO-0 and 1)."""
         self._passes[name] -= 1
         last = self._passes[name] == 0
         assert self._passes[name] >= 0, f"{name}: more passes than expected"

@@ -39,10 +39,10 @@ def parallelize(
 ) -> ParallelModel:
     """Build this rank's part of a model under `mesh.layout`. Every rank calls it.
 
-    `sequence`: tokens of a sequence, for which stages are balanced in FLOPs; `seed`: initialises the parameters (None:
-    they are loaded into the master weights later); `parameter_dtype`: of parameters and compute; `master_dtype`: of
-    master weights and gradients; `compile_blocks`: compile transformer blocks with torch.compile. Raises UserError on
-    every rank if ranks have different pipeline programs.
+    `sequence`: tokens of a sequence, for which pipeline stages are cut with balanced FLOPs; `seed`: initialises the
+    parameters (None: they are loaded into the master weights later); `parameter_dtype`: dtype of parameters and
+    compute; `master_dtype`: dtype of master weights and gradients; `compile_blocks`: compile transformer blocks with
+    torch.compile. Raises UserError on every rank if ranks have different pipeline programs.
     """
     layout, table = mesh.layout, parameter_table(config)
 

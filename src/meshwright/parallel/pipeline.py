@@ -41,22 +41,23 @@ class Compute(Protocol):
     may have one."""
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the compute step of `kind` of one micro-batch through one stage, both given by `key`.
+        """Run one compute step of a micro-batch through a stage. `kind`: which step (below); `key`: stage, replica,
+        micro-batch.
 
-        Forward: return the stage's output for its input `x` (first stage: None); the last stage keeps its loss and
-        returns None. Backward: compute the weight gradients and return the gradient of the stage's input (first stage:
-        None), given `x`, that of its output (last stage: None). Input gradient (B pass, the first half of a split
-        backward): as backward, but defer the weight gradients to the weight gradient (W pass), which gets and returns
-        None."""
+        Forward: `x` is the stage's input (first stage: None); return its output, except that the last stage keeps its
+        loss and returns None. Backward: `x` is the output gradient (last stage: None); compute the weight gradients and
+        return the input gradient (first stage: None). Input gradient (B pass of a split backward): as backward, but
+        defer the weight gradients. Weight gradient (W pass): compute the deferred ones; `x` and the result are None.
+        """
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised contiguous receive buffer for the input of a stage and a micro-batch, given by `key`;
-        the gradient of that input has the same shape and dtype."""
+        """Return an uninitialised contiguous buffer in which the input of a stage is received, or the gradient of that
+        input, which has the same shape and dtype. `key`: stage, replica and micro-batch."""
 
 
 def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0 in more than its name:
-    ranks generate or read it on their own, and different programs would deadlock. Collective."""
+    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0 (its name may differ).
+    Each rank generates or reads the program on its own; different programs would deadlock. Collective."""
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -78,9 +79,9 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compute step of a pipeline program. kind: forward, backward, B or W pass. reads: the activation or gradient
-    from another stage that it needs; makes: the one for another stage that it returns. answers: values that this rank
-    has sent and whose receivers are known to have used them once `reads` has arrived."""
+    """One compute step of a pipeline program. kind: forward, backward, B or W pass. reads: activation or gradient that
+    it needs from another stage; makes: the one that it returns for another stage. answers: values that this rank sent
+    earlier; when `reads` has arrived, their receivers have used them, and their memory can be released."""
 
     kind: Kind
     key: Key
@@ -91,10 +92,9 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One send or receive between pipeline ranks. value: the activation or gradient; peer: the other pipeline rank;
-    arrives: True for a receive, False for a send; enters: key (stage, replica, micro-batch) of the forward that has the
-    activation as input, or, for a gradient, of the forward to whose input the gradient belongs; site, name: labels in
-    traces and error messages."""
+    """One send or receive between pipeline ranks. value: identifies the activation or gradient; peer: the other
+    pipeline rank; arrives: True for a receive, False for a send; enters: (stage, replica, micro-batch) of the forward
+    whose input is the activation, or whose input has the gradient; site, name: labels in traces and error messages."""
 
     value: Value
     peer: int
@@ -113,8 +113,8 @@ class _Group:
 
 
 class Pipeline:
-    """Executor of a pipeline program on this rank of the mesh axis `axis` (pp). Transfers are inserted where the
-    program has none, and the program is checked.
+    """Executor of a pipeline program on one rank of the mesh axis `axis` (pp). The program is checked; if it has no
+    sends and receives, these are added first.
 
     Raises ProgramError for an invalid program.
     """
@@ -151,7 +151,7 @@ class Pipeline:
 
 
 class _PipelineExecution:
-    """One execution of a pipeline program on a rank, with the tensors in flight: computed here, being received, and
+    """One execution of a pipeline program on a rank, and its tensors in flight: those computed here, being received or
     being sent."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
@@ -192,8 +192,8 @@ class _PipelineExecution:
             self.here[step.makes] = made.detach()
 
     def read(self, step: _Step) -> torch.Tensor | None:
-        """Return the activation or gradient that a step needs from another stage, after waiting for its receive; None
-        if it needs none."""
+        """Return the activation or gradient that a step needs from another stage (None if it needs none); wait until it
+        is received. Then release the sent tensors in `step.answers`."""
         if step.reads is None:
             return None
         if step.reads in self.here:

@@ -76,9 +76,10 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`, a block or a part of one, with selective checkpointing of its operators as `kind` says
-        ("full" is applied by `wrap_block` instead). compile_options: options with which torch.compile compiles it;
-        None: it runs eagerly. around: wrapper applied to the compiled function."""
+        """Return `function`, the forward of a transformer block or of a part of it, with selective checkpointing of its
+        operators as `kind` says (`wrap_block` applies "full" instead). compile_options: keyword arguments of
+        torch.compile, which compiles `function`; None: it runs eagerly. around: wrapper applied to the compiled
+        function."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
@@ -88,7 +89,8 @@ class ActivationCheckpointing(Recompute):
         return super().wrap(function, compile_options, around)
 
     def wrap_block(self, function: Function) -> Function:
-        """Return `function`, which runs a block made of wrapped parts; kind "full" checkpoints the block as a whole."""
+        """Return `function`, the forward of a whole block, built from results of `wrap`; kind "full" checkpoints it as
+        a whole."""
         return _checkpoint_always(function) if self.kind == "full" else function
 
 
@@ -104,8 +106,8 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
 
 
 def _checkpoint_always(function: Function, **options: Any) -> Function:
-    """Return `function` run under torch.utils.checkpoint, to which `options` are passed; where gradients are disabled
-    it runs directly."""
+    """Return a function that runs `function` under torch.utils.checkpoint with `options` as its keyword arguments;
+    where gradients are disabled it calls `function` directly."""
 
     def run(*arguments: Any) -> Any:
         """Run `function` under checkpointing when gradients are enabled."""

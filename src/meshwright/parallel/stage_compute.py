@@ -26,7 +26,7 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 class BackwardOrder(NamedTuple):
     """Order of the backward passes on this rank, from the pipeline program. `at_once`: (stage, replica, micro-batch) of
     forwards that are immediately followed by their own backward, so that the head may compute its gradient with the
-    loss; `queue`: collects the weight gradients that split backward passes defer; None if only forwards run."""
+    loss. `queue`: collects the weight gradients that split backward passes defer; None where only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -36,13 +36,13 @@ _FORWARD_ONLY = BackwardOrder()
 
 
 class StageCompute:
-    """Forward and backward of a model's pipeline stages (a `Compute`, parallel/pipeline.py), for one step or one
-    evaluation.
+    """Executor of forward and backward of a model's pipeline stages (implements `Compute`, parallel/pipeline.py), for
+    one step or one evaluation.
 
     `micro_batches`: those of this rank; `targets`: number by which the summed loss is divided; `order`: order of
-    backward passes; `mark`: called with the name of each finished phase ("forward", "backward", ...); `objective`:
-    returns the loss of preference pairs. Attribute `loss`: sum over the micro-batches whose last stage is on this rank
-    (float64).
+    backward passes; `mark`: called with the name of each phase when it ends ("forward", "backward", ...); `objective`:
+    returns the preference loss of a micro-batch; None: next-token loss. Attribute `loss`: sum over the micro-batches
+    whose last stage is on this rank (float64).
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class StageCompute:
         return d_x
 
     def _forward(self, key: Key, stage: Stage, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the forward of `key` through its `stage`: return the stage's output [B, S, H] for its input `x` (first
-        stage: None); on the last stage add its loss to `loss` and return None."""
+        """Run one forward through `stage`. `key`: stage, replica, micro-batch; `x`: the stage's input (first stage:
+        None). Return its output [B, S, H]; on the last stage add its loss to `loss` and return None."""
         units, micro_batch = self.engine.prefetchers[stage.index], key[2]
         units.keeps_last = at_once = key in self._at_once
         if x is not None:
@@ -162,7 +162,8 @@ class _OutputRoot(torch.autograd.Function):
 
 
 def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Set the output gradient `d_out` on the root made by `_OutputRoot`; return the empty gradient for autograd."""
+    """Set the stage's output gradient `d_out` on `root`, the result of `_OutputRoot`; return the empty tensor to pass
+    to autograd as the gradient of `root`."""
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)

@@ -27,9 +27,10 @@ WORTH_ADDING_AT_ONCE = 2**17
 
 class ForwardBackward:
     """Runs a pipeline program on this rank of pp, without optimizer step, on the `model` whose parameters `engine`
-    owns. `mark`: called with each finished phase ("pipeline": wait for another stage; "forward", "backward", "reduce").
-    `fused_accumulation_min_numel`: weights with at least this many elements have their gradient accumulated by the
-    matrix product itself. `preference`: loss of preference pairs; None: next-token loss."""
+    owns. `mark`: called with the name of each phase when it ends ("pipeline": wait for another stage; "forward",
+    "backward", "reduce"). `fused_accumulation_min_numel`: number of elements from which a weight's gradient is added to
+    the accumulation buffer by the matrix product itself. `preference`: loss of preference pairs; None: next-token
+    loss."""
 
     def __init__(
         self,
@@ -99,8 +100,8 @@ class ForwardBackward:
         return compute.loss
 
     def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """Return the function that computes the preference loss of each of `micro_batches` and adds its metrics to the
-        attribute `figures`; None for next-token training."""
+        """Return a function that computes the preference loss of one of `micro_batches` (by index) and adds its metrics
+        to the attribute `figures`; None for next-token training."""
         preference = self.preference
         if preference is None:
             return None
@@ -139,16 +140,16 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return this rank's share of the step's loss, so that the shares of all ranks (`mesh.world`) add up to the loss.
-    `loss`: that of its own micro-batches, which all tp ranks compute alike. `of_pairs`: True for a preference loss,
-    which all cp ranks compute alike, too."""
+    """Return this rank's share of the step's loss; the shares of all ranks (`mesh.world`) add up to the loss. `loss`:
+    loss of this rank's micro-batches, equal on all tp ranks. `of_pairs`: True for a preference loss, which is equal on
+    all cp ranks too."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
 def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Return for a pipeline rank: {stage: number of backward passes through it}, the (stage, replica, micro-batch) of
-    forwards that are immediately followed by their own backward, and True if any backward is split into B and W passes.
-    """
+    """Return three facts about one rank of a pipeline program: {stage: number of backward passes through it}; the
+    (stage, replica, micro-batch) of forwards that are immediately followed by their own backward; and True if any
+    backward is split into B and W passes."""
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

@@ -76,8 +76,9 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Gradients of this rank whose values are partial sums over tp, as views of the gradient shards of its FSDP
-    `units`. Ranks of one tp group own equal ranges of their flat buffers, so that their views correspond."""
+    """The partial gradients over tp of one rank (of parameters that tp ranks replicate but use for their own tokens or
+    heads alone), as views of the gradient shards of its FSDP `units`. Ranks of one tp group own equal ranges of their
+    flat buffers, so that their views correspond."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}

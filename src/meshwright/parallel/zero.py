@@ -62,9 +62,9 @@ TIED_SITE = "pipeline.gradients.shared"
 
 @dataclass(frozen=True, slots=True)
 class ShardingAxes:
-    """Mesh axes of an FSDP unit. `data`: its gradient is summed over it; `shard`: ZeRO shards it over it; `replica`:
-    ranks that hold the same shard (hybrid sharding). `tied`: pipeline ranks that hold the unit too (a tied embedding, a
-    model copy of a bidirectional schedule); None without such."""
+    """Mesh axes of an FSDP unit. `data`: axis over which its gradient is summed; `shard`: axis over which ZeRO shards
+    it; `replica`: axis of the ranks that hold the same shard (hybrid sharding). `tied`: axis of the pipeline ranks that
+    all hold the unit (a tied embedding, or a model copy of a bidirectional schedule); None if one rank does."""
 
     data: Axis
     shard: Axis
@@ -173,8 +173,9 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: its view for each parameter of
-    the model, in their shapes; `stale`: indices of views whose old values must be overwritten instead of added to."""
+    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: for each parameter its view of
+    the buffer, in the parameter's shape; `stale`: indices of views with old values, to be overwritten instead of added
+    to."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
@@ -247,8 +248,9 @@ class GradientReducer:
         complete()
 
     def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
-        """Add a reduction's `output` to the unit's gradient shard and release the unsharded `buffer`; `last`: it was
-        the unit's last reduction of the step, so start the all-reduce over replicas (hybrid sharding)."""
+        """Complete a reduction: add its `output` to the unit's gradient shard and release the unsharded `buffer`.
+        `last`: True for the unit's last reduction of the step, after which the all-reduce over replicas starts (hybrid
+        sharding)."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:
@@ -344,8 +346,8 @@ class ParameterPrefetcher(Units):
 
 
 class _BackwardHook(torch.autograd.Function):
-    """Identity whose backward calls a function and passes the gradient on. On the input of an FSDP unit this happens at
-    the end of the unit's backward, on its output at the beginning."""
+    """Identity function whose backward calls a function and returns the gradient unchanged. Applied to the input of an
+    FSDP unit, it calls at the end of the unit's backward; applied to the output, at the beginning."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:

@@ -33,17 +33,17 @@ from meshwright.spec.stages import Stage
 
 
 class ZeroEngine:
-    """Parameters, master weights and gradients of `model` on one rank, and the collective calls of data parallelism and
-    ZeRO.
+    """Owner of a model's parameters, master weights and gradients on one rank, with the collective calls of data
+    parallelism and ZeRO.
 
-    A step: `begin_step`, then for each micro-batch and stage of this rank a forward with
-    `units=prefetchers[stage.index]` and a backward pass between `start_pass` and `end_pass`
-    (parallel/stage_compute.py); `finish`; the optimizer updates `shards`; `all_gather_parameters`. The model's
-    parameters become views of flat buffers; load values into the masters (`master_slices(owned=False)`, then
-    `all_gather_parameters`), never into the model.
+    A step: `begin_step`; for each micro-batch and stage of this rank a forward with `units=prefetchers[stage.index]`
+    and a backward pass between `start_pass` and `end_pass` (parallel/stage_compute.py); `finish`; the optimizer updates
+    `shards`; `all_gather_parameters`. The model's parameters become views of flat buffers. Never load values into the
+    model: load them into the masters (`master_slices(owned=False)`, then `all_gather_parameters`).
 
-    table: the model's parameter table. seed: initialises the parameters; None keeps the values of a model that is not
-    on the meta device. partition: pipeline stages, of which the rank holds its own alone; default: one stage.
+    table: the model's parameter table. seed: initialises the parameters; None: keep the values that the model has (not
+    on the meta device). partition: assigns FSDP units to pipeline stages, of which the rank holds its own alone;
+    default: one stage.
     """
 
     prefetcher_class: type[Any] = ParameterPrefetcher
@@ -141,7 +141,8 @@ class ZeroEngine:
         self.gradients.begin_step({})
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of one micro-batch from its scalar `loss`, through a model that is one stage."""
+        """Run the backward pass of one micro-batch from its scalar `loss`. Only for a model that is a single pipeline
+        stage."""
         (stage,) = self.partition.stages
         self.start_pass(stage)
         loss.backward()
@@ -164,8 +165,8 @@ class ZeroEngine:
         self.prefetchers[stage.index].reshard()
 
     def finish(self) -> None:
-        """Wait for the reductions of a step; `gradient` of each of `shards` is then the sum over all ranks and
-        micro-batches."""
+        """Wait for the gradient reductions of a step; then the attribute `gradient` of each unit in `shards` is the sum
+        over all ranks and micro-batches."""
         self.gradients.finish()
         for unit in self._units.values():
             if unit.pending_all_gather is not None:  # no pass went through it, and the optimizer is about to change it
@@ -188,14 +189,14 @@ class ZeroEngine:
 
     def load(self, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
         """Load parameter values into master weights and parameters. `value_of`: returns the unsharded value of a
-        parameter entry, oriented as on disk."""
+        parameter entry in its shape on disk (before any transposition)."""
         for unit in self._units.values():
             unit.flat.fill(unit.master, unit.start, value_of)
         self.all_gather_parameters()
 
     def all_gather_parameters(self) -> None:
-        """Copy the master weights to the parameters and start their all-gathers; the next forward waits for each FSDP
-        unit's before it uses the unit."""
+        """Copy the master weights to the parameters and start the all-gathers of ZeRO-1 and 2; the next forward waits
+        for each FSDP unit's parameters before it uses them."""
         for unit in self._units.values():
             unit.update_parameters()
 
@@ -220,8 +221,8 @@ class ZeroEngine:
         return slices
 
     def parameter_slices(self) -> list[TensorSlice]:
-        """Return copies of this rank's parameters in their own dtype as slices of parameter entries, all-gathered where
-        they are sharded. Every rank calls it, between steps."""
+        """Return copies of this rank's parameters, in the dtype of compute, as slices of parameter entries. Sharded
+        parameters are all-gathered: every rank calls it, between steps."""
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
@@ -260,8 +261,8 @@ class ZeroEngine:
 
 
 def _squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a 1-D tensor in float64, from norms of blocks of 4096: one float32 sum over millions
-    loses four digits."""
+    """Return the sum of squares of a 1-D tensor as a float64 scalar, from norms of blocks of 4096 elements: one float32
+    sum over millions loses four digits."""
     row = 4096
     whole = values.numel() // row * row
     rows = torch.linalg.vector_norm(values[:whole].view(-1, row), dim=1).double()

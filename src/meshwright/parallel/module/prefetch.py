@@ -31,8 +31,9 @@ HELD_SITE = "module.units"
 
 class ModulePrefetcher:
     """ZeRO-3 prefetcher (`ParameterPrefetcher`) for the FSDP units of a user-defined module. `units`: their names in
-    declaration order; `needs`: unit name -> its flat buffers. Attribute `held`: names of units that stay unsharded for
-    a whole pass, because they are used outside of their modules or more than once; found in the first forward."""
+    declaration order; `needs`: unit name -> its flat buffers. Attribute `held`: names of units that stay unsharded from
+    the start of forward to the end of backward, because their parameters are used outside of the unit's module, or the
+    module is called more than once; found in the first forward."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self._order = tuple(units)
@@ -49,7 +50,7 @@ class ModulePrefetcher:
 
     def attach(self, modules: Mapping[str, nn.Module], parameters: Mapping[int, str]) -> None:
         """Register forward hooks on the submodules that are FSDP units. `modules`: unit name -> submodule;
-        `parameters`: `id(parameter)` -> name of its unit."""
+        `parameters`: `id(parameter)` -> name of the unit that contains it."""
         self._unit_of = parameters
         if not self.sharded:
             return
@@ -91,7 +92,8 @@ class ModulePrefetcher:
 
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
-        """Context manager around a micro-batch's backward pass, whose gradients `gradients` accumulates."""
+        """Context manager around a micro-batch's backward pass. `gradients`: accumulator of the parameter gradients,
+        which is told of units that the forward did not use."""
         if not self.sharded:
             yield
             return
@@ -143,7 +145,8 @@ class ModulePrefetcher:
         return next((each for each in after if each not in self.held), None)
 
     def _gather_through(self, name: str | None) -> None:
-        """Start the all-gathers of this pass, in its order, up to and including the FSDP unit `name`; None: none."""
+        """Start the all-gathers of this pass that have not started, in their fixed order, up to and including that of
+        the FSDP unit `name`; None: none."""
         while name in self._to_gather:
             self._units[self._to_gather.popleft()].start_all_gather()
 
@@ -156,7 +159,7 @@ class ModulePrefetcher:
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         """Forward pre-hook of the submodule that is FSDP unit `name`: unshard the unit. If it is entered a second time
-        in a pass, mark it to stay unsharded for whole passes. `inputs`: ignored."""
+        in a forward pass, mark it to stay unsharded for whole passes. `inputs`: ignored."""
         unit = self._units[name]
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
@@ -203,13 +206,14 @@ class ModulePrefetcher:
         return self._storages.get(tensor.untyped_storage()._cdata)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Saved-tensor hook: replace a view of a unit's memory by a `_SavedView`."""
+        """Saved-tensor hook: return a `_SavedView` for a view of an FSDP unit's parameters, any other tensor
+        unchanged."""
         name = self._unit_in(tensor)
         return tensor if name is None else _SavedView(name, tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        """Saved-tensor hook: unshard the FSDP unit of a `_SavedView` and return its tensor; return other tensors as
-        they are."""
+        """Saved-tensor hook, the inverse of `_pack`: unshard the FSDP unit of a `_SavedView` and return the view;
+        return anything else unchanged."""
         if not isinstance(saved, _SavedView):
             return saved  # type: ignore[no-any-return]
         self._unshard(saved.unit)
@@ -217,8 +221,8 @@ class ModulePrefetcher:
 
 
 class _SavedView(NamedTuple):
-    """View of an FSDP unit's memory that autograd saves for backward, without keeping the memory, which is resharded
-    meanwhile. unit: name of the unit; tensor: the view."""
+    """What autograd saves for backward in place of a view of an FSDP unit's parameters, so that the unit is unsharded
+    again before the view is read. unit: name of the unit; tensor: the view, whose memory may be freed meanwhile."""
 
     unit: str
     tensor: torch.Tensor
@@ -240,7 +244,7 @@ class _ParameterUses(TorchFunctionMode):
 
 
 def _reads_metadata(function: Any) -> bool:
-    """Return True if a function of torch reads only metadata of its tensor arguments (shape, dtype), none of their
+    """Return True if the torch function `function` reads only metadata (shape, dtype) of its tensor arguments, no
     elements."""
     name = getattr(function, "__name__", "")
     if name == "__get__":  # of a property
