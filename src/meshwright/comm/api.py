@@ -23,8 +23,9 @@ class CollectiveOptions(TypedDict, total=False):
         reduction: `"sum"`, `"mean"`, `"minimum"` or `"maximum"`; sum unless given.
         latency: Latency in seconds of a link for which the topology gives none; 5e-6 unless given.
         bandwidth: Bytes per second of such a link, in each direction; 25e9 unless given.
-        reduce_bytes_per_second: Rate at which a rank adds received data; infinite unless given.
-        crossovers: With `"auto"` on few ranks: find the sizes at which the choice changes; True unless given.
+        reduce_bytes_per_second: Rate in bytes per second at which a rank reduces received data; infinite unless given.
+        crossovers: With `"auto"` on few ranks: also find the vector sizes at which the fastest algorithm changes; True
+            unless given.
     """
 
     root: int | None
@@ -52,7 +53,7 @@ def collective(
 
     Args:
         operation: Operation such as `"all-reduce"` or `"all-gather"`.
-        algorithm: Name of an algorithm, `"auto"` for the fastest, or `"@FILE"`.
+        algorithm: Name of an algorithm, `"auto"` for the fastest, or `"@FILE"` to read a program from a file.
         ranks: Number of ranks; a file has its own.
         bytes: Size of the full vector, a number or text such as `"64MiB"`.
         topology: Network, such as `"switch"`, `"torus:4x4"`, `"nodes:2x8,rails"`.

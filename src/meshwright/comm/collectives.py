@@ -285,14 +285,14 @@ def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: 
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time limit of one wait of the host; None for CUDA tensors, where a watch of the device
-    ends hanging calls (`launcher.device_watch`)."""
+    """Return the time limit of one wait of the host for a call on `tensor`; None (no limit) for a CUDA tensor, because
+    a separate watch of the device ends its hanging calls (`launcher.device_watch`)."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
-    """Return two texts for the error of a message that was not delivered: which rank waits for which, and which message
-    it is (the `index`-th between these two ranks)."""
+    """Return two texts for the error of a message that was not delivered: which rank waits for which, and the site,
+    name and axis of the message. index: number of the message between these two ranks."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
     return (
@@ -303,9 +303,11 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """Collective call in the call records; calling it returns two texts for an error: which rank waits, in which call.
+    """Collective call that is counted in the call records. Calling this object returns two texts for an error message:
+    which rank waits for which, and in which call.
 
-    payload: bytes of the whole vector. fault: fault to inject at this call, if any. index: call number in its group.
+    payload: bytes of the whole vector. fault: fault to inject at this call, if any. index: number of the call among
+    those of its group of ranks.
     """
 
     operation: str
@@ -317,13 +319,13 @@ class _RecordedCall:
 
     @property
     def skipped(self) -> bool:
-        """True if the fault injected at this call is "skip": the call must not be made."""
+        """True if the injected fault is "skip", so that the call must not be made."""
         return self.fault is not None and self.fault.kind == "skip"
 
     @property
     def dropped_rank(self) -> int | None:
-        """Index in the axis of the rank whose contribution the injected fault "drop" removes; None without such a
-        fault."""
+        """Index in the axis of the rank whose contribution is left out by the injected fault "drop"; None without such
+        a fault."""
         fault = self.fault
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
@@ -355,10 +357,11 @@ def _post_call(
     then: Callable[[], Any] | None = None,
     uneven: bool = False,
 ) -> Handle:
-    """Post the transfers of a recorded call by calling `post`; return the handle to wait on.
+    """Post a collective call and record it in the flight recorder; return the handle to wait on.
 
-    output: result, which the call's fault corrupts at completion. then: callback at completion, before the fault.
-        async_op: return before completion. uneven: dim 0 differs between ranks.
+    post: function that posts the transfers. call: the call's record. output: the result, which an injected fault
+    corrupts at completion. then: callback at completion, before the fault. async_op: return before completion. uneven:
+    True if dim 0 of `output` differs between ranks.
     """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # what differs between ranks is not recorded

@@ -30,7 +30,8 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
 
 
 def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that calls the undecorated function until torch's compiler is loaded, and `kernel` afterwards."""
+    """Wrap `kernel`, as torch.library.custom_op decorates it: until torch's compiler is loaded, call the undecorated
+    function, because the decorated one loads the compiler."""
     plain = getattr(kernel, "__wrapped__", kernel)
 
     @functools.wraps(kernel)

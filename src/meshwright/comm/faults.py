@@ -66,7 +66,7 @@ class Faults(Generic[AxisType]):
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def inject(self, fault: Fault | None, other: AxisType | None = None) -> None:
-        """Inject a fault in this process, in place of the one before (None: remove that one).
+        """Inject a fault in this process and replace the one injected before; None: remove it.
 
         other: this rank's axis over the wrong ranks, for the kind "wrong group" (made by `Mesh.inject`).
         """
@@ -77,8 +77,8 @@ class Faults(Generic[AxisType]):
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
-        """Count a call of `operation` with the label `site` if the injected fault is for such calls; return the fault
-        to apply to this call, or None."""
+        """Return the fault to apply to this call, or None. site: label of the call. Calls with the site and operation
+        of the injected fault are counted, because a fault may apply to its n-th call alone."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -89,7 +89,8 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis over which to make a call, True if the ranks' data are to be shifted cyclically by one rank).
+        """Return (axis over which to make a call, True if the ranks' data are to be shifted cyclically by one rank
+        instead).
 
         The result is (`axis`, False) unless `fault` is a "wrong group" (call over other ranks) for this axis. ordered:
         True if the call's result depends on the order of ranks.
@@ -103,7 +104,7 @@ class Faults(Generic[AxisType]):
 
     def spoil_result(self, fault: Fault, output: torch.Tensor) -> None:
         """Corrupt the finished result `output` in place as `fault` says: "double" multiplies it by 2, "stale" replaces
-        it by the previous result of its shape and dtype."""
+        it by the result of the previous matching call with its shape and dtype."""
         if fault.kind == "double":
             output.mul_(2)
         elif fault.kind in ("stale", _REMEMBER):

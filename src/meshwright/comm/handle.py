@@ -43,8 +43,8 @@ class Handle:
         self._timeout = timeout
 
     def then(self, finish: Callable[[], Any] | None) -> Handle:
-        """Add a callback `finish` (None: nothing) that `wait` runs once, after the transfers are complete; return this
-        handle."""
+        """Add a callback that `wait` runs once, after the transfers are complete; return this handle. finish: the
+        callback; None: add nothing."""
         if finish is not None:
             self._finishers.append(finish)
         return self
@@ -76,8 +76,8 @@ class Handle:
             finish()
 
     def settle(self, seconds: float) -> None:
-        """Wait (on gloo up to `seconds`) for the transfers of a call whose result is not needed any more, ignoring
-        errors."""
+        """Wait for the transfers of a call whose result is not needed any more, and ignore errors. seconds: limit of
+        each wait, for a handle that has a timeout."""
         works, self._works, self._finishers = self._works, (), []
         calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):

@@ -54,8 +54,8 @@ PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
 
 
 def find_socket_parent() -> str:
-    """Return the directory in which to create private directories for Unix sockets: the temporary directory, or /tmp
-    if its path leaves no room for theirs (108 bytes in all, unix(7))."""
+    """Return the directory in which to create private directories for Unix sockets: the temporary directory, or /tmp if
+    its path is so long that socket paths would exceed the limit of 108 bytes (unix(7))."""
     parent = tempfile.gettempdir()
     return parent if len(os.fsencode(parent)) <= 48 else "/tmp"
 

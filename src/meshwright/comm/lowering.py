@@ -41,7 +41,7 @@ class Arrive(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """Entry of a rank's schedule: wait until the sent message `message` has been read from its slots, which may then be
+    """Entry of a rank's schedule: wait until the send of `message` is complete, after which its slots may be
     overwritten."""
 
     message: Message
@@ -138,8 +138,8 @@ class _TransferEnd(NamedTuple):
     """One rank's end (sending or receiving) of one transfer of the program; a message carries one or several transfers.
 
     step: index of the send or receive step. slot, size: first slot and number of slots. outgoing: True for a send.
-        reduces: True if the receiver adds to its slots. offset: number of slots of the message before this transfer's.
-        message: the message, None until it is created.
+    reduces: True if the receiver adds the data to its slots. offset: position of the transfer in its message, in slots.
+    message: the message, None until it is created.
     """
 
     step: int
@@ -152,11 +152,11 @@ class _TransferEnd(NamedTuple):
 
 
 def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_TransferEnd]]:
-    """Yield the messages from and to `rank`, each as the list of transfers that it joins.
+    """Yield the messages from and to `rank`, each as the list of transfers that it carries.
 
-    Transfers are joined if they are consecutive, in one group, and adjacent in memory at both ends, so sender and
-    receiver join the same ones. Messages of one pair of ranks and direction come in sending order. merge: False to send
-    every slot as a message of its own.
+    Transfers are joined to one message if they are consecutive, in one group, and adjacent in memory at both ends; so
+    sender and receiver join the same ones. Messages of one pair of ranks and direction come in sending order. merge:
+    False to send every slot as a message of its own.
     """
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
@@ -203,11 +203,11 @@ def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Assign staging slots to received messages that will be reduced, and add to each group the waits and reductions
-    that follow their arrival. Returns the number of staging slots.
+    """Add to each group the waits for its received messages and the reductions that follow. Assigns slots of the
+    staging buffer to messages that are to be reduced; returns the number of these slots.
 
     groups: schedule, changed in place. arriving: for each group, the received transfers. Reductions run in step order.
-        Even and odd groups have separate staging slots, as two groups may be in flight.
+    Even and odd groups have separate staging slots, as two groups may be in flight.
     """
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
@@ -238,11 +238,8 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
 
 
 def _schedule_waits(groups: list[Group]) -> None:
-    """Add waits for sends, before the slots that they read are overwritten, and post receives one group early where
-    possible.
-
-    groups: schedule of a rank, changed in place.
-    """
+    """Complete a rank's schedule `groups` in place: add waits for sends before the slots that they read are
+    overwritten, and post receives one group early where possible."""
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[Leave]:
@@ -276,10 +273,10 @@ def _schedule_waits(groups: list[Group]) -> None:
 
 
 def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
-    """Move receives of the group `following` into `group.ahead`, so that they are posted one group earlier.
+    """Move receives from `following.receives` to `group.ahead`, so that they are posted one group earlier.
 
-    touched: (first slot, number of slots) ranges in use while `group` runs. Receives into these stay in `following`, as
-        do later receives from the same rank.
+    touched: (first slot, number of slots) ranges in use while `group` runs. Receives into these ranges are not moved,
+    nor are later receives from the same rank, as messages arrive in order.
     """
     held: set[int] = set()
     for message in following.receives:

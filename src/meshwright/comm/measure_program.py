@@ -197,8 +197,8 @@ def _run_native(executable: Executable, native: Callable[..., Any], vector: torc
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
-    """Return the part of a vector of `numel` elements whose content the operation defines on this rank: for example
-    this rank's share after a reduce-scatter."""
+    """Return the part of a vector of `numel` elements that the operation defines on this rank, such as this rank's
+    share after a reduce-scatter; the other elements are undefined."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks

@@ -74,11 +74,11 @@ class Communicator:
     def record_joint_call(
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
-        """Context manager that records an operation of all `ranks` together, such as the creation of a process group,
-        as one call.
+        """Context manager around an operation that all `ranks` make together, such as the creation of a process group;
+        the flight recorder shows it as one call.
 
-        site: label of the call. operation, axis, dtype, shape: texts and shape that the flight recorder shows for it. A
-            RuntimeError inside becomes RankLost.
+        site: label of the call. operation, axis, dtype, shape: what the flight recorder shows for it. A RuntimeError
+        inside becomes RankLost.
         """
         number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
@@ -95,10 +95,10 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the device mesh, that is one group of ranks, as seen by one of them.
+    """One axis of the device mesh as seen by one rank: the group of ranks along the axis that contains this rank.
 
     name: such as "dp". ranks: global ranks along the axis, in order. rank: index of this rank among them. group: their
-        process group (usually None if the axis has one rank). communicator: communication state of the process.
+    process group (usually None if the axis has one rank). communicator: communication state of the process.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Axis:
 
     @property
     def key(self) -> str:
-        """Text that identifies this axis within the process, passed to custom operators, which accept no Python
+        """String that identifies this axis within the process; passed to custom operators, which accept no Python
         objects."""
         return f"{self.name}{self.ranks}"
 
@@ -149,8 +149,8 @@ last. It serves them all: their groups join the same ranks."""
 
 
 def find_axis(key: str) -> Axis:
-    """Return the axis of this process that the text `key` (from `Axis.key`) identifies; custom operators accept texts
-    but no Python objects."""
+    """Return the axis of this process with the given `Axis.key`. Used inside custom operators, which accept strings but
+    no Python objects."""
     return _axes[key][-1]
 
 
@@ -284,8 +284,8 @@ class Mesh:
         return self._make_axis(title, list_axis_groups(self.layout, title))
 
     def _make_axis(self, name: str, groups: Iterable[tuple[int, ...]]) -> Axis | None:
-        """Create the process group of each of `groups` (global ranks) and return this rank's as an axis called `name`;
-        None if it is in none of them. Every rank calls it, with the same arguments."""
+        """Create the process groups of `groups` (tuples of global ranks); return an axis called `name` over the one
+        that contains this rank, None if none does. Every rank calls it, with the same arguments."""
         found = None
         for ranks in groups:
             group = self._group_of(ranks)

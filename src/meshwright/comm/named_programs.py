@@ -84,11 +84,11 @@ class NamedPrograms:
     def find(
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
-        """Return the executable program that replaces a call of the backend; None if the backend's own call is to be
+        """Return the prepared program that replaces a call of the backend; None if the backend's own call is to be
         used.
 
         axis: name of the mesh axis. operation: such as "all_reduce". ranks, group: global ranks of the axis and their
-            process group. size: bytes of the vector.
+        process group. size: bytes of the vector, by which the program is chosen.
         """
         named = self.named.get((axis, operation))
         if named is None:
@@ -103,8 +103,8 @@ class NamedPrograms:
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
         """Queue a run of a program and return its work handle at once.
 
-        run: function that runs the program on `tensor`, the operation's vector. batched: True for NCCL: a run on a CUDA
-        tensor is queued on a CUDA stream instead of the communication thread.
+        run: function that runs the program on `tensor`, the operation's vector. batched: True under NCCL, where a CUDA
+        tensor's run is queued on a CUDA stream; otherwise the communication thread runs it.
         """
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()

@@ -200,9 +200,9 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 class Operator(NamedTuple):
     """Definition of a differentiable collective operator, from which it is registered with torch.
 
-    conjugate: name of the operator that computes its gradient; it takes the arguments in reverse order. forward:
-        implementation. result: function that returns an empty tensor of the result's shape. arguments: declarations of
-        the schema after x, axis and site.
+    conjugate: name of the operator that computes its gradient; it takes the further arguments in reverse order.
+    forward: implementation. result: function of x, axis and the further arguments that returns an empty tensor of the
+    result's shape. arguments: schema declarations of the further arguments, those after x, axis and site.
     """
 
     conjugate: str

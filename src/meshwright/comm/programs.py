@@ -40,8 +40,8 @@ Memory = Callable[[int, int], torch.Tensor]
 class _Segment:
     """Part of the vector on which the whole collective program runs by itself, so that parts can run concurrently.
 
-    plan: schedule of this rank. n: elements of a chunk. data, output: functions (first slot, number of slots) -> memory
-        of these slots. finish: called after the run, None: nothing.
+    plan: schedule of this rank. n: elements of a slot (one chunk of this part). data, output: functions (first slot,
+    number of slots) -> memory of these slots. finish: called after the run; None: nothing.
     """
 
     plan: RankProgram
@@ -165,7 +165,8 @@ class Executable:
             lanes = [lane for lane in lanes if next(lane, False)]
 
     def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """Run several segments one after the other; yield True in each group of messages, after these are posted.
+        """Run several segments one after the other, as a generator that yields True after it has posted each group of
+        messages.
 
         lane: index among the lists of segments that run concurrently; each has its own message tag.
         """
@@ -291,9 +292,10 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` from element `start` on, in chunks of `n` elements.
+        """Return the segment of `vector` from element `start` on, in chunks of `n` elements. Used for operations in
+        which ranks own no share, such as broadcast.
 
-        For operations in which ranks own no share, such as broadcast. A shorter last segment is run on a padded copy.
+        If the vector ends earlier, the segment is a padded copy, which is copied back after the run.
         """
         length = n * self.program.chunks
         part = vector[start : start + length]
@@ -313,8 +315,9 @@ class Executable:
         )
 
     def _split_shares(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Split a vector of which each rank owns a share into segments; each segment takes the same element range of
-        every chunk. output: receives the result of an all-to-all, split alike; None: in place."""
+        """Split a vector of which each rank owns a share into segments that can run concurrently. Each segment takes
+        the same element range of every chunk, so it has part of every rank's share. output: receives the result of an
+        all-to-all, split in the same way; None: in place."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
         wanted = max(cutting.SEGMENT_BYTES // chunks, cutting.CHUNK_BYTES) // vector.element_size()
@@ -384,13 +387,13 @@ class Executable:
 
 
 def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
-    """Return the function (first slot, number of slots) -> view for slots of `n` elements that are consecutive in
-    `tensor`."""
+    """Return the function (first slot, number of slots) -> view of `tensor`, in which slots of `n` elements are
+    consecutive."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return the function (slot, 1) -> view, where slot i is the elements [start, start + length) of chunk i of `n`
-    elements."""
+    """Return the function (slot, 1) -> view of `tensor`, in which chunks of `n` elements are consecutive; slot i is the
+    elements [start, start + length) of chunk i."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

@@ -58,7 +58,8 @@ class Record:
         return self._sum_sent_bytes(lambda entry: re.split(r"[/[]", entry.axis, maxsplit=1)[0])
 
     def _sum_sent_bytes(self, key_of: Callable[[SiteRecord], str]) -> dict[str, int]:
-        """Return key -> bytes sent by the call sites whose totals have this key, without keys that sent nothing."""
+        """Return {key: bytes sent}, summed over all call sites with that key, without keys that sent nothing. key_of:
+        function that returns the key of a call site's totals, such as its site or axis."""
         sent: Counter[str] = Counter()
         for entry in self.sites.values():
             sent[key_of(entry)] += entry.sent_bytes
@@ -66,8 +67,8 @@ class Record:
 
     def table(self) -> list[dict[str, str | int]]:
         """Return the totals as JSON-able dicts with the fields of `SiteRecord`, one per call site and operation, in the
-        order of their first calls. If a site calls on several axes, their totals are summed under the name of the first
-        axis."""
+        order of their first calls. Totals of a site that calls on several axes are summed; "axis" is then the first
+        one."""
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
             line = lines.setdefault((entry.site, entry.operation), SiteRecord(entry.site, entry.operation, entry.axis))

@@ -39,7 +39,7 @@ class Message:
 
 def uses_native_calls(axis: Axis, tensor: torch.Tensor) -> bool:
     """Return True if reduce-scatter and all-gather of `tensor` over `axis` use the backend's own calls. False for CPU
-    tensors on gloo with several ranks, whose data are instead sent directly between the final buffers."""
+    tensors on gloo with several ranks: their data are sent directly between the final buffers instead."""
     return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
 
 

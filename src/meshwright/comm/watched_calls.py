@@ -30,8 +30,8 @@ class WatchedCall:
 
 
 class WatchedCalls:
-    """Wrapper of the call recorder `calls` that also notes the times of each collective call. Attribute `seen`: the
-    calls so far, in posting order."""
+    """Wrapper of the call recorder `calls` that also stores the times of each collective call. Attribute `seen`: list
+    of the calls so far, in posting order."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
