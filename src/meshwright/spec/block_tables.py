@@ -38,9 +38,9 @@ class BlockTables:
     sliding window share a table, and a sequence has a list of KV blocks in each table.
 
     Attributes:
-        windows: Sliding window of each block table's layers in tokens; None: none.
-        layers: For each layer (number of its block table, its place in the blocks of its stage).
-        depths: Layers of a block by pipeline stage: the places for keys and values in a block.
+        windows: For each block table, the sliding window of its layers in tokens; None: without.
+        layers: For each layer, (index of its block table, index of the layer within a block of that table).
+        depths: For each pipeline stage, the number of layers whose keys and values a block has room for.
     """
 
     windows: tuple[int | None, ...]
@@ -49,7 +49,7 @@ class BlockTables:
 
 
 def serving_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """Return the pipeline stages into which a server of `count` stages cuts the model."""
+    """Cut the model into the `count` pipeline stages of a server, balanced in FLOPs."""
     return stages_of(config, count, min(_BALANCED_FOR, config.max_positions))
 
 
@@ -59,15 +59,16 @@ def count_blocks(tokens: int) -> int:
 
 
 def first_in_window(tokens: int, window: int | None) -> int:
-    """Return the index of the first KV block to which the token after `tokens` tokens attends. window: its sliding
-    window in tokens, None without."""
+    """Return the index (from 0) of the first KV block of a sequence that its next token, after `tokens` tokens, attends
+    to. window: sliding window in tokens; None: without (block 0)."""
     return 0 if window is None else max(0, tokens - window + 1) // BLOCK_TOKENS
 
 
 def most_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[int, ...]:
-    """Return for each block table (a sequence's list of KV blocks for the layers of one window) the most KV blocks that
-    a sequence of `tokens` tokens holds at once, if a step computes at most `chunk` of them: with a window those that a
-    chunk and the window before it can overlap. windows: sliding window of each table in tokens, None without."""
+    """Return, for each block table (list of a sequence's KV blocks for the layers of one sliding window), the maximum
+    number of KV blocks that a sequence of `tokens` tokens holds at once. With a window these are the blocks that a
+    step's tokens and the window before them can overlap. windows: sliding window of each table in tokens; None:
+    without. chunk: maximum tokens that a step computes."""
     blocks = count_blocks(tokens)
     return tuple(
         blocks if window is None else min(blocks, (window + chunk - 3) // BLOCK_TOKENS + 2) for window in windows
@@ -75,17 +76,17 @@ def most_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[i
 
 
 def most_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
-    """Return the most tokens of a sequence, up to `limit`, whose KV blocks are at most `blocks` in all block tables
-    together. windows: sliding window of each block table in tokens, None without. chunk: maximum tokens that a step
-    computes."""
+    """Return the largest length of a sequence in tokens, up to `limit`, at which it holds at most `blocks` KV blocks in
+    all block tables together. windows: sliding window of each block table in tokens; None: without. chunk: maximum
+    tokens that a step computes."""
     return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(most_held(tokens, windows, chunk)))
 
 
 @lru_cache(maxsize=64)
 def block_tables(config: ModelConfig, stages: int) -> BlockTables:
-    """Return the block tables (assignment of layers to tables of the paged KV cache) of a model that is served in
-    `stages` pipeline stages: among those with 1 to 8 tables the ones in which a sequence of all the model's positions
-    ends with the fewest bytes, then the fewest tables."""
+    """Return the assignment of a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline
+    stages. Of the assignments with 1 to 8 tables it is the one in which a sequence of maximum length (all of the
+    model's positions) takes the fewest bytes; among equals, the one with the fewest tables."""
     counts = Counter(config.layer_window(layer) for layer in range(config.layers))
     longest = None if None in counts else max(window for window in counts if window is not None)
     shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}
@@ -100,8 +101,8 @@ def block_tables(config: ModelConfig, stages: int) -> BlockTables:
 
 
 def _divide(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
-    """Divide the layers of each pipeline stage evenly among the block tables of their windows. choice: {window: number
-    of its tables}; a single window takes all layers, those of smaller windows too."""
+    """Divide the layers of each pipeline stage evenly among the block tables. choice: {sliding window: number of tables
+    for the layers with it}; if it has one window, its tables take the layers of smaller windows too."""
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()
     for stage in stages:

@@ -19,9 +19,9 @@ from meshwright.spec.families import Family
 
 @dataclass(frozen=True, slots=True)
 class NeutralValue:
-    """Values of a `config.json` field with which transformers computes what Meshwright computes; all others are
-    refused. ``text``: description of these values in error messages. ``accepts``: called with the value and all
-    ModelConfig fields by name; True for a neutral value."""
+    """Rule that accepts those values of a `config.json` field with which the model computes what Meshwright computes;
+    all others are refused. ``text``: description of the accepted values in error messages. ``accepts``: called with the
+    value and all ModelConfig fields by name; returns True for an accepted value."""
 
     text: str
     accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
@@ -193,8 +193,8 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
     skipped.
 
     ``fields``: the ModelConfig fields that `config_json` read from ``data``, by name; ``where``: name of the
-    configuration in errors. Raises ``UserError`` for a field that changes the computation; warns once (`ModelWarning`)
-    of all unknown fields, once if the configuration asks for custom code or another architecture.
+    configuration in errors. Raises ``UserError`` for a field whose value changes the computation. Warns
+    (`ModelWarning`) if there are unknown fields, and if the configuration asks for custom code or another architecture.
     """
     table = field_table(family.name)
     unknown = []

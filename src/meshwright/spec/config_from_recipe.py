@@ -20,8 +20,8 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
     """Return the ModelConfig that the recipe's ``[model]`` table (`model`) describes; its fields override those of the
     preset or Hugging Face directory that it names.
 
-    ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids; the default
-    of the model's vocabulary, which may be larger, never smaller (``UserError``).
+    ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids of the
+    tokenizer; default of the model's vocabulary. Raises ``UserError`` if the model's vocabulary is smaller than that.
     """
     if model.from_path is not None:
         base = config_from_path(model.from_path)
@@ -80,8 +80,8 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
-    """Return a ModelConfig from the sizes that a recipe's ``[model]`` table (`model`) without preset must give
-    (``layers``, ``hidden``, ...); all other fields have the family's defaults. sequence: tokens of a sequence.
+    """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names no preset. The table gives the sizes
+    (``layers``, ``hidden``, ``heads``, ...); other fields have the family's defaults. sequence: tokens of a sequence.
     vocabulary: number of token ids."""
     assert model.family and model.layers and model.hidden and model.heads  # the recipe has checked
     hidden, heads = model.hidden, model.heads
@@ -136,8 +136,9 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add sizes that follow from others to ``overrides`` (new values by ModelConfig field name), in place: if head_dim
-    = hidden / heads in ``base``, it is so for the overridden hidden and heads too."""
+    """Add to ``overrides`` (new values by ModelConfig field name), in place, the sizes that follow from them, if they
+    follow in ``base`` too: head_dim = hidden / heads, kv_heads = heads, intermediate = 4 hidden without gate. Lists
+    with a value per layer are fitted to a new number of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

@@ -30,8 +30,8 @@ class Reader:
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
-        """Return (key, value) of the first of ``keys`` (synonyms) that is present, else the family's or the given
-        default; ``UserError`` if two synonyms disagree."""
+        """Return (key, value) of the first of ``keys`` (synonyms) that is present. If none is: the first key with the
+        family's default or, if it has none, `default`. ``UserError`` if two synonyms disagree."""
         keys = tuple(keys)
         present = [key for key in keys if key in self.data]
         for other in present[1:]:
@@ -88,8 +88,8 @@ class Reader:
         return ACTIVATIONS[value]
 
     def tokens(self, key: str, vocabulary: int) -> tuple[int, ...]:
-        """Return the token ids under ``key`` (one id, a list, or null); ids from `vocabulary` on, its size, are
-        dropped."""
+        """Return the token ids under ``key``, which holds one id, a list or null. Ids outside the `vocabulary` (number
+        of token ids) are dropped."""
         _, value = self.get((key,))
         if value is None:
             return ()

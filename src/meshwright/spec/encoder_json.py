@@ -46,8 +46,8 @@ def _read_labels(read: Reader) -> tuple[str, ...]:
 
 
 def write_encoder(config: ModelConfig, family: Family, activation: str) -> dict[str, Any]:
-    """Return the ``config.json`` keys that only an encoder has, with their values. activation: Hugging Face's name of
-    the activation function."""
+    """Return the ``config.json`` keys of an encoder, with their values, beyond those that every family has. activation:
+    Hugging Face's name of the activation function."""
     (architecture,) = (name for name, head in family.heads.items() if head == config.head)
     written: dict[str, Any] = {
         "architectures": [architecture],

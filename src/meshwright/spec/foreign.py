@@ -51,7 +51,7 @@ class ModulePartition(Partition):
 
 def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
     """Return the parameter table of a user's module: one entry for each of its trained `parameters`. FSDP units are
-    ordered by their first parameters, `REST` first."""
+    ordered by their first parameters; `REST`, the unit of parameters outside all others, comes first."""
     units = dict.fromkeys([each.unit for each in parameters if each.unit == REST])
     units |= dict.fromkeys(each.unit for each in parameters)
     tensors = []
@@ -95,7 +95,8 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
 
 
 def _foreign_tensor(parameter: ForeignParameter) -> EngineTensor:
-    """Return the engine tensor of a parameter of a user's module: one entry, replicated over tp."""
+    """Return a parameter of a user's module as engine tensor (parameter of the model in memory): one entry, replicated
+    over tp."""
     entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
     return EngineTensor(parameter.name, parameter.unit, (entry,))
 

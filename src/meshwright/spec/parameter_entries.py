@@ -38,11 +38,11 @@ def padded_numel(numel: int, shards: int) -> int:
 
 def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
     """Return how many unsharded gradient buffers of each size are kept for reuse by the next FSDP unit (ZeRO-2 and 3):
-    {size in elements: number of buffers}.
+    {size in elements: number of buffers}. Only runs of consecutive units with equal sizes (layers) reuse buffers: one
+    for the unit in backward and one for each of up to `REDUCTIONS_IN_FLIGHT` reductions in flight.
 
-    `sizes`: for each FSDP unit in forward order the sizes of its buffers (one for dense parameters, one for experts) in
-    elements. Each run of consecutive units with equal sizes (layers) shares one buffer of a size for the unit in
-    backward and one for each of up to `REDUCTIONS_IN_FLIGHT` reductions; runs of the same size share too.
+    `sizes`: for each FSDP unit, in forward order, the sizes of its buffers in elements (one for dense parameters, one
+    for experts). Runs of the same size share buffers too.
     """
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):
@@ -64,8 +64,8 @@ class Initial:
 @dataclass(frozen=True, slots=True)
 class Box:
     """A contiguous block of a parameter entry that a rank holds. start: index of its first element in the unsharded
-    entry, by dim. shape: its shape. local_start: index of its first element in the rank's shard of the engine tensor,
-    by dim."""
+    entry, by dim. shape: its shape. local_start: index of its first element in the rank's shard of the engine tensor
+    (the model's parameter, such as fused qkv, that contains the entry), by dim."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -147,7 +147,7 @@ class ParameterEntry:
         return "experts" if self.expert is not None and layout.expert_parallel else "dense"
 
     def ep_rank(self, layout: Layout) -> int | None:
-        """Return the ep rank that holds this routed expert's entry; None if the entry is no expert's or ep is 1."""
+        """Return the ep rank that holds this entry of a routed expert; None for other entries, and if ep is 1."""
         if self.expert is None or layout.ep == 1:
             return None
         number, experts = self.expert
@@ -200,7 +200,8 @@ class ParameterEntry:
         return tuple(shape)
 
     def _local_block_size(self, block: int, parts: int) -> int:
-        """Return how many of a block's `block` elements along the sharded dim each of ``parts`` ranks holds."""
+        """Return the length along the sharded dim of each rank's shard of one of `blocks`. `block`: unsharded length of
+        the block; ``parts``: number of ranks."""
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity
@@ -233,8 +234,8 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class EngineTensor:
-    """A parameter as the engine's model has it: parameter entries (`entries`) concatenated along dim 0, such as query,
-    key and value. unit: name of its FSDP unit."""
+    """A parameter of the model in memory: parameter entries (`entries`, the tensors on disk) concatenated along dim 0,
+    such as query, key and value. unit: name of its FSDP unit."""
 
     name: str
     unit: str
@@ -266,8 +267,8 @@ class EngineTensor:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_offset(self, entry: ParameterEntry, layout: Layout) -> int:
-        """Return the index along dim 0 at which the shard of `entry` begins in this tensor's shard, on a rank that
-        holds it."""
+        """Return the index along dim 0 at which the shard of `entry`, one of `entries`, begins in a rank's shard of
+        this tensor."""
         before = itertools.takewhile(lambda other: other.name != entry.name, self.entries)
         place = entry.ep_rank(layout)
         return sum(other.local_shape(layout)[0] for other in before if other.ep_rank(layout) == place)

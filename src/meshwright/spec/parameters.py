@@ -27,8 +27,9 @@ class ParameterTable:
     """All parameters of a model, in the forward order of its FSDP units (the embedding, each layer, the head) and,
     within a unit, in the order of its flat buffer.
 
-    entries: one for each tensor on disk. tensors: the engine's tensors, each a concatenation of entries (query, key and
-    value, or all experts). units: names of the FSDP units. tied: the head uses the embedding matrix.
+    entries: one for each tensor on disk. tensors: the parameters of the model in memory ("engine tensors"), each a
+    concatenation of entries (query, key and value, or all experts). units: names of the FSDP units. tied: True if the
+    head uses the embedding matrix.
     """
 
     entries: tuple[ParameterEntry, ...]
@@ -73,8 +74,8 @@ class ParameterTable:
         return tuple(each for each in tensors if each.buffer_kind(layout or Layout()) == buffer)
 
     def unit_buffers(self, unit: str, layout: Layout) -> tuple[BufferKind, ...]:
-        """Return the kinds of flat buffers that the FSDP unit named `unit` has: "dense", and "experts" if the layout
-        shards its routed experts over other ranks than its other parameters."""
+        """Return the kinds of flat buffers that the FSDP unit named `unit` has: "dense", and also "experts" if the
+        layout shards its routed experts over other ranks than its other parameters (expert parallelism)."""
         apart = any(tensor.buffer_kind(layout) == "experts" for tensor in self._tensors_by_unit[unit])
         return ("dense", "experts") if apart else ("dense",)
 
@@ -122,8 +123,8 @@ class ParameterTable:
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def tensor_range(self, tensor: EngineTensor, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the element range [start, stop) of an engine tensor's local shard in the rank's flat buffer of its
-        FSDP unit; without a layout, on one device."""
+        """Return the element range [start, stop) that a rank's shard of an engine tensor (the model's parameter, such
+        as fused qkv) has in the flat buffer of its FSDP unit. layout: None: one device."""
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.buffer_kind(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -131,9 +132,8 @@ class ParameterTable:
         return start, start + math.prod(tensor.local_shape(layout))
 
     def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the element range [start, stop) of an entry's local shard in the rank's flat buffer of its FSDP
-        unit, in engine orientation; without a layout, on one device.
-        """
+        """Return the element range [start, stop) that a rank's shard of a parameter entry has in the flat buffer of its
+        FSDP unit. layout: None: one device."""
         layout = layout or Layout()
         tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]
@@ -159,8 +159,9 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Location of a new parameter entry in the model. unit: name of its FSDP unit. part: key of its name in
-    `DISK_NAMES`. tensor: name of its engine tensor without ".weight" or ".bias" (default: `part`). offset: its first
-    index along dim 0 of that tensor. layer, expert: their indices, None if it belongs to none."""
+    `DISK_NAMES`. tensor: name, without ".weight" or ".bias", of the model's parameter that contains it (default:
+    `part`). offset: its first index along dim 0 of that parameter. layer, expert: index of its layer and of its expert;
+    None without."""
 
     unit: str
     part: str
@@ -174,8 +175,8 @@ class _Place:
 class _Cut:
     """How mesh axes shard a parameter entry. split: {axis: dim} that is sharded. blocks: sizes along that dim of the
     blocks sharded one by one (empty: the whole dim). granularity: shard boundaries are multiples of it. remainder: what
-    happens if tp does not divide the dim. partial: why tp ranks with equal values have partial gradients, None if they
-    have not."""
+    happens if tp does not divide the dim. partial: why tp ranks with equal values have partial gradients; None: they
+    have complete ones."""
 
     split: Mapping[SplitAxis, int] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
@@ -281,8 +282,9 @@ class _Builder:
             norm("mlp_post_norm")
 
     def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
-        """Append an MLP's gate, up and down projections. `unit`: FSDP unit; `mlp`: prefix of the engine tensors' names;
-        `layer`: layer index; `width`: intermediate size; `prefix`: prefix of the keys in `DISK_NAMES`."""
+        """Append an MLP's gate (if it has one), up and down projections. `unit`: FSDP unit; `mlp`: prefix of the names
+        of the model's parameters; `layer`: layer index; `width`: intermediate size; `prefix`: prefix of the keys in
+        `DISK_NAMES`."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
             self.linear(_Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias)

@@ -13,7 +13,7 @@ from meshwright.spec.stages import Stage, stages_of, units_of
 @dataclass(frozen=True, slots=True)
 class Partition:
     """A model cut into pipeline stages, and the ranks that hold them: `placement[replica][stage]` is an index on axis
-    pp. table: the model's parameter table.
+    pp (replica: model copy of a bidirectional schedule). table: the model's parameter table.
 
     A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
     stages the same FSDP unit (a tied embedding is on the first and the last).

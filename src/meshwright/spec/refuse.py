@@ -161,7 +161,7 @@ def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
-    """Return an error message if the pipeline has more stages than the model layers, else None."""
+    """Return an error message if the pipeline has more stages than the model has layers, else None."""
     stages = layout.pp * layout.chunks
     if stages <= config.layers and not planning:  # what is only planned may be large, and its file elsewhere
         stages = program_for(layout, config, sequence or config.max_positions).stages
@@ -187,8 +187,8 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _divisor_hint(size: int, wanted: int) -> str:
-    """Return a hint for error messages, text that names the divisors of ``size`` (such as a number of heads) next below
-    and above ``wanted``."""
+    """Return a hint for error messages: text that names the divisors of ``size`` (such as a number of heads) next below
+    and next above ``wanted``."""
     below = max(count for count in range(1, wanted) if size % count == 0)
     above = next((count for count in range(wanted + 1, size + 1) if size % count == 0), None)
     return f"; {below} or {above} would" if above else f"; {below} would"
