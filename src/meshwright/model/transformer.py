@@ -52,9 +52,9 @@ class Block(nn.Module):
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the block's output [B, S, H] and the load-balancing loss of its mixture of experts (None without one
-        or without `counted_B`, the number of targets of each sequence). `rotation`: cosine and sine of each token's
-        position, [B or 1, 1, S, D/2] each; `visible`: attention mask, None: plain causal; `cache`: KV cache whose layer
-        `layer` is extended."""
+        or without `counted_B`, the number of targets of each sequence). `rotation`: rotary cosine and sine of each
+        token, [B or 1, 1, S, D/2] each; None with learned positions; `visible`: attention mask, None: plain causal;
+        `cache`: KV cache, which stores the new keys and values as those of layer number `layer`."""
         x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
             return x_BSH + self.mlp(normed_BSH), None
@@ -69,9 +69,9 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S, H] each. `rotation`: cosine and
-        sine of each token's position, None with learned positions; `visible`: attention mask, None: plain causal;
-        `cache`: KV cache whose layer `layer` is extended."""
+        """Return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S, H] each. `rotation`: rotary
+        cosine and sine of each token, None with learned positions; `visible`: attention mask, None: plain causal;
+        `cache`: KV cache, which stores the new keys and values as those of layer number `layer`."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
         return x_BSH, self.mlp_norm(x_BSH)
 
