@@ -8,10 +8,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of a send from rank `root` to the last other rank of `ranks` ranks. 1 round; S bytes; time
-    alpha + S beta.
+    """Generate the program of a send from rank `root` to the last of `ranks` ranks (to rank 0 if the root is the last).
 
-    Here: S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    1 round; S bytes; time alpha + S beta. Here: S bytes in the vector; a message of b bytes takes alpha + b beta
+    seconds.
     """
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():
@@ -35,7 +35,7 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the linear gather: all ranks send to rank `root` at once.
 
-    1 round of n-1 messages; S/n bytes per rank; time as `scatter`. Here: n ranks, S bytes in the vector.
+    1 round of n-1 messages; S/n bytes per rank; time as for `scatter`. Here: n ranks, S bytes in the vector.
     """
     program = Builder("gather", "linear", ranks, ranks, root)
     with program.round():

@@ -137,7 +137,7 @@ def all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the program of the all-pairs all-to-all: all messages at once, which most networks schedule best.
+    """Generate the program of the all-pairs all-to-all: every rank sends its messages to all other ranks at once.
 
     1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
