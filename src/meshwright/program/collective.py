@@ -231,11 +231,11 @@ class Builder:
         into: ArrayLike | None = None,
         reduce: bool = False,
     ) -> None:
-        """Add a send of the slots [chunk, chunk + count) on rank `source`, and its receive on rank `target`; arrays
-        broadcast.
+        """Add a send of the slots [chunk, chunk + count) on rank `source`, and its receive on rank `target`; arrays are
+        broadcast against each other and add one transfer per entry.
 
         into: first slot written on the target (default: `chunk`). reduce: add to those slots instead of overwriting
-            them. Transfers from a rank to itself and transfers of 0 slots are dropped.
+        them. Transfers from a rank to itself and transfers of 0 slots are dropped.
         """
         columns = _broadcast_columns(source, target, chunk, count, chunk if into is None else into)
         source, target, chunk, count, into = columns[:, (columns[0] != columns[1]) & (columns[3] > 0)]
@@ -243,8 +243,8 @@ class Builder:
         self._append_steps(target, Kind.REDUCE if reduce else Kind.RECEIVE, into, count, source, -1)
 
     def signal(self, source: ArrayLike, target: ArrayLike) -> None:
-        """Add a signal (message without data) from rank `source` to rank `target`, which waits for it; arrays
-        broadcast."""
+        """Add a signal (message without data) from rank `source` to rank `target`, which waits for it; arrays add one
+        signal per entry."""
         source, target = _broadcast_columns(source, target)
         self._append_steps(source, Kind.SIGNAL, 0, 0, target, -1)
         self._append_steps(target, Kind.WAIT, 0, 0, source, -1)
@@ -252,8 +252,8 @@ class Builder:
     def copy(
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
-        """Add a copy of the slots [source, source + count) to the slots from `into` on, within rank `rank`; arrays
-        broadcast.
+        """Add a copy of the slots [source, source + count) to the slots from `into` on, within rank `rank`; arrays add
+        one copy per entry.
 
         combine: add to the target slots instead of overwriting them.
         """
