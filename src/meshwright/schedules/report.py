@@ -187,10 +187,11 @@ def schedule(
 
 
 def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
-    """Return the component durations of one stage, given those of all stages of a rank together.
+    """Return the component durations of one stage, given those of all stages of a rank together, which are divided
+    equally.
 
     parts: times of attention, dispatch, MLP, combine in a forward. chunks: stages per rank. transfer: one number for
-    all stage boundaries (else UserError).
+    all stage boundaries (UserError for a list).
     """
     if len(parts) != 4:
         raise UserError(f"parts: {len(parts)} durations; right is 4: attention, dispatch, MLP, combine")
