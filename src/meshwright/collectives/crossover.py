@@ -105,6 +105,7 @@ class Curves:
 
 
 def _find_fastest(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time; of equal times, the first one. seconds: algorithm -> seconds."""
+    """Return the algorithm with the lowest time, or the first of several that are equally fast. seconds: algorithm ->
+    seconds."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

@@ -22,8 +22,8 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the linear scatter: rank `root` sends to all ranks at once. Best for large vectors.
 
-    1 round of n-1 messages; the root sends (n-1)/n S bytes, none of them twice; time alpha + (n-1)/n S beta if a rank
-    can have many messages in flight, else with (n-1) alpha.
+    1 round of n-1 messages; the root sends (n-1)/n S bytes. Time: alpha + (n-1)/n S beta if a rank can have many
+    messages in flight, (n-1) alpha + (n-1)/n S beta if it sends them one after the other.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("scatter", "linear", ranks, ranks, root)

@@ -119,8 +119,8 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
     """Renumber the dependency levels of a program so that all transfers of one round have the same level.
 
-    Returns (posting order with the new levels, number of levels per round). In each round, its transfers have the last
-    level, and the local copies and reductions before them the others.
+    Returns (posting order with the new levels, number of levels per round). The last level of a round is that of its
+    transfers; the levels before it are those of the local copies and reductions that precede them.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)

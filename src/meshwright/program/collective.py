@@ -70,8 +70,8 @@ class Steps(StepColumns):
         """Build the columns from steps of all ranks in any order: sorts them by rank and group, and numbers each rank's
         groups from 0.
 
-        columns: one array [steps] for each field of `Steps`; group numbers need only increase on a rank. Steps of one
-            group keep their order.
+        columns: one array [steps] for each field of `Steps`. Group numbers may have gaps; they only need to increase in
+        the order in which a rank runs its groups. Steps of one group keep their order.
         """
         arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
         order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
@@ -85,9 +85,10 @@ class CollectiveProgram:
     """Algorithm of one collective operation, written out as the steps (send, receive, reduce, copy) of every rank.
 
     operation: such as `all-reduce`. algorithm: such as `ring`. ranks: number of ranks. chunks: number of equal chunks
-        of the vector. steps: steps of all ranks.
+    of the vector. steps: steps of all ranks.
     root: source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a send-receive
-        goes to the last other rank). scratch: number of temporary slots (one chunk each) per rank besides the vector's.
+    goes to the last rank, or to rank 0 if the root is the last). scratch: number of temporary slots (one chunk each)
+    per rank besides the vector's.
     reduction: `sum`, `mean`, `minimum` or `maximum`.
     """
 

@@ -18,8 +18,8 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": 
 class Chunk:
     """One stage on a rank, with the micro-batches that run through it in order.
 
-    stage: number of the stage. micro_batches: their numbers. replica: index of the copy of the model to which the stage
-    belongs, 0 or 1.
+    stage: number of the stage. micro_batches: numbers of the micro-batches. replica: index of the copy of the model to
+    which the stage belongs, 0 or 1.
     """
 
     stage: int
