@@ -79,11 +79,11 @@ def gather_rounds(program: Builder, root: int) -> Rounds:
 
 
 def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Integers, Integers]]:
-    """Yield, for each level of a binomial tree over n ranks from the root down, four arrays with one entry per child:
-    parent rank, child rank, first rank of the child's subtree (may be n or more: modulo n), and number of ranks in the
-    subtree.
+    """Yield the edges of a binomial tree over n ranks, level by level from the root down: four arrays with one entry
+    per child.
 
-    root: root rank of the tree.
+    The arrays are: parent rank, child rank, first rank of the child's subtree (to be taken modulo n), and number of
+    ranks in the subtree, which are consecutive. root: root rank of the tree.
     """
     for near, far in list_tree_levels(n):
         yield (near + root) % n, (far + root) % n, far + root, np.minimum(far - near, n - far)
@@ -92,8 +92,9 @@ def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Inte
 def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the program of the binomial-tree broadcast from rank `root`. Best for small vectors.
 
-    L rounds; the root sends L S bytes; time L (alpha + S beta). In segments=k parts: L + k - 1 rounds of S/k; faster if
-    a rank can send to several others at once.
+    One segment: L rounds; the root sends L S bytes; time L (alpha + S beta).
+    segments: k parts of the vector, sent as a pipeline: L + k - 1 rounds with messages of S/k bytes. This is faster
+    only if a rank can send to several others at once.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("broadcast", "binomial-tree", ranks, segments, root)
@@ -106,7 +107,8 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the program of the binomial-tree reduce to rank `root`. Best for small vectors.
 
-    L rounds; S bytes per rank; time L (alpha + S beta). In segments=k parts: L + k - 1 rounds of S/k.
+    One segment: L rounds; S bytes per rank; time L (alpha + S beta).
+    segments: k parts of the vector, reduced as a pipeline: L + k - 1 rounds with messages of S/k bytes.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
@@ -119,8 +121,9 @@ def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
 def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
     """Generate the program of the binomial-tree all-reduce: reduce to rank 0, then broadcast. Best for small vectors.
 
-    2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta). In segments=k parts, each
-    broadcast as soon as it is reduced: 2L + k - 1 rounds of S/k.
+    One segment: 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta).
+    segments: k parts of the vector, each broadcast as soon as it is reduced: 2L + k - 1 rounds with messages of S/k
+    bytes.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("all-reduce", "binomial-tree", ranks, segments)

@@ -17,10 +17,11 @@ from meshwright.program.order import Integers
 def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
     """Return a lower bound of the seconds that any program needs for an operation on a vector of `total_bytes`.
 
-    root: source or destination rank. It is the larger of two bounds: the lowest latency from a rank to the farthest
-        rank that needs its data; and, over the network's partitions into blocks (single ranks, nodes, halves of a torus
-        ...), the lowest latency of a message plus the time in which the links out of a block, into it, or of all blocks
-        carry the required traffic. For all-reduce on uniform links that is alpha + 2(n-1)/n S beta.
+    operation: such as "all-reduce". root: source or destination rank.
+    The result is the larger of two bounds. Latency: from a rank to the farthest rank that needs its data. Bandwidth:
+    lowest latency of a message, plus the time for the bytes that must cross links between blocks of ranks (single
+    ranks, nodes, halves of a torus ...; the slowest such partition counts). For all-reduce on uniform links the second
+    bound is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message, beta seconds per byte).
     """
     if network.ranks == 1:
         return 0.0
@@ -62,8 +63,8 @@ def _compute_cut_seconds(operation: str, network: Network, block: Integers, root
     """Return the least time, in seconds per byte of the vector, in which the links between blocks of ranks can carry
     the traffic that the operation requires.
 
-    block: [vertices], number of the block of each rank and switch; -1 for switches outside every block. root: source or
-        destination rank.
+    block: [vertices], block number of each rank, then of each switch; -1: switch outside every block. root: source or
+    destination rank.
     """
     blocks = int(block.max()) + 1
     if blocks < 2:
@@ -85,11 +86,10 @@ def _compute_required_traffic(operation: str, block: Integers, blocks: int, root
     """Return the least traffic between blocks of ranks (such as nodes) that an operation requires, as multiples of the
     vector's bytes.
 
-    block: [ranks], block of each rank. blocks: number of blocks. root: source or destination rank.
-
-    In all, a sum over ranks in k blocks needs a message from each other block to the chunk's destination, k-1 per
-    chunk; so does a broadcast. All-reduce needs both, 2(k-1): gossip among k parties takes 2(k-1) directed messages (F.
-    Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
+    block: [ranks], block number of each rank. blocks: number of blocks, k. root: source or destination rank.
+    Total traffic between the blocks: a reduction sends each chunk k-1 times (once from every block but its
+    destination's), as does a broadcast; an all-reduce 2(k-1) times, as gossip among k parties takes 2(k-1) directed
+    messages (F. Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
     """
     ranks = len(block)
     share = np.bincount(block, minlength=blocks) / ranks

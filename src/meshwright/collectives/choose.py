@@ -59,9 +59,9 @@ class Candidate:
 class Choice:
     """Ranking of the algorithms of one operation for one size of the vector.
 
-    ranking: candidates, fastest first. refused: algorithm -> reason why it does not accept the number of ranks.
-        left_out: algorithms not simulated, because their closed form is much slower than the best time. reason: one
-        sentence on why the first one is the fastest.
+    ranking: candidates, fastest first. refused: algorithms that do not accept the number of ranks, name -> reason.
+    left_out: algorithms not simulated, because their closed form is much slower than the best time. reason: one
+    sentence on why the fastest candidate is the fastest.
     """
 
     ranking: tuple[Candidate, ...]
@@ -79,8 +79,10 @@ class Choice:
 class Chooser:
     """Finds the fastest algorithm of one collective operation on one network by simulation; caches generated programs.
 
-    root: source or destination rank. reduce_bytes_per_second: rate of local reductions (default: infinite). requested:
-        options given by the user, which override those that the network suggests.
+    operation: such as "all-reduce". root: source or destination rank. reduce_bytes_per_second: rate of local reductions
+    (default: infinite). requested: options given by the user, which take precedence over those that fit the network.
+    _simulators: (algorithm, options) -> simulator. _refused: algorithm -> reason why it does not accept the number of
+    ranks. _settings: algorithm -> its options on this network.
     """
 
     operation: str
@@ -134,11 +136,11 @@ class Chooser:
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
         """Return an algorithm with its best options and simulated time for a vector of `total_bytes`; None if it does
-        not accept the network's number of ranks. A pipelined algorithm gets the number of segments with the lowest
-        closed form.
+        not accept the network's number of ranks.
 
-        near: seconds; if the simulated time with these segments is at most this, half as many are tried too, and twice
-        as many if half is not faster (0: neither).
+        A pipelined algorithm gets the number of segments with the lowest closed form. near: seconds; if the simulated
+        time is at most `near`, half as many segments are simulated too, then twice as many if half is not faster (0: no
+        further tries).
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -187,8 +189,12 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """Return the options of an algorithm to try for a vector of `total_bytes`: first those with the shortest time
-        by the closed-form cost formula, then the same with half and with twice as many segments."""
+        """Return the options of an algorithm to try for a vector of `total_bytes`, the best by the closed-form cost
+        formula first.
+
+        A pipelined algorithm without a requested number of segments gets the best power of two, then half and twice as
+        many; any other algorithm has one entry.
+        """
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:
             return [settings]
@@ -204,8 +210,8 @@ class Chooser:
         return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
-        """Return the seconds by an algorithm's closed form (formula) for a vector of `total_bytes`; None if it has
-        none. settings: the algorithm's options."""
+        """Return the seconds by an algorithm's closed form (formula) with the options `settings` for a vector of
+        `total_bytes`; None if it has none, or none for this number of ranks."""
         try:
             return compute_closed_form_seconds(
                 self.operation,
@@ -247,8 +253,11 @@ class Chooser:
         return self._simulators[key]
 
     def _explain_choice(self, ranking: list[Candidate], total_bytes: float) -> str:
-        """Return a sentence on why the fastest algorithm is the fastest. ranking: candidates, fastest first.
-        total_bytes: size of the vector."""
+        """Return a sentence on why the fastest algorithm is the fastest: its time, its share of latency, and the next
+        algorithm.
+
+        ranking: candidates, fastest first. total_bytes: size of the vector.
+        """
         best = ranking[0]
         simulator = self._get_simulator(best.algorithm, best.settings)
         assert simulator is not None

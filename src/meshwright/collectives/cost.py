@@ -154,14 +154,15 @@ def _butterfly_form(c: Inputs) -> float:
 
 
 def _rabenseifner_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the Rabenseifner all-reduce."""
+    """Return the seconds, for inputs `c`, of the Rabenseifner all-reduce (recursive halving, then doubling)."""
     halves = 2 * (math.log2(c.core) * c.link.alpha + (c.core - 1) / c.core * c.size * c.link.beta)
     return halves + (c.link.time_rounds(2, c.size) if c.extra else 0.0)
 
 
 def _compute_exchange_seconds(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of log2 m pairwise exchanges of 1, 2, 4 ... shares (1/n of the vector each),
-    with m the largest power of two up to n. Ranks that also act for a rank beyond m have two shares."""
+    """Return the seconds, for inputs `c`, of the log2 m pairwise exchanges of recursive halving or doubling, with m the
+    largest power of two up to n: of 1, 2, 4 ... shares (1/n of the vector each), more where a rank also holds the share
+    of an extra rank beyond m."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
@@ -190,10 +191,10 @@ def _bruck_all_to_all_form(c: Inputs) -> float:
 
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
-    """Return the closed form, a function of `Inputs` (ranks, bytes, latency, bandwidth ...) that returns seconds, of a
-    vector sent `rounds_of_tree` times (1: broadcast or reduce; 2: all-reduce) along a binomial tree, in k segments.
+    """Return the closed form, a function of `Inputs` that returns seconds, of a vector sent `rounds_of_tree` times (1:
+    broadcast or reduce; 2: all-reduce) along a binomial tree, in k segments, one more started per round.
 
-    A new segment starts in each round; a rank that can send one message at a time sends those of a round in turn.
+    With a switch, the messages that a rank sends in one round, up to one per level of the tree, share its link.
     """
 
     def form(c: Inputs) -> float:
@@ -270,8 +271,11 @@ def _hierarchical_all_to_all_form(c: Inputs) -> float:
 
 def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """Return the closed form, a function of `Inputs` that returns seconds, of torus algorithms: axis after axis, in
-    both directions. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes, for
-    inputs without dims. turns: True if parts of the vector begin with different axes."""
+    both directions.
+
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes, for inputs without dims.
+    turns: True if the vector has one part per axis, each of which begins with another axis.
+    """
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -288,8 +292,7 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """Return the closed form, a function of `Inputs` that returns seconds, of mesh algorithms: axis after axis, whole
-    blocks in each direction. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes,
-    for inputs without dims. turns: True if parts of the vector begin with different axes."""
+    blocks in each direction. phases, dimensions, turns: as for `_torus_form`."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -300,8 +303,12 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends along each axis, [round][axis], in a reduce-scatter over a grid, axis after
-    axis. shape: sides of the grid. size: bytes of the vector. turns: True if parts of it begin with different axes."""
+    """Return the bytes that a rank sends along each axis in a reduce-scatter over a grid, axis after axis: a list per
+    round, with one entry per axis.
+
+    shape: sides of the grid. size: bytes of the vector. turns: True if the vector has one part per axis, each of which
+    begins with another axis.
+    """
     axes = list(range(len(shape)))
     starts = axes if turns else [0]
     rounds = [[0.0] * len(shape) for _ in range(sum(shape) - len(shape))]
@@ -316,8 +323,8 @@ def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> lis
 
 
 def _latency_form(rounds: Callable[[Inputs], float]) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of messages without data. rounds: their
-    number, a function of `Inputs`."""
+    """Return the closed form, a function of `Inputs` that returns seconds, of rounds of messages without data. rounds:
+    function of `Inputs` that returns the number of rounds."""
     return lambda c: c.link.alpha * rounds(c)
 
 

@@ -42,8 +42,8 @@ class Curves:
         """Simulate all algorithms at sizes from `least` to `most` bytes (both included), each about four times the
         previous one.
 
-        chooser: simulator of the operation's algorithms on the network. within: skip an algorithm at a size (infinite
-        seconds) if its closed form exceeds the best time so far by more than this factor.
+        chooser: simulator of the operation's algorithms on the network. within: factor; an algorithm is skipped at a
+        size (its seconds are infinite) if its closed form exceeds the best time so far by more than this factor.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
@@ -105,6 +105,7 @@ class Curves:
 
 
 def _find_fastest(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time; of equal times, the first one. seconds: algorithm -> seconds."""
+    """Return the algorithm with the lowest time, or the first of several that are equally fast. seconds: algorithm ->
+    seconds."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

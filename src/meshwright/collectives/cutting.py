@@ -18,10 +18,11 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a vector into segments, on which a program runs one after another; for operations in which ranks own no
-    share of the vector, such as broadcast. Returns [(first element, elements per chunk)], one per segment.
+    """Split a vector into segments, on which a program runs one after another; return [(first element, elements per
+    chunk)], one per segment.
 
-    numel: elements of the vector. itemsize: bytes of an element. whole: True for a single segment.
+    For operations in which ranks own no share of the vector, such as broadcast. numel: elements of the vector.
+    itemsize: bytes of an element. whole: True for a single segment.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
@@ -32,8 +33,8 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
-    """Return which chunks of the vector each rank owns: [ranks + 1], index of the rank's first chunk, followed by the
-    number of chunks; rank r owns the chunks first[r] to first[r + 1] - 1."""
+    """Return the first chunk of the vector that each rank owns, followed by the number of chunks: a list of ranks + 1
+    indices `first`, where rank r owns the chunks first[r] to first[r + 1] - 1."""
     owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first
@@ -41,9 +42,9 @@ def find_first_chunks(program: CollectiveProgram) -> list[int]:
 
 def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
     """Return the number of elements per chunk when the program runs on a vector of `numel` elements, of which every
-    rank owns an equal share; rounded up, as shares are padded to whole chunks.
+    rank owns an equal share; rounded up, as shares are padded to a whole number of chunks.
 
-    Raises UserError if the ranks do not divide `numel`, or if the program has fewer chunks than ranks.
+    Raises UserError if `numel` is not a multiple of the ranks, or if the program has fewer chunks than ranks.
     """
     name, ranks = f"{program.operation} {program.algorithm}", program.ranks
     if numel % ranks:

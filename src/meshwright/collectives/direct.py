@@ -8,10 +8,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
-    """Generate the program of a send from rank `root` to the last other rank of `ranks` ranks. 1 round; S bytes; time
-    alpha + S beta.
+    """Generate the program of a send from rank `root` to the last of `ranks` ranks (to rank 0 if the root is the last).
 
-    Here: S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    1 round; S bytes; time alpha + S beta. Here: S bytes in the vector; a message of b bytes takes alpha + b beta
+    seconds.
     """
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():
@@ -22,8 +22,8 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the linear scatter: rank `root` sends to all ranks at once. Best for large vectors.
 
-    1 round of n-1 messages; the root sends (n-1)/n S bytes, none of them twice; time alpha + (n-1)/n S beta if a rank
-    can have many messages in flight, else with (n-1) alpha.
+    1 round of n-1 messages; the root sends (n-1)/n S bytes. Time: alpha + (n-1)/n S beta if a rank can have many
+    messages in flight, (n-1) alpha + (n-1)/n S beta if it sends them one after the other.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("scatter", "linear", ranks, ranks, root)
@@ -35,7 +35,7 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the linear gather: all ranks send to rank `root` at once.
 
-    1 round of n-1 messages; S/n bytes per rank; time as `scatter`. Here: n ranks, S bytes in the vector.
+    1 round of n-1 messages; S/n bytes per rank; time as for `scatter`. Here: n ranks, S bytes in the vector.
     """
     program = Builder("gather", "linear", ranks, ranks, root)
     with program.round():

@@ -37,19 +37,19 @@ def compute_in_order_parents(n: int) -> Integers:
 
 
 def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tree]:
-    """Build the in-order binary tree over `ranks`, and a second one whose inner nodes are leaves of the first; return
-    both as levels of edges, arrays (parents, children), from the root down.
+    """Build the in-order binary tree over `ranks`, and a second tree whose inner nodes are leaves of the first.
 
-    The second is mirrored for an even number of ranks, else shifted by one. root: rank above both trees, None if there
-    is none.
+    ranks: in the order of the first tree's nodes. root: rank above both trees, None if there is none. Each tree is
+    returned as levels of edges from the root down, a pair of arrays (parents, children) per level. The second has the
+    ranks in reverse order if their number is even, else shifted by one.
     """
     complement = ranks[::-1] if len(ranks) % 2 == 0 else np.roll(ranks, -1)
     return _list_levels(ranks, root), _list_levels(complement, root)
 
 
 def _list_levels(ranks: Integers, root: int | None) -> Tree:
-    """Return the in-order binary tree over `ranks` as levels of edges, arrays (parents, children), from the root down.
-    root: rank above the tree, None if there is none."""
+    """Return the in-order binary tree over `ranks` as levels of edges from the root down, a pair of arrays (parents,
+    children) per level. root: rank above the tree, None if there is none."""
     parent, rank = compute_in_order_parents(len(ranks)), np.concatenate([[-1 if root is None else root], ranks])
     levels, nodes = [], np.zeros(1, np.int64)
     while len(nodes := np.flatnonzero(np.isin(parent, nodes))):
@@ -61,7 +61,7 @@ def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
     """Generate the rounds that reduce one chunk up a tree, one level per round: add each round's sends to `program`,
     then yield.
 
-    tree: levels of edges (parents, children), from the root down. chunk: its number.
+    tree: levels of edges (parents, children), from the root down. chunk: number of the chunk.
     """
     for parents, children in reversed(tree):
         program.transfer(children, parents, chunk, reduce=True)
@@ -72,7 +72,7 @@ def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
     """Generate the rounds that broadcast one chunk down a tree, one level per round: add each round's sends to
     `program`, then yield.
 
-    tree: levels of edges (parents, children), from the root down. chunk: its number.
+    tree: levels of edges (parents, children), from the root down. chunk: number of the chunk.
     """
     for parents, children in tree:
         program.transfer(parents, children, chunk)
@@ -122,8 +122,8 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
 def _run_in_segments(
     program: Builder, trees: tuple[Tree, Tree], travel: Callable[[Tree, int], Rounds]
 ) -> CollectiveProgram:
-    """Add the rounds that send one half of the chunks through each of two trees, as a pipeline; return the finished
-    program.
+    """Send the first half of the chunks through one tree and the second half through another, as a pipeline with a new
+    chunk of each half per round; return the finished program.
 
     program: program under construction. trees: each as levels of edges (parents, children). travel: function (tree,
     chunk number) -> round generator that moves this chunk through the tree.

@@ -13,7 +13,8 @@ from meshwright.program.order import Integers
 
 
 def list_factorizations(ranks: int, dimensions: int, least: int = 2) -> list[tuple[int, ...]]:
-    """Return all ways to write `ranks` as a product of `dimensions` factors, each ascending and of at least `least`."""
+    """Return all ways to write `ranks` as a product of `dimensions` factors of at least `least`, each in ascending
+    order."""
     if dimensions == 1:
         return [(ranks,)] if ranks >= least else []
     return [
@@ -38,8 +39,9 @@ def resolve_sides(
     """Return the sides of the grid of a torus or mesh algorithm, such as (4, 4) for 16 ranks.
 
     what: name of the algorithm, for errors. dims: the sides, if given. dimensions: number of sides; without `dims` they
-        are as equal as possible, and without either the grid is one line (ranks,). Raises UserError if `dims` does not
-        multiply to `ranks`, or no sides of at least 2 do.
+    are made as equal as possible. Without `dims` and `dimensions` the grid is one line, (ranks,).
+    Raises UserError if the product of `dims` is not `ranks`, or if no `dimensions` sides of at least 2 have this
+    product.
     """
     if dims is not None:
         given = tuple(int(side) for side in dims)
@@ -86,11 +88,12 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
 def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """Return the phases of a reduce-scatter over a grid, one axis after the other (an all-gather runs them in reverse).
+    """Return the phases of a reduce-scatter over a grid, one per axis (an all-gather runs them in reverse).
 
-    grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot (buffer place of
-    one chunk) of the vector. count: slots of each rank's final block. A phase is (lines of ranks along its axis [...,
-    n], first slot of the block that each rank owns after the phase [..., n], slots of that block).
+    A phase is (ranks of each line along its axis: [..., n], first slot of the block that each of them owns after the
+    phase: [..., n], slots of that block). A slot is the buffer place of one chunk.
+    grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
+    count: slots of each rank's final block.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

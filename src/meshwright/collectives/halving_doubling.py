@@ -9,14 +9,13 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the program of the halving-doubling all-reduce. (`rabenseifner` halves the vector instead of the set of
-    ranks.)
+    """Generate the program of the halving-doubling all-reduce, in which the number of active ranks halves, then doubles
+    again.
 
     In each round the upper half of the active ranks adds its vectors to the lower half's and waits, until one rank has
-    the sum; then each rank that has the sum sends it back.
-
-    E. Chan et al., Collective communication: theory, practice, and experience, CCPE 19(13), 2007: its minimum-spanning
-        tree reduce and broadcast. Best for small vectors; `butterfly` needs half the rounds.
+    the sum; then each rank that has the sum sends it back. (`rabenseifner` halves the vector instead.)
+    E. Chan et al., Collective communication: theory, practice, and experience, CCPE 19(13), 2007, minimum-spanning-tree
+    reduce and broadcast. Best for small vectors; `butterfly` needs half the rounds.
     With L = log2 n, rounded up, for any n: 2L rounds; rank 0 sends L S bytes; time 2L (alpha + S beta).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """

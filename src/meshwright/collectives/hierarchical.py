@@ -181,7 +181,7 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
 def _arrange_nodes(operation: str, ranks: int, groups: int | None) -> Integers:
     """Return the ranks of each node: [nodes, ranks per node], consecutive ranks in a node.
 
-    operation: name for errors. groups: ranks per node (None: the default). Raises UserError if `groups` does not divide
-        `ranks`.
+    operation: name for errors. groups: ranks per node (None: the largest divisor of `ranks` up to its square root).
+    Raises UserError if `groups` does not divide `ranks`.
     """
     return np.arange(ranks).reshape(-1, resolve_ranks_per_node(f"hierarchical {operation}", ranks, groups))

@@ -78,8 +78,8 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     """Generate the program of the mesh reduce-scatter: one axis after the other.
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-        without either, one line. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S
-        beta.
+    without either, one line.
+    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
@@ -92,7 +92,8 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program of the mesh all-gather: one axis after the other, the reverse of the mesh reduce-scatter.
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-        without either, one line. (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
+    without either, one line.
+    (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)

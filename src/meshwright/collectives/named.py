@@ -45,8 +45,8 @@ class NamedProgram:
 
     @cached_property
     def _costs(self) -> list[tuple[float, float]]:
-        """Estimated time of each program on its busiest rank, as (fixed seconds, seconds per byte of the vector), in
-        the order of `programs`."""
+        """Estimated time of each of `programs` on its busiest rank, in the same order: (fixed seconds, seconds per byte
+        of the vector)."""
         costs = []
         for checked in self.programs:
             messages = np.bincount(checked.program.steps.rank[checked.sends], minlength=1).max()
@@ -64,12 +64,12 @@ def named_programs(
     collectives: CollectivesRecipe, layout: Layout, where: Callable[[str], str] = lambda key: "recipe"
 ) -> dict[tuple[str, str], NamedProgram]:
     """Load and check the collective programs that a recipe selects; return (axis name, operation such as "all_reduce")
-    -> program. Calls not in the result use torch.distributed.
+    -> program. Operations not in the result use torch.distributed.
 
-    layout: gives the axes' numbers of ranks. A program is used on those of the data, shard and replica axes whose
-    number of ranks it accepts; it must accept that of the axis on which the operation moves gradients or parameters
-    (UserError). where: function from a key such as `collectives.all_reduce` to the beginning of the error message, such
-    as file and line.
+    layout: gives the number of ranks of the data, shard and replica axes. A program serves each of these axes whose
+    number of ranks it accepts. Raises UserError if it does not accept the axis on which the operation moves gradients
+    or parameters in this layout. where: function from a key such as `collectives.all_reduce` to the beginning of the
+    error message, such as file and line.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}
@@ -101,7 +101,7 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
     the program.
 
     path: with leading `@`. operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis that the
-    program must fit (`UserError` otherwise).
+    program must fit unless it has one rank (UserError otherwise).
     """
     program = load_program(path, "collective")
     if program.operation != operation:

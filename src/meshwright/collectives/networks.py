@@ -76,10 +76,10 @@ def build_ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDT
 def build_torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
     """Build a grid of any dimension with wrap-around cables (a torus).
 
-    dims: its sides, such as (4, 4); consecutive ranks are neighbours in the last dimension. latency, bandwidth: of a
-        cable in seconds, and in bytes per second in each direction. Messages are routed dimension by dimension, from
-        the last to the first, each in the shorter direction (towards higher coordinates if both are equal). A side of 2
-        has one cable.
+    dims: its sides, such as (4, 4); consecutive ranks are neighbours in the last dimension; a side of 2 has one cable.
+    latency: seconds of a cable. bandwidth: bytes per second of a cable, in each direction.
+    Messages are routed dimension by dimension, from the last to the first, each in the shorter direction (towards
+    higher coordinates if both are equal).
     """
     return _build_grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
 
@@ -91,8 +91,8 @@ def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float =
 
 
 def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: float, around: bool) -> Network:
-    """Build a torus (around=True) or a mesh network. name: of the network. dims: sides of the grid. latency, bandwidth:
-    of each cable, in seconds and bytes per second."""
+    """Build a torus (around=True) or a mesh network. name: name of the network. dims: sides of the grid. latency,
+    bandwidth: of each cable, in seconds and bytes per second."""
     ranks = math.prod(dims)
     rank = np.arange(ranks)
     strides = [math.prod(dims[axis + 1 :]) for axis in range(len(dims))]
@@ -157,10 +157,11 @@ def build_nodes(
     """Build a network of nodes, whose devices share a fast switch, joined by an outer network.
 
     nodes: number of nodes. devices: ranks per node. inner, outer: (latency in seconds, bandwidth in bytes per second).
-        Every device has its own adapter to the non-blocking outer network. rails: the outer network is one switch for
-        each local rank: device r of a node reaches device r of every other node; messages to another local rank first
-        go over inner links to the device on the target's rail (as in NCCL's PXN). adapters: number that the devices of
-        a node share, in even blocks, reached over inner links.
+    rails: True if the outer network is one switch for each local rank: device r of a node reaches device r of every
+    other node; messages to another local rank first go over inner links to the device on the target's rail (as in
+    NCCL's PXN). False: one non-blocking switch for all.
+    adapters: network adapters per node, each shared by equally many devices, which reach it over inner links. None:
+    every device has its own.
     """
     ranks = nodes * devices
     rank = np.arange(ranks)

@@ -15,7 +15,7 @@ from meshwright.program.order import Integers
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
     """Generate the rounds of a pairwise reduce-scatter: add each round's sends to `program`, then yield. In each round,
-    each rank sends one other rank the block that this one will own.
+    each rank sends to one other rank the block that the receiver will own.
 
     ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer place of one chunk)
     of the block that each rank ends with. count: slots of a block.
@@ -39,7 +39,7 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
     """Generate the rounds of a pairwise all-to-all: add each round's sends to `program`, then yield. In each round,
-    each rank sends one other rank the block for it.
+    each rank sends to one other rank the block destined for the receiver.
 
     ranks: [..., n], ranks of each of several independent groups. blocks: [n], first slot (buffer place of one chunk) of
     the block for each destination. into: [..., n], first slot at the receiver for the block from each rank. count:
@@ -137,7 +137,7 @@ def all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the program of the all-pairs all-to-all: all messages at once, which most networks schedule best.
+    """Generate the program of the all-pairs all-to-all: every rank sends its messages to all other ranks at once.
 
     1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.

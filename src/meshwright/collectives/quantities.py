@@ -82,8 +82,8 @@ def format_seconds(value: float) -> str:
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text with three significant digits, in the largest unit that is not greater than it; without
-    decimals from 1000 to a million of that unit. units: name -> factor."""
+    """Return `value` as text with three significant digits, in the largest unit that is not greater than it; values of
+    1000 to a million of that unit have all digits of their integer part. units: name -> factor, ascending."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"

@@ -89,11 +89,11 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
     all-gather.
 
     Best for medium and large vectors: as few bytes as a ring in far fewer rounds, but between distant ranks, whose
-    links may be shared. R. Rabenseifner, Optimization of collective reduction operations, ICCS 2004. n = 2^k: 2 log2 n
-    rounds; 2(n-1)/n S bytes per rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, with m the largest power of two
-    below n: 2 more rounds and 2 (alpha + S beta) more; each of the n - m extra ranks sends S to a neighbour that acts
-    for it and sends 2(m-1)/m S + S, all others send 2(m-1)/m S. Here: n ranks, S bytes in the vector; a message of b
-    bytes takes alpha + b beta seconds.
+    links may be shared. R. Rabenseifner, Optimization of collective reduction operations, ICCS 2004.
+    n = 2^k: 2 log2 n rounds; 2(n-1)/n S bytes per rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, with m the
+    largest power of two below n: 2 more rounds and 2 (alpha + S beta) more. Each of the n - m extra ranks sends S bytes
+    to a neighbour, which acts for it and itself sends 2(m-1)/m S + S; all other ranks send 2(m-1)/m S.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     everyone = np.arange(ranks)
     _, _, core = split_extra_ranks(everyone)
@@ -113,8 +113,8 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
     Best for small vectors: fewest rounds. n = 2^k: log2 n rounds; S log2 n bytes per rank; time log2 n (alpha + S
     beta). Otherwise, with m the largest power of two below n: log2 m + 2 rounds; each of the n - m extra ranks sends S
-    to a neighbour that acts for it and sends S log2 m + S. Here: n ranks, S bytes in the vector; a message of b bytes
-    takes alpha + b beta seconds.
+    bytes to a neighbour, which acts for it and itself sends S log2 m + S.
+    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
     everyone = np.arange(ranks)

@@ -178,9 +178,9 @@ class CollectiveOptions(Settings):
     """Options of an algorithm (see `Settings`), of the operation and of the network, for `collective`.
 
     root: source or destination rank (None: 0). reduction: "sum" (the default), "mean", "minimum" or "maximum". latency,
-        bandwidth: seconds, and bytes per second, of links for which the topology's text gives none.
-        reduce_bytes_per_second: rate of local reductions. crossovers: True: with `auto` on few ranks, also find the
-        sizes at which the choice changes.
+    bandwidth: seconds, and bytes per second, of links for which the topology's text gives none.
+    reduce_bytes_per_second: rate of local reductions. crossovers: True to also find the sizes at which the fastest
+    algorithm changes, with `auto` on few ranks.
     """
 
     root: int | None = None
@@ -258,10 +258,10 @@ def collective(
 def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """Load a collective program from a file and check that it is the requested one: `UserError` if its operation,
-    number of ranks, root or reduction differs from that given (None: not checked).
+    """Load a collective program from a file and check that it is the requested one.
 
-    file: with leading `@`. root: source or destination rank. reduction: "sum", "mean", "minimum" or "maximum".
+    file: path with leading `@`. ranks, root (source or destination rank), reduction ("sum", "mean", "minimum" or
+    "maximum"): expected values, None: not checked. Raises UserError if the operation or an expected value differs.
     """
     program = load_program(file, "collective")
     if program.operation != operation:

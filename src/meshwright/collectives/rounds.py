@@ -33,15 +33,15 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
     """Merge round generators (each adds one round's sends to the program, then yields) side by side: round i of the
-    result has the sends of round i of all `parts`."""
+    result has the sends of round i of all of them."""
     under_way = list(parts)
     while under_way := [part for part in under_way if not _write_next_round(part)]:
         yield
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: part i starts in
-    round i."""
+    """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: the generator
+    `parts[i]` starts in round i and runs beside those before it."""
     under_way: list[Rounds] = []
     for part in parts:
         under_way = [part for part in [*under_way, part] if not _write_next_round(part)]
@@ -65,10 +65,10 @@ def transfer_cyclic_range(
     program: Builder, source: ArrayLike, target: ArrayLike, chunk: ArrayLike, count: ArrayLike, size: int
 ) -> None:
     """Add a send of `count` consecutive slots (buffer places of one chunk each) to the program, where slot numbers wrap
-    around at `size`; a range that wraps is two messages.
+    around at `size`; a range that wraps is sent as two messages.
 
-    program: program under construction. source, target: ranks. chunk: first slot. Arrays broadcast, to add the sends of
-    many ranks at once.
+    program: program under construction. source, target: ranks. chunk: first slot. size: number of slots. Arrays are
+    broadcast against each other and add one send per entry.
     """
     chunk = np.asarray(chunk) % size
     count = np.asarray(count)

@@ -69,8 +69,8 @@ class _Settings:
 def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
     """Build the network for `ranks` ranks that a text such as `torus:4x4,25GB/s,1us` describes.
 
-    latency (seconds), bandwidth (bytes per second): of links for which the text gives none; the links inside nodes have
-    defaults of their own. Raises UserError with a valid alternative.
+    latency (seconds), bandwidth (bytes per second): of links for which the text gives none; links inside nodes have
+    other defaults. Raises UserError, which names a valid alternative.
     """
     name, colon, shape = text.split(",")[0].partition(":")
     name = name.strip()
@@ -100,8 +100,11 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
 
 
 def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
-    """Parse the settings in a topology's text, such as `25GB/s,1us`. name: of the topology, for errors. kind: settings
-    that it accepts. Raises UserError for an unknown or invalid setting."""
+    """Parse the settings in a topology's text, such as `25GB/s,1us`.
+
+    text: of the whole topology. name: name of the topology, for errors. kind: settings that it accepts. Raises
+    UserError for an unknown or invalid setting.
+    """
     settings = _Settings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""
     keys = (*kind.tiers, *kind.numbers)
@@ -142,8 +145,8 @@ def _parse_number(value: str, where: str) -> float:
 def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
     """Parse the shape of a topology, such as `4x4`; return its sides, (4, 4).
 
-    name: topology. shape: text; a single number is the ranks per node or leaf. ranks: required product of the sides.
-    Raises UserError.
+    name: topology, such as "torus". shape: text; for "nodes" and "spine-leaf", a single number is the ranks per node or
+    leaf. ranks: required product of the sides. Raises UserError for any other shape.
     """
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
@@ -176,7 +179,7 @@ def _build_mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
 
 def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
     """Build a network of nodes joined by an outer network. sides: (number of nodes, ranks per node). settings: latency
-    and bandwidth of inner and outer links, and flags such as `rails`."""
+    and bandwidth of inner and outer links, number of adapters, and flags such as `rails`."""
     inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
     adapters = _get_whole_number(settings, "adapters")
     if adapters is not None and settings.flags:

@@ -22,8 +22,9 @@ from meshwright.program.order import Integers
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the program of the torus all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
 
-    With d axes, the vector has 2d parts, one for each first axis and direction. dims: sides of the grid, such as (4,
-    4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either, one ring.
+    With d axes, the vector has 2d parts, one for each first axis and direction.
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
+    without either, one ring.
     2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes per rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X
     + (Y-1)/XY + ...] beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
@@ -54,8 +55,8 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     blocks.
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-        without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n
-        S/2 beta.
+    without either, one ring.
+    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
@@ -70,8 +71,8 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program of the torus all-gather: one axis after the other, the reverse of the torus reduce-scatter.
 
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-        without either, one ring. (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n
-        S/2 beta.
+    without either, one ring.
+    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
     name, shape = _resolve_shape(ranks, dims, dimensions)
@@ -92,9 +93,8 @@ def _run_both_directions(
     """Generate the rounds of a ring algorithm run in both directions at once, each for one half of every block: add
     each round's sends to `program`, then yield.
 
-    rounds: function (program, ranks, own, slots of a block) -> round generator of the ring algorithm. lines: [..., n],
-    ranks of each ring. own: [..., n], first slot (buffer place of one chunk) of each rank's block. count: slots of a
-    block.
+    rounds: `ring.reduce_scatter_rounds` or `ring.all_gather_rounds`. lines: [..., n], ranks of each ring. own: [...,
+    n], first slot (buffer place of one chunk) of each rank's block. count: slots of a block.
     """
     half = count // 2
     backwards = own[..., ::-1] + half

@@ -47,8 +47,8 @@ def draw_zero_memory() -> Markup:
 
 
 def draw_ring_all_reduce(ranks: int = 4) -> Markup:
-    """Return an SVG of the ring all-reduce on `ranks` ranks, round by round: which ranks' data each chunk has summed so
-    far, and arrows for the sends."""
+    """Return an SVG of the ring all-reduce on `ranks` ranks, round by round: every rank's chunks, labelled with the
+    ranks whose data they have summed so far, and arrows for the sends."""
     frames = build_frames(check_collective(generate("all-reduce", "ring", ranks)))
     picture = Picture()
     cell, gap, left, row, pitch = 44, 34, 128, 26, 66
@@ -82,11 +82,10 @@ def draw_ring_all_reduce(ranks: int = 4) -> Markup:
 
 
 def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: tuple[int, int, int]) -> None:
-    """Draw the buffers of all ranks side by side: one row of cells, one cell a chunk, labelled with the ranks summed in
-    it.
+    """Draw the buffers of all ranks side by side in one line: a cell per chunk, labelled with the ranks summed in it.
 
-    picture: SVG to draw into. frame: buffers after one round. left, top: corner of the row in pixels. sizes: (width of
-    a cell, distance from one rank's first cell to the next rank's, height of a cell), pixels.
+    picture: SVG to draw into. frame: buffers after one round. left, top: top left corner of the line in pixels. sizes:
+    (width of a cell, distance from one rank's first cell to the next rank's, height of a cell), pixels.
     """
     cell, span, height = sizes
     for rank, cells in enumerate(frame.cells):
@@ -106,7 +105,7 @@ def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Marku
     """Return an SVG of pipeline schedules, simulated and drawn as Gantt charts one below the other on one time scale; a
     backward takes twice as long as a forward.
 
-    names: schedules such as "1f1b". ranks, micro_batches: numbers of them.
+    names: schedules such as "1f1b". ranks: pipeline ranks. micro_batches: micro-batches per step.
     """
     durations: StepDurations = {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
     reports = [schedule(name, ranks, micro_batches, **durations) for name in names]

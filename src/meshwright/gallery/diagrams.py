@@ -18,8 +18,8 @@ def draw_arrow(
 ) -> None:
     """Draw an arrow into `picture`.
 
-    begin, end: points (x, y) in pixels. colour: name in the style sheet, such as "blue". words: label beside its
-    middle.
+    begin, end: points (x, y) in pixels. colour: name in the style sheet, such as "blue". words: label beside the middle
+    of the arrow, empty for none.
     """
     (x1, y1), (x2, y2) = begin, end
     length = hypot(x2 - x1, y2 - y1)
@@ -40,8 +40,8 @@ def draw_box(
 ) -> None:
     """Draw a box with centred lines of text into `picture`; the first line is bold.
 
-    corner: (x, y) of its top left. size: (width, height). Both in pixels. colour: of frame and tint, a name in the
-    style sheet.
+    corner: (x, y) of its top left corner, in pixels. size: (width, height), in pixels. colour: colour of frame and
+    background, a name in the style sheet such as "blue".
     """
     (x, y), (width, height) = corner, size
     style = f"fill:{paint(colour)};fill-opacity:.18;stroke:{paint(colour)};stroke-width:1.4"
@@ -112,8 +112,8 @@ def draw_tensor_sequence() -> Markup:
 
 
 def draw_layout_axes(notation: str = "dp2 tp2 cp2 pp2") -> Markup:
-    """Return an SVG with one grid of ranks for each axis (tp, cp, dp, pp) of a layout; the ranks of one process group
-    have one colour. notation: the layout."""
+    """Return an SVG with one grid of all ranks for each axis (tp, cp, dp, pp) of a layout; ranks of one process group
+    of the axis have the same colour. notation: the layout, such as "dp2 tp2 cp2 pp2"."""
     layout = Layout.parse(notation)
     meanings = {
         "tp": "split a layer's matrices", "cp": "split a sequence", "dp": "split the batch", "pp": "split the layers",

@@ -15,9 +15,10 @@ from meshwright.names import unknown
 class Example:
     """Definition of a worked example, before it is computed.
 
-    run: function that computes it and appends its steps and results to a `Work`. title: heading. published: the figure
-    as papers print it. source: paper and section. commands: command lines that show more. mistake: frequent error in
-    texts, and what is right; empty if none is known. files: source files that compute it, relative to the package.
+    title: heading. published: the figure as papers print it. source: paper and section. run: function that computes the
+    example and appends its steps and results to a `Work`. commands: command lines that show more. files: source files
+    that compute it, relative to the package. mistake: frequent error in texts, and what is right; empty if none is
+    known.
     """
 
     title: str

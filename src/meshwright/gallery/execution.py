@@ -32,7 +32,7 @@ def check_program(operation: str, algorithm: str, ranks: int, reduction: str = "
     """Generate the program of a collective algorithm and verify it; return the verified program.
 
     operation: such as "all-reduce". algorithm: such as "ring". ranks: number of ranks. reduction: "sum" or "maximum".
-    Raises if the program's result is wrong.
+    Raises ProgramError if the program does not compute the operation.
     """
     return check_collective(replace(generate(operation, algorithm, ranks), reduction=reduction))
 

@@ -29,7 +29,8 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """For each column: True if all its cells are single numbers (with or without unit), which are right-aligned."""
+        """For each column: True if all of its non-empty cells are single numbers (with or without unit); such columns
+        are right-aligned."""
         columns = zip(*self.rows, strict=True)
         return [all(_NUMBER.match(cell) and not _VECTOR.match(cell) for cell in column if cell) for column in columns]
 
@@ -52,8 +53,10 @@ Step: TypeAlias = Text | Table | Figure
 
 
 class Work:
-    """Collector of a worked example: its function appends the steps to show (`steps`) and records the figures that come
-    out (`results`, name -> value)."""
+    """Collector for the function of a worked example, which appends the steps to show and records the results.
+
+    steps (attribute): `Text`, `Table` and `Figure` records in order. results (attribute): name with unit -> value.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -75,7 +78,7 @@ class Work:
         self.steps.append(Figure(name, caption, draw, drawing))
 
     def result(self, name: str, value: float) -> None:
-        """Record a figure that the example computes, with its unit in the name: ("bytes per token", 524288)."""
+        """Record the value of a result of the example. name: with its unit or quantity, such as "bytes sent"."""
         self.results[name] = float(value)
 
 
@@ -126,7 +129,8 @@ def _step_to_json(step: Step) -> dict[str, Any]:
 
 
 def format_cell(value: object) -> str:
-    """Format a number or text for a table cell: 1,234,567; 0.125; 33.8; text unchanged."""
+    """Format a value for a table cell: integers with all digits (`1,234,567`), other numbers with four significant
+    digits (`0.125`), text unchanged."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

@@ -128,8 +128,8 @@ def train_175b(work: Work) -> None:
 
 
 def _show_states(work: Work, config: ModelConfig, name: str) -> float:
-    """Append to `work` a table of a model's states (parameters, gradients, Adam's states) at 2 + 2 + 12 bytes a
-    parameter; return their sum in bytes. config: the model. name: its name, for the heading."""
+    """Append to `work` a table of the memory of a model's states (parameters, gradients, Adam's states) at 2 + 2 + 12
+    bytes a parameter; return their sum in bytes. config: the model. name: its name, for the heading."""
     numel, each = parameter_table(config).numel, state_bytes(0, 1)
     parts = {"parameters, bf16": each.weights, "gradients, bf16": each.gradients,
              "fp32 master weights": each.optimizer / 3, "Adam's first moment, fp32": each.optimizer / 3,
@@ -143,11 +143,11 @@ def _show_states(work: Work, config: ModelConfig, name: str) -> float:
 
 
 def _show_ledgers(work: Work, title: str, found: dict[str, Ledger]) -> None:
-    """Append to `work` a table of planned memory per rank at its peak, in GB: a row per category (parameters,
-    activations ...), a column per layout.
+    """Append to `work` a table of planned memory per rank at its peak, in GB: one line per category (parameters,
+    activations ...), one column per layout.
 
-    title: beginning of the line above. found: layout, such as "dp8 zero3" -> the planner's ledger (all allocations) of
-    a rank.
+    title: beginning of the table's title. found: layout, such as "dp8 zero3" -> the planner's ledger (all allocations)
+    of a rank.
     """
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "workspace", "communication")
     rows = [(name, *(f"{one.by_category()[name] / 1e9:.2f}" for one in found.values())) for name in names]

@@ -15,8 +15,8 @@ from meshwright.spec.presets import preset
 
 
 def _name_training_code(work: Work, files: str, more: str = "") -> None:
-    """Append to the page `work` a sentence that names the source files whose training code computes what this example
-    computed with NumPy.
+    """Append to `work` a sentence that names the source files whose training code computes what this example computes
+    with NumPy.
 
     files: paths relative to the package, joined as text: "model/loss.py and model/experts.py". more: end of the
     sentence.
@@ -139,8 +139,8 @@ def _all_reduce(values: list[float], reduction: str) -> float:
 
 
 def merge_blocks(work: Work) -> None:
-    """Append to `work` the worked example of ring attention: one query and two blocks of two keys, merged by their
-    maxima and sums of exponentials (online softmax)."""
+    """Append to `work` the worked example of ring attention: one query and two blocks of two keys each, whose partial
+    results are merged by their maxima and sums of exponentials (online softmax)."""
     scores, values = np.array([1.0, 3.0, 5.0, 2.0]), np.array([[1.0, 0.0], [0.0, 2.0], [4.0, 1.0], [2.0, 2.0]])
     work.text(
         "One query, four keys with scores 1 3 5 2; two ranks hold two keys and values each, and the blocks travel "

@@ -44,7 +44,7 @@ def render_example(explanation: Explanation) -> str:
 
 
 def _escape(words: str) -> str:
-    """Return text with backslashes before the characters that Markdown would take as markup."""
+    """Return text in which the characters that Markdown would take as markup (`*`, `_`, `|`, `<`) are escaped."""
     return words.replace("*", r"\*").replace("_", r"\_").replace("|", r"\|").replace("<", "&lt;")
 
 

@@ -63,7 +63,7 @@ def show_interleaved(work: Work) -> None:
 
 def _show(work: Work, name: str, picture: str) -> ScheduleReport:
     """Append to `work` the Gantt chart of a pipeline schedule on 4 ranks with 8 micro-batches and its busy and idle
-    time; return the simulation's report.
+    time, and record its makespan and bubble as results; return the simulation's report.
 
     name: schedule, such as "gpipe". picture: name of its SVG file in docs/pictures, without ".svg".
     """

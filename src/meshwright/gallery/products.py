@@ -82,7 +82,7 @@ def _add_up(work: Work, parts: list[Floats], words: str) -> Floats:
     """Append to `work` a table with two ranks' partial results and their sum, computed by the ring all-reduce; return
     the sum.
 
-    parts: the ranks' arrays, of one shape [2 tokens, features]. words: text above the table.
+    parts: the ranks' arrays, of one shape [2 tokens, features]. words: title of the table.
     """
     checked = check_program("all-reduce", "ring", 2)
     sums = [execute(checked, [part.reshape(2, -1)[:, at].tolist() for part in parts])[-1].values[0]
@@ -102,8 +102,8 @@ def _add_up(work: Work, parts: list[Floats], words: str) -> Floats:
 
 
 def _show_split(name: str) -> str:
-    """Return a sentence on how a weight of the preset "llama-tiny" is split under tensor parallelism of two, with its
-    full and local shapes. name: the weight's."""
+    """Return a sentence on how a weight of the preset "llama-tiny" is split under tensor parallelism over two ranks,
+    with its full and local shapes. name: name of the weight."""
     entry = parameter_table(preset("llama-tiny")).entry(name)
     whole, local = (" × ".join(map(str, shape)) for shape in (entry.shape, entry.local_shape(Layout(tp=2))))
     kind = "column-split (the disk holds Wᵀ, so that its rows are cut)" if entry.split["tp"] == 0 else "row-split"

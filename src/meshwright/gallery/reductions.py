@@ -99,7 +99,7 @@ def find_crossover(work: Work) -> None:
 
 
 def _time(algorithm: str, ranks: int, size: int, topology: str = "switch") -> CollectiveReport:
-    """Simulate an all-reduce of a vector of `size` bytes; return its report.
+    """Simulate an all-reduce of a vector of `size` bytes; return its report, which has the simulated time.
 
     algorithm: such as "ring". topology: network, such as "switch" or "nodes:2x4", whose links have latency `ALPHA`
     (seconds) and bandwidth `BANDWIDTH` (bytes per second); links inside nodes keep their defaults.

@@ -75,6 +75,6 @@ def _render_table(table: Table, width: int) -> str:
 
 
 def _indented(line: str, width: int) -> str:
-    """Wrap one line to `width` characters; continuation lines are indented by two more spaces than the line."""
+    """Wrap one line to `width` characters; continuation lines are indented by two spaces more than the line itself."""
     deeper = " " * (len(line) - len(line.lstrip()) + 2)
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=deeper, break_long_words=False) or [""])

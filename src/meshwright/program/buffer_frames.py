@@ -67,8 +67,8 @@ class Frame:
 
 
 def build_frames(checked: CheckedCollective) -> list[Frame]:
-    """Return the snapshots of all ranks' buffers to draw: at the start, after each round, and before a round if ranks
-    copy or reduce locally there.
+    """Return the snapshots of all ranks' buffers to draw: at the start, after each round, and after the local copies
+    and reductions that precede a round.
 
     checked: verified collective program. Raises `UserError` above 16 ranks, 64 slots per rank or 200 rounds.
     """
@@ -119,8 +119,8 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
     """Renumber the dependency levels of a program so that all transfers of one round have the same level.
 
-    Returns the new posting order, and the number of levels per round: local copies and reductions have the first ones,
-        the round's transfers the last one.
+    Returns (posting order with the new levels, number of levels per round). The last level of a round is that of its
+    transfers; the levels before it are those of the local copies and reductions that precede them.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
@@ -179,8 +179,8 @@ def _make_cells(
 
 
 def is_reduction(program: CollectiveProgram) -> bool:
-    """Return True if the program's operation sums contributions: all-reduce, reduce-scatter, reduce (or barrier, for
-    signals)."""
+    """Return True if a slot may hold contributions of several ranks: for all-reduce, reduce-scatter and reduce, and for
+    barrier, whose slots collect the ranks heard from."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 
@@ -188,8 +188,9 @@ def format_slot_label(program: CollectiveProgram, chunk: int, origins: tuple[int
     """Return the text drawn in a slot that holds chunk `chunk` (-1: empty text) with contributions of the ranks
     `origins`.
 
-    Ranks are letters: `a0`, `a0+b0`, `a…e0` for consecutive ranks, `8 parts of 0` for many others, `Σ0` for all ranks.
-        For a barrier, the ranks from which a signal has come: `a+b`, `all`.
+    Ranks are letters: `a0` is rank 0's part of chunk 0, `a0+b0` a sum, `a…e0` a sum over consecutive ranks, `Σ0` the
+    sum over all ranks, and `8 parts of 0` a sum too long to write out. For a barrier, the ranks from which a signal has
+    come: `a+b`, `all`.
     """
     if chunk < 0:
         return ""

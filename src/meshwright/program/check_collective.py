@@ -170,7 +170,7 @@ def _match_steps(program: CollectiveProgram) -> CheckedCollective:
 def _make_unmatched_error(program: CollectiveProgram, unmatched: UnmatchedTransfer) -> ProgramError:
     """Return the error for a send or receive without a counterpart; its message has the numbers of sends and receives.
 
-    unmatched: names the step, as raised by `match_transfers`.
+    unmatched: exception of `match_transfers`, which holds the index of the step.
     """
     s, step = program.steps, unmatched.step
     rank, peer = s.rank[step], s.peer[step]
@@ -189,9 +189,9 @@ def _make_deadlock_error(
 ) -> ProgramError:
     """Return the error for a deadlock, whose message lists every rank of the cycle and the step that it waits for.
 
-    circle: indices of the groups of the cycle; the next one is the previous group of the same rank, or a group of
-        another rank that exchanges with that previous group. sends, receives: [transfers], step indices of matched
-        sends and receives.
+    circle: indices of the groups of the cycle, each of which waits for the next one: the group before it on its own
+    rank, or a group of another rank with which that group before it exchanges messages. sends, receives: [transfers],
+    step indices of matched sends and receives.
     """
     s = program.steps
     rank = s.group_rank

@@ -109,7 +109,8 @@ def _check_placement(program: PipelineProgram) -> None:
 
 
 def _check_steps(program: PipelineProgram) -> None:
-    """Raise `ProgramError` for the first step with a number out of range, or on another rank than its stage."""
+    """Raise `ProgramError` for the first step whose kind, rank, stage, replica or micro-batch is out of range, or that
+    runs on another rank than its stage."""
     p, s = program, program.steps
 
     def refuse(bad: Mask, reason: str) -> None:
@@ -140,10 +141,8 @@ def _check_steps(program: PipelineProgram) -> None:
 
 
 def _check_groups(program: PipelineProgram) -> None:
-    """Raise `ProgramError` for a group (steps run together) that mixes computation, updates and transfers.
-
-    A group of compute steps has at most one whole forward, one backward and one weight gradient, which overlap.
-    """
+    """Raise `ProgramError` for a group (steps run together) that mixes computation, updates and transfers, or that has
+    two forwards, two backwards or two weight gradients of whole stages."""
     s = program.steps
     groups = len(s.group_rank)
 
@@ -320,8 +319,8 @@ def _make_deadlock_error(
     """Return the error for a deadlock under synchronous sends; its message lists the ranks of the cycle and awaited
     steps.
 
-    circle: indices of the groups of the cycle; the next is the previous group of the same rank, or a group of another
-        rank that exchanges with that previous group. sends, receives: [transfers], step indices of matched transfers.
+    circle: indices of the groups of the cycle, each of which waits for the next: the group before it on its own rank,
+    or a group of another rank that exchanges with it. sends, receives: [transfers], step indices of matched transfers.
     """
     s = program.steps
     links = []
@@ -345,8 +344,8 @@ def _make_deadlock_error(
 
 
 def _check_updates(program: PipelineProgram) -> None:
-    """Raise `ProgramError` unless each weight gradient is applied by one update, after the same micro-batches on all
-    stages."""
+    """Raise `ProgramError` unless each weight gradient is applied by exactly one, later, update, and all stages of a
+    replica are updated after the same micro-batches."""
     s = program.steps
     replicas, stages = program.replicas, program.stages
     final = np.flatnonzero(s.has_kind((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))

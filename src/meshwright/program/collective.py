@@ -70,8 +70,8 @@ class Steps(StepColumns):
         """Build the columns from steps of all ranks in any order: sorts them by rank and group, and numbers each rank's
         groups from 0.
 
-        columns: one array [steps] for each field of `Steps`; group numbers need only increase on a rank. Steps of one
-            group keep their order.
+        columns: one array [steps] for each field of `Steps`. Group numbers may have gaps; they only need to increase in
+        the order in which a rank runs its groups. Steps of one group keep their order.
         """
         arrays = {name: np.asarray(column, np.int64) for name, column in columns.items()}
         order = np.lexsort((arrays["group"], arrays["rank"]))  # stable: steps of a group stay as written
@@ -85,9 +85,10 @@ class CollectiveProgram:
     """Algorithm of one collective operation, written out as the steps (send, receive, reduce, copy) of every rank.
 
     operation: such as `all-reduce`. algorithm: such as `ring`. ranks: number of ranks. chunks: number of equal chunks
-        of the vector. steps: steps of all ranks.
+    of the vector. steps: steps of all ranks.
     root: source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a send-receive
-        goes to the last other rank). scratch: number of temporary slots (one chunk each) per rank besides the vector's.
+    goes to the last rank, or to rank 0 if the root is the last). scratch: number of temporary slots (one chunk each)
+    per rank besides the vector's.
     reduction: `sum`, `mean`, `minimum` or `maximum`.
     """
 
@@ -231,11 +232,11 @@ class Builder:
         into: ArrayLike | None = None,
         reduce: bool = False,
     ) -> None:
-        """Add a send of the slots [chunk, chunk + count) on rank `source`, and its receive on rank `target`; arrays
-        broadcast.
+        """Add a send of the slots [chunk, chunk + count) on rank `source`, and its receive on rank `target`; arrays are
+        broadcast against each other and add one transfer per entry.
 
         into: first slot written on the target (default: `chunk`). reduce: add to those slots instead of overwriting
-            them. Transfers from a rank to itself and transfers of 0 slots are dropped.
+        them. Transfers from a rank to itself and transfers of 0 slots are dropped.
         """
         columns = _broadcast_columns(source, target, chunk, count, chunk if into is None else into)
         source, target, chunk, count, into = columns[:, (columns[0] != columns[1]) & (columns[3] > 0)]
@@ -243,8 +244,8 @@ class Builder:
         self._append_steps(target, Kind.REDUCE if reduce else Kind.RECEIVE, into, count, source, -1)
 
     def signal(self, source: ArrayLike, target: ArrayLike) -> None:
-        """Add a signal (message without data) from rank `source` to rank `target`, which waits for it; arrays
-        broadcast."""
+        """Add a signal (message without data) from rank `source` to rank `target`, which waits for it; arrays add one
+        signal per entry."""
         source, target = _broadcast_columns(source, target)
         self._append_steps(source, Kind.SIGNAL, 0, 0, target, -1)
         self._append_steps(target, Kind.WAIT, 0, 0, source, -1)
@@ -252,8 +253,8 @@ class Builder:
     def copy(
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
-        """Add a copy of the slots [source, source + count) to the slots from `into` on, within rank `rank`; arrays
-        broadcast.
+        """Add a copy of the slots [source, source + count) to the slots from `into` on, within rank `rank`; arrays add
+        one copy per entry.
 
         combine: add to the target slots instead of overwriting them.
         """

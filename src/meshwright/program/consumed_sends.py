@@ -65,8 +65,8 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Find when the send buffers of `rank` can be freed without waiting: when an input arrives from a neighbour that,
-    in its own order, has already used the tensors sent to it.
+    """Find when the send buffers of `rank` can be freed without waiting: a message from a neighbour shows that the
+    neighbour has run all steps before its send, and so has used the tensors that those steps read.
 
     Returns compute step index -> values whose send buffers are free once that step has its input. A value is (OUTPUT or
     GRADIENT, replica, stage that produces it, micro-batch); each value is listed once.

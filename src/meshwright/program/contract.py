@@ -86,7 +86,8 @@ def find_receiver(program: CollectiveProgram) -> int:
 def build_initial_memory(program: CollectiveProgram) -> Memory:
     """Return the contents of all slots before the first step, as the program's operation requires them.
 
-    For a barrier each rank has one slot, which collects the set of ranks from which signals have come, directly or not.
+    For a barrier, slot 0 of each rank collects the set of ranks from which signals have come, directly or through
+    others.
     """
     ranks, chunks = program.ranks, program.chunks
     rank, chunk = np.arange(ranks)[:, None], np.arange(chunks)

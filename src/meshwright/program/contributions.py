@@ -98,10 +98,11 @@ def build_transfer_moves(
 
 
 def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) -> Integers:
-    """Return, for each move, the number of earlier reductions of its group into its target slot: [moves]; 0 for others.
+    """Return, for each move that is a reduction, the number of earlier reductions of its group into its target slot; 0
+    for other moves: [moves].
 
     group: [moves], index of the group of the step that writes. target: [moves], slot written. reduces: [moves], True
-        for reductions.
+    for reductions.
     """
     turn = np.zeros(len(target), np.int64)
     index = np.flatnonzero(reduces)
@@ -250,7 +251,7 @@ class ContributionTracker:
 
 
 def _find_first_failure(bad: Mask, step: Integers) -> int:
-    """Return the index of the failed move whose step comes first in the program.
+    """Return the index of that failed move whose step comes first in the program.
 
     bad: [moves], True for failed moves. step: [moves], index of each move's step.
     """

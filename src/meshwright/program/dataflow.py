@@ -60,11 +60,11 @@ class Dataflow:
     def compute_value_index(
         self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers
     ) -> Integers:
-        """Return the index of values in arrays over all values, such as `last_step`: mixed-radix over the four
-        arguments.
+        """Return the index of values in arrays over all values, such as `last_step`: the four arguments as digits of
+        one number.
 
-        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). stage: stage that produces the value. Arguments broadcast; the
-            result has their shape.
+        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). replica, stage: where the value is produced. Arguments are
+        broadcast against each other; the result has their shape.
         """
         p = self.program
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
@@ -148,7 +148,8 @@ class Dataflow:
         return ValueReads(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
-        """Return the index of the input-gradient step with the layer component of each weight-gradient step: [weights].
+        """Return, for each weight-gradient step, the index of the input-gradient step of the same value and layer
+        component.
 
         weights: indices of weight-gradient steps. whole: [weights], indices to return where no such step exists.
         """

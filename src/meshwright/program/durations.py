@@ -51,21 +51,20 @@ class Durations:
         update: ArrayLike = 0.0,
         overlapped: ArrayLike | None = None,
     ) -> Durations:
-        """Build durations by stage from those of all stages of a rank together, of which each stage takes an equal
-        part.
+        """Build durations by stage from durations by rank, which are divided equally among the rank's stages.
 
-        shape: the program, or (ranks, stages per rank). Other arguments: fields of `Durations`, as `split` takes them.
+        shape: the program, or (ranks, stages per rank). Other arguments: fields of `Durations`, converted as by
+        `split`.
         """
         return cls(forward, input_gradient, weight_gradient, transfer, update, overlapped).split(shape)
 
     def split(self, shape: PipelineProgram | tuple[int, int]) -> Durations:
-        """Return durations by stage, where `self` has those of all stages of a rank together (its chunks, of equal
-        duration).
+        """Convert durations by rank, for all stages (model chunks) of a rank together, to durations by stage.
 
-        shape: the program, or (ranks, chunks per rank) for cyclic placement. Fields of `self`: one number or one per
-            rank, which are divided by the number of chunks, or one per stage, which are used as they are; if each rank
-            has one stage per replica, a list is by stage. transfer: one number, or one per stage boundary, unchanged.
-            Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks per rank) for cyclic placement. Each field of `self` is one number or one
+        per rank, which is divided by the chunks per rank, or one per stage, which is kept (if ranks and stages are
+        equally many, a list is read as one per stage). transfer: unchanged, one number or one per stage boundary.
+        Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape

@@ -19,11 +19,11 @@ def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Fl
     """Return the max-min fair rate in bytes per second of each of several flows over shared links: [flows].
 
     flow, link: [hops], flow number and link number of each hop of all routes, ordered by flow; every flow has at least
-        one hop. flows: number of flows. bandwidth: [all links], bytes per second.
+    one hop. flows: number of flows. bandwidth: [all links], bytes per second.
 
-    Progressive filling: a link's share is its remaining bandwidth divided by its flows without a rate. A link whose
-        share is the lowest on the routes of all these flows saturates at that share; each iteration settles all such
-        links.
+    Progressive filling: a link's share is its remaining bandwidth divided by its flows without a rate yet. Each
+    iteration finds all links whose share is the lowest on the routes of all of their flows, and gives these flows that
+    rate.
     """
     links, link = np.unique(link, return_inverse=True)
     left = bandwidth[links]

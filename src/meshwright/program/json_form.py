@@ -203,8 +203,8 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
 
 
 def _find_unknown_words(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
-    """Return the first entry of `column` that is not a key of `known` as a list of one, or an empty list if there is
-    none."""
+    """Return the first entry of `column` that is not a key of `known` as a list of one, or an empty list if all are
+    keys."""
     return [entry for entry in column if not isinstance(entry, str) or entry not in known][:1]
 
 

@@ -91,10 +91,10 @@ class _WaveOrder(NamedTuple):
     """Groups (steps run together on a rank) sorted into waves for vectorized simulation: a wave depends only on earlier
     waves, so all of its groups are computed at once.
 
-    order: [groups], group indices, wave by wave. All other fields hold positions in `order`, or `len(order)` for none.
-        bounds: end position (exclusive) of each wave. before: [groups], previous group on the same rank. needs: list of
-        arrays [groups]; array i has the i-th group on another rank that each group waits for. crossings: arrays like
-        `needs`, with the index in `RemoteReads` of the read that causes the wait (-1: none).
+    order: [groups], group indices, wave by wave. bounds: end of each wave in `order` (exclusive).
+    before: [groups, in `order`], position in `order` of the previous group on the same rank. needs: list of such
+    arrays; array i has the i-th group on another rank that each group waits for. `len(order)` stands for no group.
+    crossings: arrays like `needs`, with the index in `RemoteReads` of the read that causes the wait (-1: none).
     """
 
     order: Integers

@@ -56,8 +56,8 @@ class Routes:
         return sum_by_index(self.route, of_link[self.link], len(self))
 
     def select_links(self, routes: Integers) -> tuple[Integers, Integers]:
-        """Return all hops of the routes with numbers `routes`, as two arrays [hops]: position in `routes`, and link
-        number."""
+        """Return all hops of the routes with numbers `routes`, as two arrays [hops]: position of the hop's route in
+        `routes`, and link number."""
         start, end = self.first[routes], self.first[routes + 1]
         return np.repeat(np.arange(len(routes)), end - start), self.link[concatenate_ranges(start, end)]
 
@@ -119,7 +119,7 @@ class Network:
     def compute_distances(self, rank: int, towards: bool = False) -> Floats:
         """Return the lowest latency in seconds of any path from `rank` to each rank: [ranks].
 
-        towards: return it for paths from each rank to `rank` instead.
+        towards: True for the paths from each rank to `rank` instead.
         """
         tail, head = (self.link_to, self.link_from) if towards else (self.link_from, self.link_to)
         distance = np.full(self.vertices, np.inf)

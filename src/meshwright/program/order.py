@@ -21,7 +21,10 @@ Reals: TypeAlias = NDArray[np.float64]
 
 
 class ProgramError(CheckFailed):
-    """Error for a program that is incorrect or would deadlock; its message names rank, step and reason."""
+    """Error for a program that is incorrect or would deadlock; its message names rank, step and reason.
+
+    rank, group: rank of the step, and number of its group on that rank. step: text of the step. reason: what is wrong.
+    """
 
     def __init__(self, rank: int, group: int, step: str, reason: str) -> None:
         super().__init__(f"rank {rank}, step {group} ({step}): {reason}")
@@ -67,10 +70,9 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
 class PostingOrder:
     """Order in which the groups (steps that a rank posts together) of a program can be posted.
 
-    level: [groups], number of groups in the longest dependency chain before each group; it depends on lower levels
-        only.
-    rounds: [groups], number of transfers in that chain.
-    depth: number of transfers in the longest chain of the program, which is its number of rounds.
+    level: [groups], number of groups in the longest dependency chain before each group, which depends only on groups of
+    lower levels. rounds: [groups], most transfers in any dependency chain before each group. depth: number of transfers
+    in the longest chain of the program, which is its number of rounds.
     """
 
     level: Integers
@@ -139,7 +141,8 @@ def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:
 def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
     """Return the group indices of one dependency cycle: each waits for the next, the last for the first.
 
-    before, after: [edges], group waited for, and waiting group. stuck: [groups], True for groups that are never posted.
+    before, after: [edges], group that is waited for, and group that waits for it. stuck: [groups], True for groups that
+    are never posted.
     """
     inside = stuck[before] & stuck[after]
     waits_for = dict(zip(after[inside].tolist(), before[inside].tolist(), strict=True))

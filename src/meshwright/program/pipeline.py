@@ -25,9 +25,9 @@ Placement = tuple[tuple[int, ...], ...]
 class Kind(IntEnum):
     """Kind of a step of a pipeline program: a compute pass, an optimizer step (UPDATE), or one end of a transfer.
 
-    BACKWARD computes input gradient and weight gradient in one step. UPDATE applies the gradients up to the step's
-    micro-batch; later forwards use the new weights. SEND_FORWARD and RECEIVE_FORWARD transfer an activation to the next
-    stage, SEND_BACKWARD and RECEIVE_BACKWARD a gradient to the previous one.
+    BACKWARD computes input gradient and weight gradient in one step. UPDATE applies the gradients of the micro-batches
+    up to and including the step's; later forwards use the new weights. SEND_FORWARD and RECEIVE_FORWARD transfer an
+    activation to the next stage, SEND_BACKWARD and RECEIVE_BACKWARD a gradient to the previous one.
     """
 
     FORWARD = 0
@@ -237,8 +237,8 @@ class RankBuilder:
         self._group += not self._overlapping
 
     def take(self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers) -> None:
-        """Set all steps of the rank at once from columns [steps], in execution order; no step may have been appended
-        before.
+        """Set all steps of the rank at once from columns [steps], in execution order, instead of appending them one by
+        one.
 
         group: steps with equal numbers run together. kind: a `Kind` each. stage, replica, micro_batch: indices from 0.
         """
@@ -291,10 +291,10 @@ class Builder:
 
 
 def build_program(name: str, ranks: int, micro_batches: int, placement: Placement, rows: ArrayLike) -> PipelineProgram:
-    """Build a pipeline program from a table of steps, sorted by rank and with groups renumbered from 0 on each rank.
+    """Build a pipeline program from a table of steps; sorts it by rank and renumbers the groups from 0 on each rank.
 
     rows: [steps, 7]: rank, group, kind, stage, replica, micro-batch, component; steps of one rank in execution order,
-        ranks in any order. micro_batches: number of them. placement: rank of each stage, by [replica][stage].
+    ranks in any order. micro_batches: number of micro-batches. placement: rank of each stage, by [replica][stage].
     """
     table = np.asarray(rows, np.int64).reshape(-1, 7)
     table = table[np.argsort(table[:, 0], kind="stable")]

@@ -16,8 +16,8 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
     """Return the steps at whose start saved activations are allocated, and the steps at whose end they are freed.
 
-    flow: data flow of the program. Both are arrays of step indices, in no common order. An activation lives from the
-        start of its forward to the end of its weight gradient (or full backward).
+    flow: data flow of the program. Both are arrays of step indices; entry i of one need not belong to entry i of the
+    other. An activation lives from the start of its forward to the end of its weight gradient (or full backward).
     """
     program = flow.program
     values = program.replicas * program.stages * program.micro_batches

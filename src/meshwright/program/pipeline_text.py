@@ -178,8 +178,8 @@ class _Parser:
             raise self._make_error(f'"{name} 0": a program has at least 1')
 
     def _check_placement(self, stages: tuple[int, ...]) -> None:
-        """Raise `UserError` unless all ranks in `stages` (rank of each stage of a replica) exist, each equally
-        often."""
+        """Raise `UserError` unless `stages` (rank of each stage of one replica) has as many stages as the first
+        replica, only existing ranks, and each of them equally often."""
         ranks = self.numbers["ranks"]
         if len(stages) != len(self.placement[0]):
             counts = f"{_format_count('stage', len(stages))}, the line before has {len(self.placement[0])}"
@@ -222,6 +222,6 @@ class _Parser:
 
 
 def _format_count(what: str, count: int) -> str:
-    """Return a count with its index range, such as `4 stages (0 to 3)`. what: noun in the plural, such as `stages`."""
+    """Return a count with its index range, such as `4 stages (0 to 3)`. what: noun in the singular, such as `stage`."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{count} {what if count == 1 else plural} (0{f' to {count - 1}' if count > 1 else ''})"

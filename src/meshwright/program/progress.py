@@ -29,8 +29,8 @@ class RemoteReads:
     """Activations and gradients that steps read from other ranks, as columns [values].
 
     reader, maker: step indices of the steps that read and produce the value. leaves, arrives: step indices of its send
-        and its receive; the maker and the reader themselves if transfers are not explicit. boundary: s for a value
-        between stages s and s + 1, in either direction.
+    and of its receive; equal to maker and reader if the program has no explicit transfers. boundary: s for a value
+    between stages s and s + 1, in either direction.
     """
 
     reader: Integers
@@ -113,8 +113,9 @@ def run_groups(
     """Run the groups (steps run together) of every rank in order, each as soon as its inputs have arrived.
 
     wait: values read across ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
-        time of each message; both in one unit. Returns start time and end time of every group, and the group indices in
-        dependency order. Raises ProgramError with the cycle for a deadlock.
+    time of each message, in the same unit.
+    Returns start time and end time of every group, and the group indices in dependency order. Raises ProgramError with
+    the cycle for a deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)

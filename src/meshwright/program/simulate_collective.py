@@ -49,7 +49,8 @@ class MatchedCollective(Protocol):
 
 @dataclass(frozen=True)
 class UncheckedCollective:
-    """Collective program with matched sends and receives but without verification, for generated programs.
+    """Collective program with matched sends and receives that is not verified; for programs of the library's
+    generators.
 
     sends, receives: [transfers], step indices of the two ends of each transfer.
     """
@@ -142,7 +143,8 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, how many messages of its group precede it on the same first link: [messages]."""
+        """Return, for each message, how many messages of its sender's group start on the same first link before it:
+        [messages]."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]
@@ -274,7 +276,7 @@ class _SimulationState:
     def _schedule_events(self, which: Integers, delay: Floats, kind: _EventKind) -> None:
         """Schedule an event for each of the groups or messages `which`; those with equal delay share one event.
 
-        which: indices of groups (kind GROUPS_END) or messages (BYTES_FLOW). delay: [which], seconds from now.
+        which: indices of groups (kind GROUPS_END) or messages (kind BYTES_FLOW). delay: [len(which)], seconds from now.
         """
         if len(which) and (delay == delay[0]).all():
             self._push_event(float(delay[0]), kind, which)

@@ -164,8 +164,8 @@ class StepNames:
     def describe_step(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:
         """Return (short label, full description) of a step, such as (`F3`, `forward of micro-batch 3, stage 1`).
 
-        kind: a `Kind`. part: a `Component` of the layers, 0 for a whole step. The label is in lower case (`f3`) for the
-            second and later stages of a rank.
+        kind: a `Kind`. part: a `Component` of the layers, 0 for a whole step. The label is in lower case (`f3`) for all
+        but the first stage of a rank.
         """
         letter, word = LETTERS[Kind(kind)], WORDS[Kind(kind)]
         if self.find_chunk(stage, replica):

@@ -40,9 +40,9 @@ def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
     micro-batches.
 
     Narayanan et al. 2021, arXiv 2006.09503, section 3.1, figure 2. All ranks run a batch with one version of the
-    weights: that of the gradients up to the batch before last, so gradients are one update stale. A version is complete
-    with its last gradient and stays in the second buffer until it is used; the update step is where the rank switches
-    to it, just before the first forward that uses it.
+    weights, which contains the gradients of all batches up to the one before last: gradients are one update stale. A
+    new version is complete with the last gradient of its batch and stays in the second buffer until it is used; a
+    rank's update step, just before its first forward with the new version, switches to it.
 
     Needs at least `ranks` micro-batches (`UserError`); they are split into as many near-equal batches of at least
     `ranks` as possible. Costs, for p ranks:

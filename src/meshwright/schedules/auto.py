@@ -45,8 +45,8 @@ class SearchBudget:
     """Limits of a schedule search.
 
     effort: approximate number of task runs (one pass of one micro-batch on one stage) to simulate for each placement.
-        seconds: continue to improve until this much wall time has passed; None: no such phase, and equal arguments give
-        equal programs.
+    seconds: wall time until which the best schedule is improved further; None: no such phase, so that equal arguments
+    give equal programs.
     """
 
     effort: int = 4_000_000  # one to two seconds
@@ -73,10 +73,10 @@ class Candidate:
 class SearchResult:
     """Result of the search of schedule `auto`; times are in the unit of the durations.
 
-    winner: best candidate. program: its program, renamed `auto`. candidates: all of them; those that fit into memory
-        first, each part sorted by makespan. refused: named schedule -> reason why it does not accept these sizes.
-        lower_bound: no program with the searched placements and within the memory limits has a smaller makespan; None
-        if candidates were allowed to which the bound does not apply (two replicas, or overlap that saves time).
+    winner: best candidate. program: its program, renamed `auto`. candidates: all of them, those within the memory
+    limits first, each group sorted by makespan. refused: named schedule -> reason why it does not accept these sizes.
+    lower_bound: lower bound of the makespan of any program with the searched placements and memory limits; None if some
+    candidates are not subject to it (two replicas, or overlap that saves time).
     """
 
     program: PipelineProgram
@@ -126,14 +126,14 @@ def search_schedule(
     """Search for a synchronous pipeline program (steps of every rank) with a small makespan; durations may differ by
     rank or stage.
 
-    durations: of one micro-batch on all stages of a rank together (each of its chunks takes 1/chunks): one number, or
-    one per rank; or one per stage, which fixes the number of chunks, as does one transfer time per stage boundary; or a
-    function from the number of stages to `Durations`. memory: maximum saved activations of a rank, in micro-batches on
-    all its stages, one number or one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are tried.
-    weight_copies: 2 allows named schedules with two replicas. budget: limits of the search.
-
-    Raises UserError for invalid numbers, and for a memory that no program fits, with the minimum. After Qi et al. 2024,
-    arXiv 2401.10241, section 3, and arXiv 2405.15362.
+    durations: times of one micro-batch on all stages of a rank together (divided equally among them), one number or one
+    per rank; or times by stage, which fix the number of stages per rank, as does one transfer time per stage boundary;
+    or a function from the number of stages to `Durations`.
+    memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
+    no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two
+    replicas. budget: limits of the search.
+    Raises UserError for invalid numbers and for a memory below the minimum. After Qi et al. 2024, arXiv 2401.10241,
+    section 3, and arXiv 2405.15362.
     """
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
@@ -180,8 +180,8 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose and return the candidate with the smallest makespan among those that fit into memory; among equals the one
-    with the smallest peak memory, then a named schedule.
+    """Choose the candidate with the smallest makespan among those within the memory limits (of equal ones that with the
+    smallest peak memory, then a named schedule); return the search result with all candidates.
 
     refused: named schedule -> reason why it does not accept the sizes. bound: lower bound of the makespan, None if
     unknown.

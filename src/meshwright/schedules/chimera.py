@@ -11,20 +11,22 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
     bubbles.
 
     Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section 3.5. Replica 0 runs down
-    the ranks, replica 1 up. In slots of one forward or one backward, the i-th micro-batch of a direction enters at slot
-    2i, advances one stage a slot, turns at the last stage and returns. As the number of ranks is even, the directions
-    use a rank in slots of different parity and never collide. ranks/2 micro-batches a direction form a unit; units are
-    concatenated without idle slots (direct concatenation). Ranks and micro-batches must be even (`UserError`).
+    the ranks, replica 1 up. Time is divided into slots of one forward or one backward: the i-th micro-batch of a
+    direction enters at slot 2i, advances one stage a slot, turns at the last stage and returns. As the number of ranks
+    is even, the two directions use a rank in slots of different parity and never collide. ranks/2 micro-batches per
+    direction form a unit; units are concatenated without idle slots (direct concatenation). Ranks and micro-batches
+    must be even (`UserError`).
 
-    forward_doubling: a slot holds the forwards of two micro-batches or the backward of one, which take equally long if
-        a backward takes two forwards. A unit then has twice the micro-batches. The paper runs the two as one batch;
-        here they stay two, and the first is sent while the second is computed.
+    forward_doubling: True for slots of two forwards or one backward, which take equally long if a backward takes as
+    long as two forwards. A unit then has twice as many micro-batches. The paper runs the two forwards as one batch;
+    here they are separate steps, and the first is sent while the second is computed.
 
     Costs, for N >= D micro-batches in whole units on D ranks (table 2 of the paper):
     - bubble: a ratio of (D-2) / (2N+D-2) if a backward takes as long as a forward. If it takes two, (D-2) / (3N/2+D-2)
     for N = D, and with more units ranks wait at every unit boundary; with forward doubling they do not, and the ratio
     is (D-2) / (2N+D-2) again
-    - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; doubled 3D/2 + 1 to 2D
+    - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; with forward doubling 3D/2 + 1
+    to 2D
     - weight copies: 2
     - transfers: those of 1F1B
     """

@@ -55,8 +55,8 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
 
 
 def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
-    """Yield the groups (steps that a rank runs together) that replace one group of a program, with each whole step
-    split into its layer components.
+    """Split the whole steps of one group (steps that a rank runs together) into their layer components; yield the
+    groups that replace it.
 
     group: steps (kind, stage, replica, micro-batch, component). The components of an overlapped forward and backward
     are paired, one of each in a group.
@@ -101,12 +101,12 @@ class ComponentDurations:
         return float(np.maximum(forward, backward[::-1]).sum())
 
     def to_durations(self) -> Durations:
-        """Convert to the `Durations` that `simulate_pipeline` takes, for steps that are whole and steps split into
+        """Convert to the `Durations` that `simulate_pipeline` takes, for whole steps and for steps split into
         components.
 
-        A whole forward or backward takes the sum over its components, an overlapped pair `self.overlapped`. The
-        result's `parts` [4, 4]: fraction of the time of each pass (rows: forward, backward, input gradient, weight
-        gradient) that each component (columns: attention, dispatch, MLP, combine) takes.
+        A whole forward or backward takes the sum over its components, an overlapped pair `self.overlapped`. `parts` of
+        the result: [4, 4], fraction of the time of each pass (rows: forward, backward, input gradient, weight gradient)
+        that each component takes (columns: attention, dispatch, MLP, combine).
         """
         table = self.tabulate()
         whole = table.sum(axis=1)

@@ -46,11 +46,12 @@ def generate(
 
 def program_of(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
     """Return the pipeline program (steps of every rank) of the schedule that a layout names, with its ranks,
-    micro-batches and chunks; on one rank forward and backward of one micro-batch after the other.
+    micro-batches and chunks. A layout with one pipeline rank runs forward and backward of one micro-batch after the
+    other.
 
-    durations: for `auto`: function from a number of stages to the durations of the model's stages (None: all equal);
-    for a model use `spec.stage_times.program_for`. Raises UserError for numbers that the schedule does not accept, and
-    for a schedule file (`@FILE` in the layout) that is not one synchronous training step.
+    durations: function from a number of stages to the durations of the model's stages (None: all equal); used by the
+    schedule `auto` only. For a model, use `spec.stage_times.program_for` instead. Raises UserError for numbers that the
+    schedule does not accept, and for a schedule file (`@FILE` in the layout) that is not one synchronous training step.
     """
     version = None
     if layout.schedule.startswith("@"):
@@ -85,9 +86,9 @@ def _generate_cached(
 ) -> PipelineProgram:
     """Return the pipeline program of a named schedule or file (`@FILE`), from a cache if it was requested before.
 
-    chunks: stages per rank; None: the schedule's default. durations: for `auto`: function from a number of stages to
-    their durations. version: (modification time in ns, size in bytes) of the file, which is read again after a change;
-    None for a named schedule.
+    chunks: stages per rank; None: the schedule's default. durations: function from a number of stages to their
+    durations, for the schedule `auto`. version: (modification time in ns, size in bytes) of the file, so that it is
+    read again after a change; None for a named schedule.
     """
     return generate(name, ranks, micro_batches, chunks, durations)
 

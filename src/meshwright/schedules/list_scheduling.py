@@ -20,9 +20,10 @@ class PartialOrders:
     """State of all ranks while task orders are built, from which a scheduling rule chooses a rank's next task.
 
     A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
-    gradient; its k-th run is that of micro-batch k. problem: ranks, placement, task durations and memory limits. ends:
-    [tasks + 1], list of the end times of each task's runs so far; the last list is all zeros and serves as input of the
-    first stage's forward. used: [ranks], saved activations on each rank, in units of one stage and micro-batch.
+    gradient; its k-th run is that of micro-batch k.
+    problem: ranks, placement, task durations and memory limits. ends: [tasks + 1], list of the end times of each task's
+    runs so far; the last list is all zeros and stands for the input of the first stage's forward. used: [ranks], saved
+    activations on each rank, in units of one stage and micro-batch.
     """
 
     problem: Problem
@@ -82,9 +83,9 @@ class GreedyParameters:
     """Parameters of greedy list scheduling.
 
     cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch. forward_first: prefer
-        forwards to input gradients. deep_first: among forwards, prefer those of later stages. hold: stay idle for an
-        input gradient that arrives within this fraction of a forward's duration, rather than start a forward. patience:
-        a weight gradient fills an idle interval only if that is at least this fraction of its duration.
+    forwards to input gradients. deep_first: among forwards, prefer those of later stages. hold: fraction of a forward's
+    duration; a rank starts no forward if an input gradient arrives within this time. patience: fraction of a weight
+    gradient's duration; it starts only in an idle interval of at least this length, or when memory is full.
     """
 
     cap: tuple[int, ...]
@@ -156,9 +157,9 @@ def reorder_out_of_order(
     """Reorder task orders as out-of-order execution in a processor would; return (makespan, [rank][position] task
     numbers, see `Problem`).
 
-    orders: [rank][position], task numbers. While a rank's next task cannot start yet, one of its next `window` tasks
-    may run ahead, if the memory limit still holds for all tasks that it overtakes, and if it delays them by at most 1 -
-    `patience` (a fraction) of its own duration.
+    orders: [rank][position], task numbers. window: while a rank's next task cannot start yet, one of its next `window`
+    tasks may run ahead, if all tasks that it overtakes still respect the memory limit. patience: fraction of the task's
+    duration that must fit before the input of an overtaken task arrives (1: no delay; 0: any delay is accepted).
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

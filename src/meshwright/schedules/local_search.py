@@ -55,8 +55,8 @@ def improve_orders(
     """Improve task orders by local search; return (makespan, improved orders), with a makespan no larger than that of
     `orders`.
 
-    orders: [rank][position], task numbers (see `Problem`). runs: number of moves to try. seed: of the random moves;
-    equal seeds give equal results. stop: polled before each move; True ends the search early, as does reaching the
+    orders: [rank][position], task numbers (see `Problem`). runs: number of moves to try. seed: seed of the random
+    moves; equal seeds give equal results. stop: called before each move; True ends the search, as does reaching the
     lower bound. Moves that leave the makespan unchanged may be accepted too, to leave plateaus.
     """
     draw, middle = Random(seed), problem.micro_batches // 2

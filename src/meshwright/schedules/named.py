@@ -65,9 +65,9 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
 
 
 def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
-    """Return `number` if it is 1 or more, else raise UserError.
+    """Return `number` if it is 1 or more, else raise UserError (also for None, a missing number).
 
-    name: schedule, for the message. what: quantity, such as `ranks`. preposition: word before the number.
+    name: schedule, for the message. what: quantity, such as `ranks`. preposition: word before the number, such as `on`.
     """
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")

@@ -135,12 +135,13 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the makespan over all orders within the memory limits: the largest of the bounds of all ranks.
+        """Lower bound of the makespan over all orders within the memory limits: the largest of two bounds for each
+        rank.
 
-        A rank starts no earlier than its first micro-batch can arrive, and runs all of its tasks; before its first
-        input gradient can start, its memory limits the number of forwards. After its last input gradient follow those
-        of the previous stages and the weight gradient of the first stage. The integral of a rank's memory over time is
-        at least the shortest lifetime of an activation times their number.
+        Time: a rank starts no earlier than its first micro-batch can arrive, and runs all of its tasks; before its
+        first input gradient can start, its memory limits the number of forwards; after its last input gradient come
+        those of the previous stages and the weight gradient of the first stage. Memory: the shortest lifetime of a
+        micro-batch's activations, times the number of micro-batches, divided by the number that fits.
         """
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)
@@ -162,8 +163,9 @@ class Problem:
 class TaskTimes:
     """End times of all task runs under given task orders, in the unit of the durations.
 
-    makespan: total time, infinite for a deadlock. by_task: [task][k], end of the task's run on micro-batch k; the last
-        row is zeros, as predecessor of the first stage's forward. by_rank: [rank][position in its order].
+    makespan: total time, infinite for a deadlock. by_task: [task][k], end of the task's run on micro-batch k; a last
+    list of zeros stands for the input of the first stage's forward. by_rank: [rank][position], end of the rank's tasks
+    in its order.
     """
 
     makespan: float  # infinite for a deadlock
@@ -176,8 +178,8 @@ def time_orders(
 ) -> TaskTimes:
     """Simulate task orders, each task as early as its rank and its input allow; return all end times.
 
-    orders: [rank][position], task numbers (see `Problem`). before: times of orders that differ from these only in tasks
-    that end at time `since` or later; all earlier times are reused (None: none).
+    orders: [rank][position], task numbers (see `Problem`). before: times of other orders, which differ only in tasks
+    that end at time `since` or later; their earlier times are reused (None: all times are computed).
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
@@ -218,8 +220,8 @@ def time_orders(
 
 
 def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
-    """Return True if a rank's task order respects its memory limit and runs each task after those of the same rank that
-    produce its input.
+    """Return True if a rank's task order respects its memory limit and runs each task after the tasks of the same rank
+    that produce its input.
 
     rank: index of the rank. order: task numbers (see `Problem`) in execution order.
     """

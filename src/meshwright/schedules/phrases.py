@@ -18,8 +18,8 @@ _KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.INPUT_GRADIENT, "W": 
 class Chunk:
     """One stage on a rank, with the micro-batches that run through it in order.
 
-    stage: number of the stage. micro_batches: their numbers. replica: index of the copy of the model to which the stage
-    belongs, 0 or 1.
+    stage: number of the stage. micro_batches: numbers of the micro-batches. replica: index of the copy of the model to
+    which the stage belongs, 0 or 1.
     """
 
     stage: int
@@ -31,10 +31,10 @@ class PhraseWriter:
     """Writer of one rank's pipeline steps from texts in the notation of papers, such as `F0 F1 F0&B1`.
 
     F: forward, B: full backward, I: input gradient, W: weight gradient, each followed by the number of a chunk. `W`
-        without a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped forward and
-        backward. rank: builder that receives the steps when `finish` is called. chunks: stages of the rank, by chunk
-        number. In each chunk the k-th forward, and the k-th backward, is that of its k-th micro-batch; steps beyond the
-        last micro-batch are dropped.
+    without a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped forward and backward.
+    In each chunk the k-th forward, and the k-th backward, is that of its k-th micro-batch; steps beyond the last
+    micro-batch are dropped.
+    rank: builder that receives the steps when `finish` is called. chunks: stages of the rank, by chunk number.
     """
 
     def __init__(self, rank: RankBuilder, chunks: Sequence[Chunk]) -> None:
@@ -47,9 +47,10 @@ class PhraseWriter:
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:
-        """Assign micro-batches to all written steps and append them to the rank's builder; call it once, at the end.
+        """Assign micro-batches to all written steps and append them to the rank's builder; to be called once, at the
+        end.
 
-        Either all weight gradients or none must have a chunk number (assertion).
+        Asserts that either all weight gradients or none have a chunk number.
         """
         kind, chunk, joined = np.concatenate(self._written).T
         micro_batch = np.full(len(kind), -1)

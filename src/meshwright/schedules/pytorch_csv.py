@@ -38,9 +38,9 @@ Step = tuple[Kind, int, int]  # kind, stage, micro-batch
 def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
     """Parse a PyTorch schedule CSV into a program. Empty cells and cells about sharded parameters are ignored.
 
-    where: prefix of errors. The number of stages is that of the highest stage number, the number of micro-batches that
-        of the stage with the most forwards; `check_pipeline` finds inconsistencies. Raises UserError with row and cell
-        for invalid text.
+    where: prefix of errors; its file name becomes the program's name. The number of stages follows from the highest
+    stage number, the number of micro-batches from the stage with the most forwards; `check_pipeline` finds
+    inconsistencies. Raises UserError with row and cell for invalid text.
     """
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
@@ -122,7 +122,7 @@ def to_csv(program: PipelineProgram) -> str:
     """Format a pipeline program in PyTorch's schedule CSV format: `compute_only` or, if it has explicit sends and
     receives, `compute_comms`.
 
-    PyTorch adds nothing to the second form, so it has the cells of sharded parameters: UNSHARD before a stage's first
+    The second form also has the cells that PyTorch requires for sharded parameters: UNSHARD before a stage's first
     step, REDUCE_GRAD and RESHARD after its last one. Raises UserError with the reason for programs that PyTorch cannot
     express.
     """

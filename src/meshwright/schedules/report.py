@@ -154,13 +154,13 @@ def schedule(
 ) -> ScheduleReport:
     """Generate (or load), verify and simulate a pipeline schedule; `meshwright schedule` prints the report.
 
-    name: schedule such as "1f1b", `auto` (search), or `@FILE`. chunks: stages per rank. durations: of one micro-batch
-    on all stages of a rank together, in any unit: one number, one per rank or one per stage (`Durations.split`).
-    memory: for `auto`: maximum saved activations of a rank, in micro-batches on all its stages. parts: times of
-    attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of `durations`; the input
-    gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split into these
-    components and simulated with two streams per rank.
-
+    name: schedule such as "1f1b", `auto` (search), or `@FILE`. ranks: pipeline ranks. chunks: stages per rank.
+    durations: of one micro-batch on all stages of a rank together, in any unit: one number, one per rank or one per
+    stage (`Durations.split`). memory: maximum saved activations of a rank, in micro-batches on all its stages; used by
+    `auto` only.
+    parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of `durations`;
+    the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split into
+    these components and simulated with two streams per rank.
     Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program.
     """
     found, cut = None, None
@@ -187,10 +187,11 @@ def schedule(
 
 
 def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
-    """Return the component durations of one stage, given those of all stages of a rank together.
+    """Return the component durations of one stage, given those of all stages of a rank together, which are divided
+    equally.
 
     parts: times of attention, dispatch, MLP, combine in a forward. chunks: stages per rank. transfer: one number for
-    all stage boundaries (else UserError).
+    all stage boundaries (UserError for a list).
     """
     if len(parts) != 4:
         raise UserError(f"parts: {len(parts)} durations; right is 4: attention, dispatch, MLP, combine")

@@ -27,10 +27,10 @@ def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, .
     return [rank][position], task numbers (see `Problem`).
 
     problem: placement of stages, task durations and memory limits. delays: [2 x stages per rank], times added before
-    each forward by chunk, then before each input gradient by chunk, to move tasks that collide on a rank. Forwards and
-    input gradients start as soon as their input arrives and their rank is free at this phase of the period; weight
-    gradients fill the rest. A task for which the period has no free interval starts at once; later timing of the orders
-    shifts what follows.
+    each forward by chunk, then before each input gradient by chunk, to separate tasks that collide on a rank.
+    Forwards and input gradients of the first micro-batch start as soon as their input has arrived and their rank is
+    free at this time modulo `every`; weight gradients fill the remaining gaps. A task that fits into no gap of the
+    period starts at once and overlaps others: only the order is returned, and simulation delays what follows.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank

@@ -12,14 +12,15 @@ def with_transfers(program: PipelineProgram, durations: Durations | None = None)
     """Return the program with a send and a receive step for every activation and gradient that crosses ranks, in an
     order that cannot deadlock even with synchronous sends.
 
-    durations: times by which steps are ordered (None: 1 for each forward, input gradient and weight gradient of a
-    rank). A program with sends and receives is returned unchanged. Raises ProgramError for a program that deadlocks.
+    durations: step durations for the simulation that orders the steps (None: 1 for each forward, input gradient and
+    weight gradient of a rank). A program with sends and receives is returned unchanged. Raises ProgramError for a
+    program that deadlocks.
 
     All compute steps and transfers are sorted into one order, by start time of a step and production time of a value; a
     send and its receive take the transfer's position in that order on both ranks. The first pending transfer of the
-    order can therefore always complete. Transfers of a rank without computation between them are posted together, which
-    only relaxes the order. Values leave when they are produced and their receives are posted before they are needed: in
-    simulation no step is later than with implicit transfers.
+    order can therefore always complete. Transfers of a rank without computation between them form one group, posted at
+    once. In simulation no compute step is later than without explicit transfers, because values leave when they are
+    produced and receives are posted before they are needed.
     """
     if program.has_transfers:
         return program

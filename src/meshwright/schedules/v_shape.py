@@ -26,13 +26,13 @@ Block = list[tuple[int, int, int, int]]  # slots of F0, F1, I1 and I0 by rank; d
 def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the program of V-Half: half of 1F1B's activations, half of its bubble; two stages per rank in a V shape.
 
-    arXiv 2405.15362, section 3. A micro-batch takes two time slots (the time of one step each) per rank down the ranks,
-    one slot per rank up.
+    arXiv 2405.15362, section 3. A micro-batch takes two time slots (of one step each) per rank down the ranks, and one
+    slot per rank up.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
     - bubble: (3 x ranks - 4) / 2 for odd ranks, (3 x ranks - 7) / 2 for even ones (2 ranks: 1/2), for at least `ranks`
-    micro-batches; 1F1B's is 3 x ranks - 3. With other times the steady state has no bubble if W + 2I >= 2F and W + 2F
-    >= 2I
+    micro-batches; 1F1B's is 3 x ranks - 3. With other times F, I and W there is no bubble while the pipeline is full if
+    W + 2I >= 2F and W + 2F >= 2I
     - peak activations: (ranks + 2) // 2 micro-batches
     - weight copies: 1
     - transfers: twice those of 1F1B
@@ -49,12 +49,12 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the program of V-Min: a third of 1F1B's activations, two thirds of its bubble; two stages per rank in a
     V shape.
 
-    arXiv 2405.15362, section 3. A micro-batch takes one time slot (the time of one step) per rank in both directions:
-    no shorter activation lifetime is possible.
+    arXiv 2405.15362, section 3. A micro-batch takes one time slot (of one step) per rank in both directions: no shorter
+    activation lifetime is possible.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
     - bubble: 2 x ranks - 5/2, or 2 x ranks - 7/2 if 3 divides ranks (2 ranks: 1), for at least 2 x ranks micro-batches;
-    1F1B's is 3 x ranks - 3. With other times the steady state may have a bubble too
+    1F1B's is 3 x ranks - 3. With other times there may be a bubble while the pipeline is full too
     - peak activations: (ranks + 4) // 3 micro-batches
     - weight copies: 1
     - transfers: twice those of 1F1B
@@ -68,11 +68,11 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
     """Build a pipeline program in which every micro-batch runs through the same pattern of steps, a fixed number of
-    time slots (equal time units) after the previous micro-batch.
+    time slots (equal time units) after the previous micro-batch; then remove idle slots as far as memory allows.
 
-    name: of the program. block: [ranks], the four time slots in which micro-batch 0 runs its two forwards and two input
-    gradients on each rank. most_held: maximum saved activations of a rank, in stages; the pattern itself must not need
-    more. Each rank runs at most one step per slot.
+    name: name of the program. block: [ranks], the four time slots in which micro-batch 0 runs its two forwards and two
+    input gradients on each rank. most_held: maximum saved activations of a rank, in stages; the pattern itself must not
+    need more. Each rank runs at most one step per slot.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
@@ -92,9 +92,10 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
 class _RankState:
     """Remaining steps of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another.
 
-    A micro-batch makes 4 x ranks stops, each a forward or an input gradient on one stage: down and up the ranks, then
-    down and up with its gradient. writer: builder of the rank's steps. dues: time slots in which micro-batch 0 makes
-    its four stops on this rank. ranks: number of ranks.
+    writer: builder of the rank's steps. dues: planned time slots of the two forwards and two input gradients of
+    micro-batch 0 on this rank. ranks: number of ranks.
+    stops: position of these four steps in the path of a micro-batch, which has 4 x ranks stops: the forwards down and
+    up the ranks, then the input gradients down and up.
     """
 
     def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
@@ -142,10 +143,11 @@ class _RankState:
         """Yield the indices, in `self.waiting` (the rank's remaining steps in planned order), of the steps that can run
         now.
 
+        A step needs its input; a forward also needs memory, for itself and for the planned steps before it, which it
+        delays. While the pipeline is full (from the rank's first input gradient of its first stage until its last
+        forward of that stage) only the first planned step is considered.
         stops_made: [micro-batches], number of forwards and input gradients that each has passed on all ranks so far.
-        most_held: maximum saved activations of the rank, in stages. A step needs its input; a forward also needs
-        memory, for itself and for the planned steps before it, which it delays. In the steady state only the first
-        planned step is considered.
+        most_held: maximum saved activations of the rank, in stages.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held
