@@ -32,8 +32,9 @@ class TrackedRun:
     """Facts about the run, given to a tracker when it starts.
 
     name: of the run. directory: run directory. fresh: True if the run is not resumed. step: last step of which the
-    tracker has all values; later ones are sent again and should appear once. kept: strings that the tracker stores in
-    the run directory for a resume, such as the id of the run on a server.
+    tracker has all values; values of later steps are sent again, and a tracker should show them once. kept: strings
+    that are stored in the run directory for a resume, such as the id of the run on a server; the tracker may change
+    them.
     """
 
     name: str
@@ -134,8 +135,8 @@ def _is_tracker(made: object) -> bool:
 
 
 def _names_server(value: object) -> bool:
-    """Return True if an option's value contains an address other than a local file or SQLite database, to which
-    credentials could be sent."""
+    """Return True if the value of a tracker's option contains the address of a server, to which credentials could be
+    sent, and not just of a local file or SQLite database."""
     if isinstance(value, Mapping):
         return any(map(_names_server, value.values()))
     if isinstance(value, list | tuple):
