@@ -131,10 +131,10 @@ def split_disk_runs(
     """Cut a slice of a parameter entry (exported tensor) into runs that are contiguous on disk; yield (index on disk of
     the run's first element, its values).
 
-    values: elements [start, start + len(values)) of the entry, flattened in engine orientation, [outputs, inputs]; with
-    `columns` only elements of these input columns are counted. An entry that is stored as it is makes one run, or one
-    per matrix row with `columns`. One that is stored transposed, [inputs, outputs], makes one run per disk row, or a
-    single one if the slice has all elements.
+    values: elements [start, start + len(values)) of the entry, a matrix being flattened row-major as [outputs, inputs];
+    with `columns` only elements of these input columns are counted. An entry that is stored in this order makes one
+    run, or one per matrix row with `columns`. One that is stored transposed, [inputs, outputs], makes one run per disk
+    row, or a single one if the slice has all elements.
     """
     stop = start + len(values)
     if not entry.transposed:
@@ -173,7 +173,7 @@ def write_slice(
     """Write a slice of the parameter entry (exported tensor) located at `place` to the model files, by calls of
     `write(file name, bytes, byte offset)`.
 
-    values: its elements from number `start` on, in the dtype on disk, flattened in engine orientation, [outputs,
+    values: its elements from number `start` on, in the dtype on disk, a matrix being flattened row-major as [outputs,
     inputs]; with `columns` only elements of these input columns are counted.
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):

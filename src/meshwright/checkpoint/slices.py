@@ -24,8 +24,9 @@ INDEX = "training/index.json"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry `name`,
-    flattened in engine orientation, [outputs, inputs]. With `columns` only elements of these input columns are counted.
+    """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry (exported
+    tensor) `name`, a matrix being flattened row-major as [outputs, inputs]. With `columns` only elements of these input
+    columns are counted.
 
     kind: "master" (fp32 master weights), "exp_avg", "exp_avg_sq" or "momentum". file: file name. offset: byte in it at
     which the elements begin. code: their safetensors dtype, such as "F32".
@@ -107,9 +108,12 @@ def slice_file_name(rank: int, ranks: int) -> str:
 
 
 def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
-    """Return the tensor name of a slice in its safetensors file, such as "exp_avg:model.norm.weight[0:64]", or
-    "exp_avg:NAME[:, 8:16][0:64]" for a slice of columns. kind: of state; name: parameter entry; start, stop: range in
-    its flattened elements; columns: of the matrix; start and stop then count their elements alone."""
+    """Return the tensor name of a slice in its safetensors file: "exp_avg:model.norm.weight[0:64]", or with columns
+    "exp_avg:NAME[:, 8:16][0:64]".
+
+    kind: kind of state. name: parameter entry (exported tensor). start, stop: range of its flattened elements, of which
+    only those in `columns`, if given, are counted.
+    """
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
 

@@ -174,7 +174,7 @@ def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 def _make_placement_table(placement: Mapping[str, Any]) -> Any:
     """Format which rank of a layout holds what as a rich table, one line for each set of ranks that hold the same.
-    placement: entry of `inspect_model`."""
+    placement: entry "placement" of the result of `inspect_model`."""
     from rich.table import Table
 
     title = f"layout {placement['layout']}, parameters in {placement['precision']}"

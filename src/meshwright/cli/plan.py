@@ -279,7 +279,7 @@ def _run_serve(
     """Run `plan --serve`: print the memory that a server of MODEL takes, by item, and the number of sequences that fit.
 
     names: [MODEL]. layout, dtype: texts of these options. machine: (text of --device, text of --memory). max_length:
-    tokens of the longest sequence. Options that were not given are None. as_json: print JSON.
+    maximum number of tokens of a prompt with its answer. Options that were not given are None. as_json: print JSON.
     """
     from meshwright.planner.models import model_of
     from meshwright.planner.serving_ledger import bill_text, parse_dtype

@@ -104,7 +104,8 @@ class Prediction:
 
 
 class _StepTime(NamedTuple):
-    """Measured duration of one step in seconds: in all, by phase, and spent waiting in collective calls on the host."""
+    """Measured duration of one step in seconds: in total, by phase, and time that the host waited in collective
+    calls."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -159,9 +160,8 @@ def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
 
 
 def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Return {"working": seconds, "waiting": seconds} of a step. Predictions and measurements have other phases, so
-    this is the split by which they are compared. seconds: of the whole step; waiting: those in which this rank waits
-    for others."""
+    """Return {"working": seconds, "waiting": seconds} of a step, the split by which predictions and measurements are
+    compared, as their phases differ. seconds: of the whole step; waiting: those in which this rank waits for others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 

@@ -38,8 +38,8 @@ def release_freed_memory() -> None:
 
 
 def kernel_cache_capacity() -> int:
-    """Return the number of compiled kernels that oneDNN caches in this process: one for each shape of a 16-bit matrix
-    product."""
+    """Return the maximum number of compiled kernels in oneDNN's cache of this process, which needs one for each shape
+    of a 16-bit matrix product."""
     value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
     return int(value) if value.isdecimal() else KERNELS_KEPT
 

@@ -116,11 +116,11 @@ def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[di
 def merge_rank_traces(
     parts: Sequence[Mapping[str, Any]], program: PipelineProgram, places: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Build the Chrome trace document of all ranks, in which each rank is a process. parts: for each rank the dict of
-    `RankSteps.table` with its device events under "kernels".
+    """Build the Chrome trace document of all ranks, in which each rank is a process.
 
-    If `program` (pipeline schedule) has several ranks, its simulation with the median durations recorded here is added,
-    beginning at the first forward of the last step. places: global rank -> pipeline rank.
+    parts: for each rank the dict of `RankSteps.table`, with the events of its GPU under "kernels". program: the
+    pipeline schedule. If it has several ranks, the trace also shows its simulation with the median durations recorded
+    here, from the first forward of the last step on. places: global rank -> pipeline rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
@@ -209,7 +209,7 @@ class _ThreadNumbers:
         return self._numbers.setdefault(name, self._first + len(self._numbers))
 
     def events(self) -> Events:
-        """Return the trace events that tell the viewer the threads' names."""
+        """Return the trace events that name the threads in the trace viewer."""
         return [
             event for name, number in self._numbers.items() for event in make_thread_events(self._rank, number, name)
         ]

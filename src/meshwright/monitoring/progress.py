@@ -17,8 +17,8 @@ RECENT = 50  # steps whose mean duration gives the remaining time
 
 
 class Progress:
-    """Progress display of a run on stderr. steps: number of steps of the whole run; show: False (on ranks other than 0)
-    shows nothing; stream: output, None: stderr."""
+    """Progress display of a run on stderr. steps: number of steps of the whole run; show: False shows nothing, for
+    ranks other than 0; stream: where to print, None for stderr."""
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
         self._stream = stream or sys.stderr

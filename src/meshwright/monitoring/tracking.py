@@ -93,8 +93,8 @@ class _TrackerThread:
     """Queue and thread that send lines (step, values by name) to one tracker.
 
     name: of the tracker in `track.to`; tracker: its instance; run: facts about the run; recipe: dotted key -> value;
-    missing: lines of metrics.jsonl that were not sent before, never dropped; keep: function that writes the trackers'
-    strings to the run directory; say: prints a line.
+    missing: lines of metrics.jsonl that an earlier start did not send, which are sent first and never dropped; keep:
+    function that writes all trackers' stored strings to the run directory; say: prints a line.
     """
 
     def __init__(

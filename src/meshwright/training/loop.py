@@ -204,8 +204,8 @@ class Run:
         return result or {}
 
     def _prepare_first_step(self) -> None:
-        """Prepare the task's inputs and report the run's start, before the first step; every rank raises the first
-        rank's `UserError`. Collective."""
+        """Prepare the task's inputs and report the run's start, before the first step. If that fails on a rank, every
+        rank raises its `UserError`. Collective."""
         if self.recipe.checkpoint.background:
             with self.journal.memory.exclude_allocations():
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save

@@ -62,10 +62,10 @@ class Trainer:
         """Run one training step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
         Collective.
 
-        The loss is the sum of token losses divided by the target tokens of the whole step (of pair losses by its
-        pairs), so that gradients are summed and never averaged. A step whose loss or gradient norm is not finite on any
-        rank is skipped on all. stop: this rank received SIGTERM or an interrupt; save_failed: it could not save a
-        checkpoint; the outcome has each flag if any rank has it.
+        The loss is summed over the terms of the whole step on all ranks (target tokens, pairs or items) and divided by
+        their number, so that gradients are summed over ranks and never averaged. A step whose loss or gradient norm is
+        not finite on any rank is skipped on all. stop: this rank received SIGTERM or an interrupt; save_failed: it
+        could not save a checkpoint; the outcome has each flag if any rank has it.
         """
         task, clock = self.task, self.clock
         clock.start()

@@ -77,8 +77,9 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
-    """Load and return the class of the tracker called `name` in `track.to`. `UserError` if it is unknown, is not
-    trusted, cannot be loaded, is not a tracker, or does not accept its `track.options`."""
+    """Load and return the class of the tracker called `name` in `track.to`. `UserError` if the name is unknown, is code
+    that needs a trusted recipe (--trust-recipe), cannot be loaded, is not a tracker, or does not accept its
+    `track.options`."""
     where = f"{recipe.where('track.to')}: track.to"
     known = BUILT_IN | _entry_points()
     if name not in known and ":" not in name:
