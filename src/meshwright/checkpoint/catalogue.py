@@ -80,8 +80,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
-    """Open the checkpoint directory `path`: read its manifest and check its files' sizes (the contents of tensors are
-    not read); return checkpoint and manifest. Raises `Damaged`."""
+    """Read the manifest of the checkpoint directory `path` and check the files' sizes, and the hashes of all but tensor
+    files. Returns (checkpoint, manifest). Raises `Damaged`."""
     manifest = read_manifest(path)
     if manifest.step != parse_step(path.name) and parse_step(path.name) is not None:
         raise Damaged(f"its manifest is that of step {manifest.step}")
@@ -90,7 +90,7 @@ def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
 
 
 def open_model(path: Path) -> CheckpointPath:
-    """Open the checkpoint at `path` to use its model without the optimizer state: the hash of every file outside
+    """Open the checkpoint at `path` for its model alone, without the optimizer state: the hash of every file outside
     training/ is verified. Raises `Damaged`."""
     checkpoint, manifest = open_checkpoint(path)
     check_contents(path, manifest, (name for name in manifest.files if not name.startswith("training/")))
@@ -98,7 +98,8 @@ def open_model(path: Path) -> CheckpointPath:
 
 
 def _open_unverified(path: Path) -> CheckpointPath:
-    """Open the checkpoint directory `path`, checking file sizes but not the hashes of its tensors. Raises `Damaged`."""
+    """Open the checkpoint directory `path`; file sizes are checked, the hashes of tensor files are not. Raises
+    `Damaged`."""
     return open_checkpoint(path)[0]
 
 
@@ -146,12 +147,12 @@ def newest(
 def find_checkpoint(
     path: os.PathLike[str] | str, log: Callable[[str], None] = lambda line: None, *, check_hashes: bool = True
 ) -> Path:
-    """Return the Hugging Face model directory to load for `path`: `path` itself if it is a checkpoint or has a
-    config.json; for a run directory (or its checkpoints/) the newest intact checkpoint, where `log` is called with a
-    line about each newer damaged one.
+    """Return the Hugging Face model directory that `path` refers to: `path` itself if it is a checkpoint or has a
+    config.json; for a run directory (or its checkpoints/) the newest intact checkpoint. `log` is called with a line
+    about each newer damaged one.
 
     check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. Raises `UserError` if
-    there is none, or if a checkpoint given by its own path is damaged.
+    there is no checkpoint, or if one given by its own path is damaged.
     """
     path, open_it = Path(path), open_model if check_hashes else _open_unverified
     if not path.is_dir():
@@ -193,8 +194,8 @@ def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = 
     """Delete the intact checkpoints in `directory`, except the newest `keep` and, with `keep_best`, the one with the
     lowest validation loss.
 
-    saved: step of the checkpoint just saved; checkpoints of higher steps are neither deleted nor counted (the run found
-    them damaged, resumed from an earlier one, and will overwrite them). None: all count.
+    saved: step of the checkpoint just saved; those of higher steps are neither deleted nor counted, since the run found
+    them damaged, resumed from an earlier one, and will overwrite them. None: all checkpoints count.
     """
     checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
     spared = {checkpoint.step for checkpoint in checkpoints[:keep]}
@@ -221,7 +222,8 @@ def move_into_place(partial: Path, final: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what interrupted saves left in `directory`: hidden directories of unfinished, replaced or deleted
-    checkpoints, and the file of save outcomes. To be called only while no rank saves."""
+    checkpoints, and the file of save outcomes. A replaced checkpoint without its successor is restored. To be called
+    only while no rank saves."""
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]
         if not final.exists():

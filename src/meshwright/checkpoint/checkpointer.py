@@ -48,10 +48,11 @@ _locks: weakref.WeakValueDictionary[Path, DirectoryLock] = weakref.WeakValueDict
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """Parts that all checkpoints of a run share, beside the tensors' values.
+    """Model description and small files that all checkpoints of a run share.
 
-    table: the model's parameter table. small_files: file name -> content of configuration and tokenizer files. check:
-    called with a checkpoint directory; raises `UserError` if it holds another model.
+    table: the model's parameter table (name, shape ... of each tensor). small_files: file name -> content of
+    configuration and tokenizer files. check: called with a checkpoint directory; raises `UserError` if it holds another
+    model.
     """
 
     table: ParameterTable
@@ -60,10 +61,11 @@ class CheckpointContents:
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. A collective object: every rank makes one and makes the same calls.
+    """Saves and loads the checkpoints of one run. Every rank makes one and makes the same calls in the same order
+    (collective).
 
     directory: checkpoints/ of the run, on a filesystem shared by all ranks (checked: `UserError`). contents: the
-    model's configuration, or `CheckpointContents` for a user's own module. log: receives lines for the user.
+    model's configuration, or `CheckpointContents` for a user's own module. log: called with lines for the user.
     """
 
     def __init__(
@@ -110,19 +112,19 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host memory for snapshots of `slices` (this rank's master weights and optimizer state) now, so
-        that the first `save` need not."""
+        """Allocate the host memory for snapshots of `slices` (the master weights and optimizer state that this rank
+        saves) now, so that the first `save` does not wait for it."""
         self._buffers.reserve(slices)
 
     def save(
         self, step: int, slices: Sequence[TensorSlice], state: dict[str, Any], *, validation_loss: float | None = None
     ) -> None:
-        """Copy `slices` (the master weights and optimizer state that this rank owns; all ranks' slices together are the
-        whole state) to host memory and write the checkpoint of `step`, in a background thread unless options say
-        otherwise.
+        """Copy `slices` to host memory and write the checkpoint of `step`, in a background thread if
+        `options.background`. Waits for an earlier save first. The outcome is reported by `failed`.
 
-        state: content of training/state.json (rank 0's is written). validation_loss: nats per token, None if not
-        measured. Waits for an earlier save first. `failed` reports the outcome.
+        slices: master weights and optimizer state that this rank owns; the slices of all ranks together are the whole
+        state. state: content of training/state.json (rank 0's is written). validation_loss: nats per token, None if not
+        measured.
         """
         self.wait()
         self.failed()
@@ -182,8 +184,8 @@ class Checkpointer:
     # --- loading
 
     def newest(self) -> CheckpointPath | None:
-        """Return the intact checkpoint of the highest step in the run's directory, or None; each damaged one of a
-        higher step is logged once."""
+        """Return the intact checkpoint of the highest step in the run's directory, or None. Damaged ones of higher
+        steps are logged, each once."""
         return catalogue.newest(self.directory, self._log_once)
 
     def best(self) -> CheckpointPath | None:
@@ -259,8 +261,9 @@ class Checkpointer:
     # --- the start
 
     def _prepare_directory(self) -> int:
-        """Lock the directory and remove files of interrupted saves (rank 0), and check that all ranks see it, else
-        raise `UserError`; return a random number, equal on all ranks, that identifies the saves of this run."""
+        """Lock the directory and remove files of interrupted saves (rank 0), and check that all ranks see it; raise
+        `UserError` on all ranks if that fails. Returns a random number, equal on all ranks, that identifies the saves
+        of this run. Collective."""
         rank, agreement = self._mesh.rank, self._agreement
         token, problem = secrets.randbits(48), None
         if rank == 0:
@@ -307,9 +310,9 @@ class Checkpointer:
 
 
 def _lock_directory(directory: Path) -> DirectoryLock:
-    """Return the lock of a checkpoint directory, which all `Checkpointer`s of this process share and which is released
-    with the last of them: one in another process would remove the files of a running save. `UserError` if another
-    process holds it."""
+    """Return the lock of a checkpoint directory. All `Checkpointer`s of this process share it; it is released with the
+    last of them. It keeps other processes from removing the files of a running save as leftovers. `UserError` if
+    another process holds it."""
     place = directory.resolve()
     lock = _locks.get(place)
     if lock is None:
@@ -326,8 +329,8 @@ def make_model_contents(config: ModelConfig, options: SaveOptions) -> Checkpoint
 
 
 def _check_config(config: ModelConfig, path: Path) -> None:
-    """Raise `UserError` if the model in the checkpoint directory `path` is not `config`; it names the first field that
-    differs."""
+    """Raise `UserError` if the checkpoint directory `path` holds a model of another architecture than `config`; the
+    error names the first field that differs."""
     found = config_from_path(path / "config.json")
     wanted = config_from_huggingface(config_to_huggingface(config))  # as it looks after a round trip
     ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}

@@ -27,10 +27,10 @@ RESTART_COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 class DirectoryLock:
     """Exclusive lock of a directory, held until `release` or the end of this process and of all that inherited it.
 
-    The kernel (of a network file system: its server) releases it when the processes that hold it end, however they end:
-    the file that stays behind blocks nobody, and the process id in it is for people alone. path: an existing directory.
-    what: its name in errors, such as "run directory". advice: what else to do than wait. Raises `UserError` if another
-    process holds it or the directory is not writable.
+    The kernel (or the server of a network file system) releases it when the holding processes end, however they end.
+    The lock file stays behind but blocks nobody; the process id in it is only for messages. path: an existing
+    directory. what: its name in errors, such as "run directory". advice: what a user can do instead of waiting, for the
+    error. Raises `UserError` if another process holds the lock or the directory is not writable.
     """
 
     def __init__(self, path: Path, what: str, advice: str) -> None:
@@ -61,9 +61,9 @@ class DirectoryLock:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to take an exclusive flock on an open file, repeatedly for up to `PATIENCE_SECONDS`, for `ORPHAN_SECONDS` if
-    its holder has ended, and after a restart for `RESTART_SECONDS`. Return True if it was taken, False on timeout.
-    descriptor: of the file."""
+    """Try repeatedly to take an exclusive flock on the open file `descriptor`; return True if it was taken, False on
+    timeout. The time limit is `PATIENCE_SECONDS`, `ORPHAN_SECONDS` if the process in the lock file has ended, and
+    `RESTART_SECONDS` if torchrun or SLURM has restarted this run."""
     again = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTERS)
     begun = time.monotonic()
     while True:
@@ -78,7 +78,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _has_holder_ended(descriptor: int) -> bool:
-    """Return True if the process that wrote the lock file behind `descriptor` was one of this host and has ended."""
+    """Return True if the lock file behind `descriptor` was written by a process of this host that has ended."""
     try:
         holder: Any = parse_json(os.pread(descriptor, 4096, 0))
         if holder["host"] == socket.gethostname():

@@ -104,10 +104,8 @@ def _parse_record(name: str, found: Any) -> FileRecord:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Check the files of the checkpoint directory `path` against its manifest, without reading tensors. Raises
-    `Damaged` for a missing file, a file of another size, or a non-tensor file (anything but .safetensors) with
-    another SHA-256.
-    """
+    """Check the files of the checkpoint directory `path` against its manifest, without reading tensor files
+    (.safetensors). Raises `Damaged` for a missing file, a wrong size, or a wrong SHA-256 of any other file."""
     for name, record in manifest.files.items():
         try:
             size = (path / name).stat().st_size
@@ -176,8 +174,8 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Return (hex SHA-256 of the whole file, None unless `whole`; {block number: hex SHA-256} of the blocks with the
-    numbers `blocks`), reading no more than needed.
+    """Compute hashes of a file, reading no more of it than needed. Returns (hex SHA-256 of the whole file if `whole`,
+    else None; {block number: hex SHA-256 of the block} for the numbers in `blocks`).
 
     keep_going: called between reads; raises an exception to stop.
     """

@@ -20,8 +20,8 @@ _BEGIN = ".begin"
 
 
 class SaveMarkers:
-    """Marker files, in the directory of an unfinished checkpoint, by which the ranks of one save synchronize; written
-    and read by one rank.
+    """Marker files by which the ranks of one save synchronize, in the directory of the unfinished checkpoint. Each rank
+    has one object, which writes its markers and reads the others'.
 
     partial: that hidden directory. attempt: unique id of the save. rank, ranks: this rank's number, and the number of
     ranks. outcomes: on rank 0, save id -> "done" or the error of each earlier save of the run; `record_outcome` extends
@@ -37,7 +37,8 @@ class SaveMarkers:
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return {0} if rank 0 has written the marker of `begin` for this save, else an empty set. Never raises."""
+        """Return the ranks that have called `begin` for this save, as a set: {0} once rank 0 has, else empty. Never
+        raises."""
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:
@@ -49,8 +50,8 @@ class SaveMarkers:
         return f".{what}-{self.rank}"
 
     def mark(self, what: str, content: Any) -> None:
-        """Write this rank's marker file of the kind `what` ("written" or "hashed": its part of the save is). content:
-        JSON value for rank 0 to read."""
+        """Write this rank's marker file that it has completed the phase `what` of the save, "written" or "hashed".
+        content: JSON value for rank 0 to read."""
         replace_file(self.partial / self.marker_name(what), json.dumps(content).encode(), sync=False)
 
     def read(self, what: str, rank: int) -> Any:
@@ -82,8 +83,8 @@ class SaveMarkers:
         return None
 
     def record_outcome(self, outcome: str) -> None:
-        """Publish for the other ranks how this save ended, "done" or the reason of failure, in a file that also has the
-        outcomes of the last few saves (only rank 0 calls this)."""
+        """Tell the other ranks how this save ended, "done" or the reason of failure, by a file that also has the
+        outcomes of the last few saves. Only rank 0 calls this."""
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
             last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}

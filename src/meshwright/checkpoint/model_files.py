@@ -48,8 +48,8 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Location of a parameter entry in the model files. file: file name. offset: byte in the file at which its elements
-    begin."""
+    """Location of a parameter entry (an exported tensor) in the model files. file: file name. offset: byte in the file
+    at which its elements begin. entry: name and shape of the tensor."""
 
     file: str
     offset: int
@@ -58,8 +58,8 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Plan of the model's safetensors files. files: one plan per file. places: name of a parameter entry -> its
-    location. index: content of `model.safetensors.index.json`, None if there is only one file."""
+    """Plan of the model's safetensors files. files: one plan per file. places: name of a parameter entry (exported
+    tensor) -> its location. index: content of `model.safetensors.index.json`, None if there is only one file."""
 
     files: tuple[ModelFile, ...]
     places: dict[str, Location]
@@ -92,11 +92,11 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
 
 
 def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
-    """Plan the safetensors files that hold all parameter entries of `table` in `dtype` ("float32", "bfloat16"; buffers
-    and frozen parameters of a user's module in their own).
+    """Plan the safetensors files that hold all parameter entries (exported tensors) of `table`.
 
-    shard_bytes: maximum tensor bytes per file (a larger tensor has its own file). Entries stay in the table's order,
-    wider dtypes first, so that elements are aligned.
+    dtype: of the trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
+    keep their own. shard_bytes: maximum tensor bytes per file; a larger tensor has its own file. Entries stay in the
+    table's order, wider dtypes first, so that elements are aligned.
     """
     codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
     in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
@@ -128,12 +128,13 @@ def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD
 def split_disk_runs(
     entry: ParameterEntry, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Cut a slice of a parameter entry into runs that are contiguous on disk; yield (index on disk of the run's first
-    element, its values). values: elements [start, start + len(values)) of the entry, or of its `columns`, flattened in
-    engine orientation.
+    """Cut a slice of a parameter entry (exported tensor) into runs that are contiguous on disk; yield (index on disk of
+    the run's first element, its values).
 
-    An entry that is not transposed is one run, or with `columns` one per matrix row. In a transposed one, disk row i
-    holds the elements with flat index o * inputs + i of the engine's [outputs, inputs]: one run of consecutive o.
+    values: elements [start, start + len(values)) of the entry, a matrix being flattened row-major as [outputs, inputs];
+    with `columns` only elements of these input columns are counted. An entry that is stored in this order makes one
+    run, or one per matrix row with `columns`. One that is stored transposed, [inputs, outputs], makes one run per disk
+    row, or a single one if the slice has all elements.
     """
     stop = start + len(values)
     if not entry.transposed:
@@ -169,11 +170,11 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write a slice of the parameter entry located at `place` to the model files, by calls of `write(file name, bytes,
-    byte offset)`.
+    """Write a slice of the parameter entry (exported tensor) located at `place` to the model files, by calls of
+    `write(file name, bytes, byte offset)`.
 
-    values: its elements, or those of its `columns`, from element `start` on, flattened in engine orientation ([outputs,
-    inputs]), in the dtype on disk.
+    values: its elements from number `start` on, in the dtype on disk, a matrix being flattened row-major as [outputs,
+    inputs]; with `columns` only elements of these input columns are counted.
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)

@@ -44,7 +44,7 @@ _CAST_ELEMENTS = 4 * 2**20
 
 
 class SaveFailed(Exception):
-    """Error: the save failed because of an error on this rank; the message is shown to the user."""
+    """Error: the save failed on this rank; the message is shown to the user."""
 
 
 class SaveCancelled(Exception):
@@ -125,7 +125,8 @@ class Save:
         self._wait_for(lambda: self.markers.ranks_with("written"), set(range(self.target.ranks)), "written its part")
 
     def _write_slices(self) -> list[Slice]:
-        """Write this rank's file of master weights and optimizer state; return the locations of its slices."""
+        """Write this rank's file of master weights and optimizer state (its slices in the snapshot); return where in
+        the file each slice is."""
         file = slice_file_name(self.target.rank, self.target.ranks)
         slices = self.snapshot.slices
         codes = [DTYPE_CODES[str(item.tensor.dtype).removeprefix("torch.")] for item in slices]
@@ -251,15 +252,15 @@ class Save:
     # --- meeting the other ranks
 
     def _mark(self, what: str, content: Any) -> None:
-        """Write this rank's marker file of the kind `what` ("written" or "hashed": its part of the save is). content:
-        JSON value for rank 0 to read."""
+        """Write this rank's marker file that it has completed the phase `what` of the save, "written" or "hashed".
+        content: JSON value for rank 0 to read."""
         self._writing = self.markers.marker_name(what)
         self.markers.mark(what, content)
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Poll until `there()`, the set of ranks that are ready, contains all ranks of `all_of_them`; raise
-        `SaveFailed` at the time-out, `SaveCancelled` if the save is cancelled. what: the awaited act, for the time-out
-        message, such as "written its part"."""
+        """Poll until `there()`, the set of ranks that are ready, contains all ranks of `all_of_them`. Raises
+        `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or failed on another rank. what:
+        verb phrase for the time-out message, such as "written its part"."""
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
         while missing := set(all_of_them) - there():
@@ -342,8 +343,8 @@ class Save:
             )
 
     def _needed_bytes(self) -> int:
-        """Return the size of the whole checkpoint in bytes: the model files and every kind of state of every
-        element."""
+        """Return the size of the whole checkpoint in bytes: the model files, and master weights and optimizer state of
+        all elements."""
         widths = {item.kind: item.tensor.element_size() for item in self.snapshot.slices}
         return sum(self.target.files.sizes.values()) + self.target.table.numel * sum(widths.values())
 
@@ -384,7 +385,7 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """Yield (index of the first element, elements) of a 1-D slice in chunks, to keep converted copies small. whole: as
-    a single chunk, for transposed entries, whose chunks would be many short runs on disk."""
+    """Yield (index of the first element, elements) of a 1-D slice in chunks, so that copies in another dtype stay
+    small. whole: True for one chunk, as transposed entries need, whose chunks would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

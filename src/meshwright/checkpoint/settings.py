@@ -32,11 +32,12 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """Destination and shared settings of all saves of a run, as one rank has them.
+    """Destination and shared settings of all saves of a run, on one rank.
 
     directory: the run's checkpoints/. rank, ranks: this rank's number, and the number of ranks. table: parameter table.
-    files: plan of the model files. small_files: name -> content of configuration and tokenizer files. log: called with
-    lines for the user. outcomes: on rank 0, save id -> "done" or the error of each save so far.
+    files: plan of the model files. small_files: name -> content of configuration and tokenizer files. options:
+    settings. log: called with lines for the user. outcomes: on rank 0, save id -> "done" or the error of each save so
+    far.
     """
 
     directory: Path

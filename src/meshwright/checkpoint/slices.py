@@ -24,8 +24,9 @@ INDEX = "training/index.json"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry `name`, or of
-    its `columns`, flattened in engine orientation ([outputs, inputs]).
+    """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry (exported
+    tensor) `name`, a matrix being flattened row-major as [outputs, inputs]. With `columns` only elements of these input
+    columns are counted.
 
     kind: "master" (fp32 master weights), "exp_avg", "exp_avg_sq" or "momentum". file: file name. offset: byte in it at
     which the elements begin. code: their safetensors dtype, such as "F32".
@@ -43,8 +44,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A part of a matrix: the elements with index [start, stop) of its columns [first, first + width), flattened
-    row-major (all from 0). The whole matrix's width need not be known."""
+    """Part of a matrix: take its columns [first, first + width), flatten them row-major, and take elements [start,
+    stop) of the result. All indices count from 0; the number of all columns of the matrix is not needed."""
 
     start: int
     stop: int
@@ -68,17 +69,18 @@ class Range:
         ]
 
     def index_of(self, row: int, column: int) -> int:
-        """Return the index of the matrix element (row, column) in this range, 0 at the range's start."""
+        """Return the position of the matrix element (row, column) within this range: 0 for the element with index
+        `start`."""
         return row * self.width + column - self.first - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read from a file, of which a destination needs some elements.
+    """One planned read from a file, to fill a part of one destination slice.
 
-    source: range of the matrix that the read covers. offset: byte in the file at which it begins. code: its safetensors
-    dtype, such as "F32". destination: index of the slice to fill. wanted: range of the matrix in that slice; the
-    elements that source and wanted have in common are copied.
+    offset: byte in the file at which it begins. code: safetensors dtype of its elements, such as "F32". destination:
+    index of the slice to fill. source: range of the matrix that is read. wanted: range of the matrix that the
+    destination holds; elements in both are copied.
     """
 
     offset: int
@@ -106,9 +108,12 @@ def slice_file_name(rank: int, ranks: int) -> str:
 
 
 def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
-    """Return the tensor name of a slice in its safetensors file, such as "exp_avg:model.norm.weight[0:64]", or
-    "exp_avg:NAME[:, 8:16][0:64]" for a slice of columns. kind: of state; name: parameter entry; start, stop: range in
-    its flattened elements; columns: of the matrix; start and stop then count their elements alone."""
+    """Return the tensor name of a slice in its safetensors file: "exp_avg:model.norm.weight[0:64]", or with columns
+    "exp_avg:NAME[:, 8:16][0:64]".
+
+    kind: kind of state. name: parameter entry (exported tensor). start, stop: range of its flattened elements, of which
+    only those in `columns`, if given, are counted.
+    """
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
 
@@ -135,8 +140,8 @@ def read_index(path: Path) -> list[Slice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> Slice:
-    """Build a Slice from one row of the JSON index; the arguments are the fields of `Slice`. columns: nothing, or
-    (first, end (exclusive), number of columns of the matrix). Raises `ValueError` for invalid values."""
+    """Build a `Slice` from one entry of the JSON index; the arguments are its fields. columns: empty, or (first column,
+    end column (exclusive), number of columns of the matrix). Raises `ValueError` for invalid values."""
     part = Slice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -159,8 +164,9 @@ def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
-    """Raise `AssertionError` unless every kind of state (master weights, each optimizer moment) covers every element of
-    every parameter entry exactly once."""
+    """Raise `AssertionError` unless the slices cover every element of every parameter entry of `table` exactly once,
+    for each kind of state (master weights, each optimizer moment). Buffers and frozen parameters have master values
+    alone."""
     parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
@@ -237,7 +243,8 @@ def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (first column, width) of each of two column ranges of one matrix (None: all columns). If both ranges are
-    equal, the result is (0, 1) for both: the elements are then treated as a matrix of one column."""
+    equal, return (0, 1) for both, so that the elements are treated as a matrix of one column, whose width need not be
+    known."""
     if a == b:
         return (0, 1), (0, 1)
     of = (a or b or Columns(0, 1, 1)).of
@@ -251,8 +258,8 @@ def list_kinds(slices: Iterable[Slice]) -> set[str]:
 
 
 def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
-    """Split reads at the boundaries of file blocks of `block_bytes`. Returns block number -> pieces, tuples (read,
-    first element within the read, number of elements, byte in the block at which they begin)."""
+    """Split reads at the boundaries of file blocks of `block_bytes`. Returns block number -> list of (read, first
+    element within the read, number of elements, byte in the block at which they begin)."""
     cut: dict[int, list[tuple[Read, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0

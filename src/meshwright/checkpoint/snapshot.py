@@ -13,9 +13,9 @@ from meshwright.parallel.flat_buffers import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copy of slices of the training state in host memory. slices: the copies, under the names of the originals.
-    buffers: their elements one after another, wider dtypes first. ready: on CUDA the event after the last copy, which
-    must have passed before the buffers are read; None on CPUs."""
+    """Copy of slices of the training state in host memory. slices: like the originals, but with tensors that are views
+    of `buffers`. buffers: the copied elements, one buffer per dtype, wider dtypes first. ready: on CUDA the event after
+    the last copy, which must have passed before the buffers are read; None on CPUs."""
 
     slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
@@ -35,7 +35,8 @@ class SnapshotBuffers:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host buffers for snapshots of `slices` and touch their memory pages, so that `take` need not."""
+        """Allocate the host buffers for snapshots of `slices` and write to every memory page once, so that `take`
+        causes no page faults."""
         for dtype, group in _group_by_dtype(slices).items():
             self._get_buffer(dtype, group).fill_(0)  # pages are made when they are first written
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def _parse_with(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a click callback that parses an option's text with the function of `collectives.quantities` named
-    `parser`, such as "parse_bytes" (imported when it is first needed); None (option not given) stays None."""
+    """Return a click callback that parses an option's text by the function of `collectives.quantities` named `parser`,
+    such as "parse_bytes"; None (option not given) stays None. The module is imported only when an option is parsed."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         """Parse the option's text; None (not given) stays None."""
@@ -163,7 +163,8 @@ def command(
 
 
 def _make_chrome_trace(report: CollectiveReport) -> dict[str, Any]:
-    """Return the simulated transfers in Chrome's trace event format, which ui.perfetto.dev opens."""
+    """Return the simulated transfers of a collective as a trace document (JSON dict) in Chrome's format, which
+    ui.perfetto.dev opens. report: result of `comm.api.collective`."""
     from meshwright.program.timeline import build_collective_timeline
     from meshwright.program.trace import build_chrome_trace
 

@@ -45,6 +45,9 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Read, clean, tokenize and pack the data of RECIPE; check prepared data that exist already, byte for byte.
 
     If it was killed, the same command continues where it stopped.
+
+    \f
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. as_json: print JSON.
     """
     with result_printer(as_json) as answer:
         data, samples = _load_prepared(recipe, overrides, check=True)
@@ -62,6 +65,10 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
     boundary.
 
     Data that are not prepared yet are prepared first.
+
+    \f
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. rows: number of samples to show. as_json: print
+    JSON.
     """
     from meshwright.data.description import describe_samples
 
@@ -85,6 +92,10 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
     """Write an HTML page about the cleaning of RECIPE's data: counts by rule, samples, distributions.
 
     Data that are not prepared yet are prepared first.
+
+    \f
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. output: page to write, None for report.html
+    beside the prepared data. as_json: print JSON.
     """
     from meshwright.data.cleaning.report import render_cleaning_page
 
@@ -109,6 +120,10 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
     """Report how RECIPE's tokenizer encodes its data: bytes per token by source, which tokens are used and how often.
 
     Data that are not prepared yet are prepared first.
+
+    \f
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. text: text whose tokens are shown too, None for
+    none. html: page to write, None for none. as_json: print JSON.
     """
     from meshwright.data.tokenizers.page import render_tokenizer_page
     from meshwright.data.tokenizers.report import describe_tokens, measure_tokenizer
@@ -184,8 +199,8 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
 
 
 def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
-    """Format the data sources of `PreparedData.summary` as a rich table, one line per source: size, share of the
-    samples, epochs. Returns a list with the table, or an empty list if there is only one source."""
+    """Return [rich table, ""] with one line per data source: size, share of the samples, epochs. Returns an empty list
+    if there is only one source. summary: result of `PreparedData.summary`."""
     from rich.table import Table
 
     if len(summary["sources"]) == 1:
@@ -212,7 +227,8 @@ def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
 
 
 def _make_sample_table(row: Mapping[str, Any]) -> Any:
-    """Format one sample of `describe_samples` as a rich table: the text of each document beside its token positions."""
+    """Format one training sample as a rich table: the text of each document beside its token positions. row: entry of
+    `describe_samples`."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -261,7 +277,8 @@ def _format_example_lines(document: Mapping[str, Any]) -> list[Text]:
 
 
 def _shorten_lines(text: str) -> list[str]:
-    """Return the lines of `text`, with lines in the middle of a long text left out."""
+    """Return the lines of `text`; of more than `_LINES` lines those in the middle are replaced by a note of their
+    number."""
     lines = text.split("\n")
     if len(lines) <= _LINES:
         return lines

@@ -29,8 +29,8 @@ def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds the options of a served model to a click command: URL, name, key, journal of answers,
-    concurrency, time-out, retries, seed, prices."""
+    """Decorator that adds the options of a served model to a click command: URL, model name, key, file that keeps its
+    answers, concurrency, time-out, attempts, seed, prices."""
     options = (
         click.option(
             "--url",
@@ -83,6 +83,10 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
     """Let a served model label the speech acts and refusals of RECORDS that no person has labelled yet.
 
     Its labels are marked as guesses. If it was killed, the same command continues; no answered request is sent again.
+
+    \f
+    records: JSON Lines file. output: file to write. again: replace labels that a model gave before. as_json: print
+    JSON. served: the options of `_served_model_options`.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.labelling import label_records
@@ -112,6 +116,11 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
     """Report how labelled records are distributed over the six speech acts, what is missing, and refusals.
 
     Each FILE is a group of its own.
+
+    \f
+    files: JSON Lines files of labelled records. by: key of the records by whose values they are grouped further.
+    target: wanted weights, ACT=WEIGHT separated by commas, None for equal shares. html: page to write, None for none.
+    as_json: print JSON.
     """
     from meshwright.data.records.exchanges import iterate_records
     from meshwright.synthesis.balance import measure_balance, parse_target
@@ -145,6 +154,10 @@ def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> 
     """Write RECORDS in an annotation tool's format, with the labels that they have as suggestions.
 
     classify: labels of a record; spans: passages that perform a speech act; rewrite: a better response.
+
+    \f
+    records: JSON Lines file. tool: "doccano" or "prodigy". task: "classify", "spans" or "rewrite". output: file to
+    write. as_json: print JSON.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.annotation import check_tool_and_task, export_rows
@@ -173,6 +186,11 @@ def import_(
     """Add to the records what annotators made of them: labels, spans, rewritten responses.
 
     With several annotators (several FILEs, or several rows for a record) the majority decides.
+
+    \f
+    files: exports of the annotation tool, by one or several annotators. tool: "doccano" or "prodigy". records: the
+    records that were annotated. leave_out_rejected: write no record that annotators rejected. output: file to write.
+    as_json: print JSON.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.annotation import TASKS, check_tool_and_task, import_rows
@@ -223,6 +241,12 @@ def vary(
     """Let a served model write new instructions with responses, from the seed instructions in SEEDS.
 
     If it was killed, the same command continues; no answered request is sent again.
+
+    \f
+    seeds: JSON Lines file of seed instructions. method: "self-instruct" (new tasks) or "evol-instruct" (harder ones).
+    count, instances: of Self-Instruct, new tasks and examples of each. rounds: of Evol-Instruct, rewrites of each
+    instruction. temperature, max_tokens: of the sampling. output: file to write. as_json: print JSON. served: the
+    options of `_served_model_options`.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.endpoint import Sampling
@@ -250,10 +274,10 @@ COMMANDS = (label, balance, export, import_, vary)
 
 
 def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
-    """Return a client of the served model that the options describe.
+    """Return a client of the model server that the options describe.
 
-    served: option name -> value of the options that `_served_model_options` adds. output: output file of the command;
-    the default journal of answers is named after it.
+    served: values of the options that `_served_model_options` adds, by parameter name. output: output file of the
+    command; the file that keeps the model's answers is named after it by default.
     """
     from meshwright.synthesis.asking import ChatClient
     from meshwright.synthesis.endpoint import Endpoint, read_key
@@ -267,7 +291,7 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
 def _measure_usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
     """Return the token counts of all requests that the client has made, and their price, as JSON values by name.
 
-    served: option name -> value of the options that `_served_model_options` adds.
+    served: values of the options that `_served_model_options` adds, by parameter name, of which the prices are used.
     """
     return asker.summarize_usage(served["price_in"], served["price_out"])
 
@@ -293,7 +317,7 @@ def _make_summary_table(summary: Mapping[str, Any]) -> Any:
 
 def _make_balance_table(name: str, group: Mapping[str, Any]) -> Any:
     """Format one group of records of the balance report as rich text: counts and shares by speech act, and refusals.
-    name: of the group, such as its file."""
+    name: name of the group, such as its file; group: its entry in the report."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -27,6 +27,10 @@ def command(name: str | None, svg: Path | None, as_json: bool) -> None:
 
     Without NAME: the list of examples. Each shows every number, the source of the published figure, the frequent error
     about it, commands to try, and the source file to open.
+
+    \f
+    name: example such as "ring-all-reduce", None for the list. svg: picture to write, None for none. as_json: print
+    JSON.
     """
     with result_printer(as_json) as answer:
         from meshwright.gallery.examples import EXAMPLES, explain

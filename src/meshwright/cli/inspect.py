@@ -74,8 +74,8 @@ def _print_progress(done: int, total: int) -> None:
 
 
 def _make_totals_table(document: Mapping[str, Any]) -> Any:
-    """Format the totals of `inspect_model` as a rich table: architecture, files, tensors, values that are not
-    finite."""
+    """Format the totals of a model as a rich table: architecture, files, tensors, values that are not finite. document:
+    result of `inspect_model`."""
     from rich.table import Table
     from rich.text import Text
 
@@ -105,7 +105,8 @@ def _make_totals_table(document: Mapping[str, Any]) -> Any:
 
 
 def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
-    """Format the tensors of `inspect_model` as a rich table with one line for each: type, shape, size, statistics."""
+    """Format tensors as a rich table, one line each: type, shape, size, statistics, first values. tensors: entries of
+    `inspect_model`, perhaps merged by `_merge_alike`."""
     from rich.table import Table
     from rich.text import Text
 
@@ -141,8 +142,9 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return one entry for all tensors whose names differ only in numbers, of the same type and shape: numbers as `*`,
-    with "count", summed bytes and statistics of all their values; `tensors` where no two are alike.
+    """Merge tensors of the same type and shape whose names differ only in numbers, such as those of all layers: return
+    one entry for each set, with `*` for the numbers, their "count", summed bytes and common statistics. Returns the
+    entries unchanged if no two tensors are alike.
 
     tensors: entries of `inspect_model`.
     """
@@ -171,8 +173,8 @@ def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def _make_placement_table(placement: Mapping[str, Any]) -> Any:
-    """Format the placement of a model under a layout as a rich table, one line for each set of ranks with equal
-    contents."""
+    """Format which rank of a layout holds what as a rich table, one line for each set of ranks that hold the same.
+    placement: entry "placement" of the result of `inspect_model`."""
     from rich.table import Table
 
     title = f"layout {placement['layout']}, parameters in {placement['precision']}"
@@ -191,7 +193,7 @@ def _make_placement_table(placement: Mapping[str, Any]) -> Any:
 
 def _describe_rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
     """Return what a rank holds under a layout: (layers, other modules, bytes of its parameters, bytes in training with
-    AdamW). rank: its entry in the placement of `inspect_model`."""
+    AdamW), the first two as text. rank: the rank's entry in the placement of `inspect_model`."""
     also = [name for name in ("embedding", "head") if rank[name]]
     if "experts" in rank:
         also.append(f"experts {_format_ranges(rank['experts'])}")

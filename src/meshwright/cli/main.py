@@ -42,8 +42,8 @@ LONGEST_LINE = 2000  # characters of an error
 
 
 class _Interrupted(Exception):
-    """Error: Ctrl-C inside a command; its text is the message to print. Replaces KeyboardInterrupt, for which click
-    prints an empty line."""
+    """Error: Ctrl-C inside a command; its text is the message to print. Raised in place of KeyboardInterrupt, for which
+    click would print an empty line."""
 
 
 class Commands(Group):
@@ -61,8 +61,8 @@ class Commands(Group):
         return command
 
     def invoke(self, context: click.Context) -> Any:
-        """Run the command that the arguments name. KeyboardInterrupt becomes `_Interrupted`, since click would print an
-        empty line for it."""
+        """Run the command that the arguments name. A KeyboardInterrupt is replaced by `_Interrupted`, since click would
+        print an empty line for it."""
         try:
             return super().invoke(context)
         except KeyboardInterrupt as error:  # click would answer it with an empty line
@@ -138,8 +138,8 @@ def _refuse_undecodable(argument: str) -> None:
 
 @contextmanager
 def _print_model_warnings() -> Iterator[None]:
-    """Context in which each distinct `ModelWarning` is printed once, as one line on standard error; other warnings are
-    shown as Python does."""
+    """Context manager in which each distinct `ModelWarning` is printed once, as one line on standard error; other
+    warnings are shown as Python does."""
     printed: set[str] = set()
     with warnings.catch_warnings():
         show = warnings.showwarning

@@ -172,8 +172,8 @@ def command(
 
 
 def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explained: bool) -> list[str]:
-    """Format a plan as paragraphs of text. model: name as the user wrote it. width: columns of a line. every_tensor:
-    add the memory ledger of all tensors. explained: add the time of each operation."""
+    """Format a plan as paragraphs of text. found: the plan. model: name as the user wrote it. width: columns of a line.
+    every_tensor: add the memory of all tensors. explained: add the time of each operation."""
     from meshwright.planner.text import (
         estimate_text,
         explain_text,
@@ -263,8 +263,8 @@ def _parse_layout(text: str | None) -> Any:
 
 
 def _refuse_others(allowed: set[str], option: str) -> None:
-    """Raise `UserError` if the command line has an option that cannot be combined with the option `option`. allowed:
-    parameter names of those that can."""
+    """Raise `UserError` if the command line has an option that cannot be combined with `option`, such as "--serve".
+    allowed: parameter names of the options that can."""
     context = click.get_current_context()
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -278,8 +278,8 @@ def _run_serve(
 ) -> None:  # fmt: skip
     """Run `plan --serve`: print the memory that a server of MODEL takes, by item, and the number of sequences that fit.
 
-    names: [MODEL]. machine: (device, memory) as given. layout, memory, dtype, max_length: texts and number (tokens) of
-    these options, None if not given. as_json: print JSON.
+    names: [MODEL]. layout, dtype: texts of these options. machine: (text of --device, text of --memory). max_length:
+    maximum number of tokens of a prompt with its answer. Options that were not given are None. as_json: print JSON.
     """
     from meshwright.planner.models import model_of
     from meshwright.planner.serving_ledger import bill_text, parse_dtype
@@ -309,8 +309,11 @@ def _run_serve(
 
 
 def _find_gpus(device: str, ranks: int, memory: str | None) -> list[HostMemory]:
-    """Return the memory of each rank's GPU, an empty list if the ranks run on CPUs. memory: text of --memory; where it
-    is a size, --device cuda plans for GPUs of this size, which need not be here. Raises `UserError`."""
+    """Return the memory of each rank's GPU; an empty list if the ranks run on CPUs. Raises `UserError`.
+
+    device: "auto", "cpu" or "cuda". memory: text of --memory, a fraction or a size, or None. With "cuda" and a size,
+    GPUs of that size are assumed, which this machine need not have.
+    """
     from meshwright.launcher.device import devices_of_ranks
     from meshwright.launcher.host_memory import GPU, HostMemory
     from meshwright.serving.memory import parse_memory

@@ -29,8 +29,8 @@ def _check_device(context: click.Context, option: click.Parameter, name: str) ->
 
 
 def _check_device_without_layout(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Click callback of --device in commands whose --layout runs on CPU ranks: return the name; raise if it is unknown
-    or contradicts --layout."""
+    """Click callback of --device in commands whose --layout runs on CPU ranks: return the name; raise `BadParameter` if
+    it is unknown, or an error if it asks for a GPU together with --layout."""
     _check_device(context, option, name)
     _check_device_of_layout(context, option, name)
     return name
@@ -38,7 +38,7 @@ def _check_device_without_layout(context: click.Context, option: click.Parameter
 
 def _check_device_of_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
     """Click callback of --device and of --layout: return the option's value; raise if --device asks for a GPU although
-    --layout runs on CPU ranks."""
+    --layout, if given, runs on CPU ranks."""
     from meshwright.launcher.device import refuse_device_of_layout
 
     given = {**context.params, str(option.name): value}
@@ -78,8 +78,8 @@ class Command(click.Command):
     """Click command whose usage errors always name the command, also where click itself omits it."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Parse the command-line arguments; complete usage errors to which click gives no context (an option without a
-        value), so that they name the command."""
+        """Parse the command-line arguments. A usage error that click raises without a context (an option without a
+        value) gets this one, so that its message names the command."""
         try:
             return super().parse_args(context, arguments)
         except click.UsageError as error:
@@ -148,8 +148,8 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 
 
 def split_overrides(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split command-line arguments into (names, KEY=VALUE overrides); the names (of a recipe or model, at most `names`)
-    come first.
+    """Split command-line arguments into (names, KEY=VALUE overrides). Names, of a recipe or model, come first; at most
+    `names` of them are allowed.
 
     Raises `UserError` for more names, and for a name after an override.
     """
@@ -177,17 +177,17 @@ def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
 
 class ResultPrinter(Protocol):
     """Function that prints a command's result, called once: `document` as JSON with --json, else `text`. alone: output
-    that occupies standard output, such as a program; `text` is then printed on standard error."""
+    that must be the only one on standard output, such as a program; `text` is then printed on standard error."""
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...
 
 
 @contextmanager
 def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
-    """Context that yields the function with which a command prints its result, once (see `ResultPrinter`).
+    """Context manager that yields the function with which a command prints its result, once (see `ResultPrinter`).
 
-    With `as_json`, standard output gets that one JSON document only; other output inside the context, of child
-    processes too, goes to standard error.
+    With `as_json`, standard output carries that one JSON document only; all other output inside the context, also of
+    child processes, goes to standard error.
     """
     answered = False
 

@@ -61,9 +61,13 @@ def command(
 
 
 def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the samples of a run as documents of `generate --json`: the one in the file `given` or in the run's
-    sample.json, else `count` generated ones (None: the default). What cannot be generated is left out with a warning.
-    prompts: texts to continue instead of those from the data."""
+    """Return the text samples of a run as documents of `generate --json`: the one in the file `given`, or in the run's
+    sample.json, else `count` samples that the newest checkpoint generates now. Empty if `count` is 0 or there is no
+    checkpoint, and, with a warning, if generation fails.
+
+    count: None for the default number. prompts: texts to continue instead of those from the data. With `count` or
+    `prompts`, sample.json is ignored.
+    """
     from meshwright.errors import UserError, out_of_memory_message
     from meshwright.monitoring.run_directory import CHECKPOINTS
     from meshwright.terminal import print_message
@@ -93,9 +97,9 @@ def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tup
 
 
 def _find_document(given: Path | None, own: Path | None, command: str) -> dict[str, Any] | None:
-    """Read what `meshwright COMMAND --json` printed into the file `given`, or else into the run's `own` file, which is
-    left out with a warning if it is something else. None if there is neither, or `own` is None. `UserError` for a wrong
-    `given`."""
+    """Return the JSON document that `meshwright COMMAND --json` printed into a file: the file `given` by the user
+    (`UserError` if it holds something else), or else the file `own` in the run directory (left out with a warning
+    then). None if there is neither."""
     from meshwright.errors import UserError
     from meshwright.terminal import print_message
 

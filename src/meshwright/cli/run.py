@@ -86,9 +86,11 @@ def command(
 def _run_emulated(
     path: Path, arguments: list[str], ranks: int, options: tuple[str | None, bool, bool], as_json: bool
 ) -> None:
-    """Run a script on emulated ranks and print the report; exit with the script's code if it fails.
+    """Run a script on emulated ranks (threads of this process) and print the report; exit with the script's code if it
+    fails.
 
-    options: breakpoint, show, check, as `ScriptOptions`.
+    path, arguments: the script and its arguments. ranks: number of ranks. options: (breakpoint, show, check), the
+    fields of `ScriptOptions`. as_json: print JSON.
     """
     from meshwright.emulation.script import ScriptOptions, run_emulated_script
 

@@ -169,8 +169,8 @@ def _require_counts(schedule: str, stages: int | None, micro_batches: int | None
 
 
 def _refuse_beside_parts() -> None:
-    """Raise `UserError` if --parts is combined with --forward or another option for durations, all of which it
-    replaces."""
+    """Raise `UserError` if the command line has --parts together with --forward or another option for durations, which
+    --parts replaces."""
     context = click.get_current_context()
     for name in ("forward", "input_gradient", "weight_gradient", "overlapped"):
         if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
@@ -181,8 +181,8 @@ def _refuse_beside_parts() -> None:
 def _list_files(
     svg: Path | None, html: Path | None, trace: Path | None, program: Path | None
 ) -> list[tuple[str, Path]]:
-    """Return (kind, path) for each file that the command wrote, kind being "picture", "page", "trace" or "program":
-    those of the arguments that are not None."""
+    """Return (kind, path) of each file that the command wrote, kind being "picture", "page", "trace" or "program".
+    Arguments: paths of the files, None for those not written."""
     named = (("picture", svg), ("page", html), ("trace", trace), ("program", program))
     return [(what, path) for what, path in named if path is not None]
 

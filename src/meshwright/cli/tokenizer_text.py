@@ -11,8 +11,8 @@ _ROWS = 10
 
 
 def make_report_tables(report: Mapping[str, Any]) -> Any:
-    """Format a tokenizer report (a dict from `measure_tokenizer`) as rich tables: by source, use of the vocabulary,
-    most frequent and longest tokens."""
+    """Format a report on a tokenizer as rich tables: sizes by source, use of the vocabulary, most frequent and longest
+    tokens. report: dict from `measure_tokenizer`."""
     from rich.console import Group
     from rich.table import Table
 

@@ -85,7 +85,8 @@ def command(
 
 
 def _format_summary(found: Verification) -> str:
-    """Format a verification as text: layouts that passed, the worst errors, planted faults that were found."""
+    """Format a verification as text: number of layouts that passed, the worst errors and, with --mutate, how many of
+    the planted faults were detected."""
     worst, layouts = found.worst, found.layouts
     held = sum(entry["passed"] for entry in layouts)
     lines = [

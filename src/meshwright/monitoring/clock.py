@@ -29,7 +29,8 @@ class StepClock:
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """Record the end of the phase with the name `part`, such as "forward"; phases of the same name are summed."""
+        """Record that the phase `part`, such as "forward", ends now; it began at the previous mark. Several phases of
+        one name in a step are summed."""
         self._marks.append((part, self._take_time(), self._waited()))
         if self.listener is not None:
             self.listener(part)
@@ -45,10 +46,10 @@ class StepClock:
         return parts
 
     def working_seconds(self) -> float:
-        """Return the seconds from `start()` to the last mark without waiting in collective calls.
+        """Return the seconds from `start()` to the last mark, without those spent waiting in collective calls.
 
-        On CUDA, where the device waits and not the host: the seconds of the phases data, forward and backward, before
-        the gradients are reduced, which under ZeRO-2 and 3 include some waiting.
+        On CUDA, where the device waits and not the host, return the seconds of the phases data, forward and backward.
+        They end before the gradients are reduced, but under ZeRO-2 and 3 include some waiting.
         """
         if self.cuda:
             seconds = self.seconds()

@@ -42,8 +42,8 @@ class Prediction:
 
     memory: peak tensor memory in bytes by category ("parameters" ...), with "peak", the sum of all categories but
     "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh axis.
-    machine: the hardware profile. compiled: True if blocks run under torch.compile. notes: further console lines.
-    process: peak RSS by item, for CPUs only.
+    machine: the hardware profile (measured machine speeds). compiled: True if blocks run under torch.compile. notes:
+    further console lines. process: peak RSS by item, for CPUs only.
     """
 
     memory: Mapping[str, int] | None
@@ -104,7 +104,8 @@ class Prediction:
 
 
 class _StepTime(NamedTuple):
-    """Measured duration of one step in seconds: in all, by phase, and spent waiting in collective calls on the host."""
+    """Measured duration of one step in seconds: in total, by phase, and time that the host waited in collective
+    calls."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -112,8 +113,8 @@ class _StepTime(NamedTuple):
 
 
 class StepTimes:
-    """Durations of this process's latest `KEPT` steps after `WARM_UP` steps, from which the result document reports the
-    step of median duration."""
+    """Durations of the latest `KEPT` steps of this process, without its first `WARM_UP` steps. The result document
+    reports their median."""
 
     def __init__(self) -> None:
         self._steps: deque[_StepTime] = deque(maxlen=KEPT)
@@ -159,21 +160,21 @@ def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
 
 
 def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Return {"working": seconds, "waiting": seconds} of a step, the only split that predictions and measurements have
-    in common. seconds: of the whole step; waiting: seconds of it in which this rank waits for others."""
+    """Return {"working": seconds, "waiting": seconds} of a step, the split by which predictions and measurements are
+    compared, as their phases differ. seconds: of the whole step; waiting: those in which this rank waits for others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
 def collect_measured_memory(
     states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the measured memory of rank 0 in bytes, None for what is unknown: model states by ledger category
-    ("parameters" ...), "peak" (growth of memory from before the trainer's construction to the peak of the first steps),
-    "allocator_peak", "process_peak" (RSS), and "unexplained".
+    """Return the measured memory of rank 0 in bytes, None for what is unknown: model states by category ("parameters"
+    ...), "peak" (growth from before the trainer's construction to the peak of the first steps), "allocator_peak",
+    "process_peak" (RSS), and "unexplained" (measured minus predicted peak).
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
-    result document. "unexplained" is the measured minus the predicted peak (on CUDA of the allocator, on a CPU of the
-    process), without the part of the prediction that earlier runs' errors added to it (calibration).
+    result document. "unexplained" compares the peak of the allocator on CUDA, of the process on a CPU, and ignores what
+    calibration by earlier runs added to the prediction.
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():

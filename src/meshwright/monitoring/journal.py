@@ -72,9 +72,9 @@ class Journal:
     ) -> None:
         """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
-        run: description of model and data; layout: such as "dp2 zero1 bf16"; done: steps that the checkpoint named
-        `resumed_from` has done (None: a fresh run). threads: compute threads of a rank, None off the CPU. predict:
-        called on rank 0, after everything that a process holds between steps is allocated. `UserError` where the run
+        run: description of model and data; layout: such as "dp2 zero1 bf16"; done: number of steps done in the
+        checkpoint named `resumed_from` (None: a fresh run). threads: compute threads of a rank, None off the CPU.
+        predict: called on rank 0 once all memory that persists between steps is allocated. `UserError` where the run
         directory cannot be written.
         """
         self.run, recipe = run, self.recipe
@@ -109,8 +109,8 @@ class Journal:
         self.memory.begin()
 
     def log_already_done(self, checkpoint: str, done: int) -> None:
-        """Log that the checkpoint named `checkpoint`, after `done` steps, already has as many steps as the recipe asks
-        for."""
+        """Log that the run has no step left: the checkpoint named `checkpoint`, after `done` steps, has all that the
+        recipe asks for."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; raise train.steps to train on")
@@ -180,8 +180,8 @@ class Journal:
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
     def _keep_figures(self, line: dict[str, Any], record: StepRecord) -> None:
-        """Store a step's metrics for the result document, except the loss and metrics of a skipped step and the
-        throughput of a profiled one. line: the step's line of `metrics.jsonl`."""
+        """Append a step's values to the figures from which the result document is made. Left out are the loss and
+        metrics of a skipped step, and the throughput of a profiled one. line: the step's line of `metrics.jsonl`."""
         left_out = {
             *(() if record.finite else ("loss", *record.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
@@ -191,8 +191,8 @@ class Journal:
                 values.append(line[key])
 
     def record_save_start(self, step: int, stall_seconds: float) -> None:
-        """Write the event that the checkpoint save of step `step` has begun; to start it stalled training for
-        `stall_seconds`."""
+        """Write the event that the checkpoint save of step `step` has begun. stall_seconds: time for which training was
+        blocked to start the save."""
         self._write({"event": "save", "step": step, "stall_seconds": stall_seconds})
 
     def record_save_failure(self, step: int, reason: str) -> None:
@@ -221,8 +221,8 @@ class Journal:
         ]
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
-        """Log the slow rank, if any, at the end of each window of steps. done: number of steps done; rank_seconds:
-        seconds of each rank's own work in this step."""
+        """Log the rank, if any, whose own work was slower than the others', at the end of each window of steps. done:
+        number of steps done; rank_seconds: seconds of each rank's own work in this step."""
         slow = self._watch.add(rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -298,8 +298,8 @@ class Journal:
         )
 
     def _outcome(self, end: RunEnd) -> dict[str, Any]:
-        """Return the outcome of the run under the keys of the result document: step, skipped steps, last loss and
-        metrics, median throughput, MFU."""
+        """Return the part of the result document on the run's outcome: step, skipped steps, last loss and metrics,
+        median throughput, MFU. end: final step and number of skipped steps."""
         figures = self._figures if self._figures[self.rate_name] else self._earlier_figures()
         rates = figures[self.rate_name]
         rate = statistics.median(rates) if rates else None
@@ -329,8 +329,8 @@ class Journal:
                 self.log(str(error))
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
-        """Return, on rank 0, the result document in the run directory if it is from a run of exactly `step` steps, with
-        the checkpoint paths replaced by those that `checkpointer` knows now; else None."""
+        """Return, on rank 0, the stored result document if it is from a run of exactly `step` steps, with its
+        checkpoint paths replaced by those that `checkpointer` finds now. Return None otherwise, and on other ranks."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None
@@ -349,7 +349,7 @@ class Journal:
 
 
 def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
-    """Return the recipe with `run.threads` set to the number of threads that was chosen (None: unchanged)."""
+    """Return the recipe with `run.threads` replaced by `threads`, the number that was chosen; unchanged for None."""
     run = recipe.run.model_copy(update={"threads": threads or recipe.run.threads})
     return recipe.model_copy(update={"run": run})
 

@@ -16,7 +16,8 @@ KERNELS_KEPT = 1024
 
 
 def keep_freed_memory() -> None:
-    """Configure glibc to keep freed memory instead of returning it to the kernel after every step; no effect elsewhere.
+    """Configure glibc to keep freed memory instead of returning it to the kernel after every step. Does nothing without
+    glibc.
 
     Each returned page costs the next step a page fault: some 3 % of the step time at 30 M parameters.
     """
@@ -29,15 +30,16 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that glibc keeps to the kernel now, as after start-up; no effect elsewhere."""
+    """Make glibc return its freed memory to the kernel now (malloc_trim), as in a process that has just started. Does
+    nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 def kernel_cache_capacity() -> int:
-    """Return the number of compiled kernels that oneDNN caches in this process: one for each shape of a 16-bit matrix
-    product."""
+    """Return the maximum number of compiled kernels in oneDNN's cache of this process, which needs one for each shape
+    of a 16-bit matrix product."""
     value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
     return int(value) if value.isdecimal() else KERNELS_KEPT
 

@@ -116,7 +116,8 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """True if no window of steps is in progress: the step added last completed one."""
+        """True if no window of steps is in progress: the last step that was added completed one, or none was added
+        yet."""
         return not self._steps
 
 

@@ -51,8 +51,9 @@ class ProfiledTrainer(Protocol):
 
 
 class Profile:
-    """Recorder of the training steps that `train.profile` names; writes their traces into the run directory. Every rank
-    calls `before_step` and `after_step` around every training step. say: called with each log line."""
+    """Profiler of a range of training steps, given by `train.profile` such as "10:12"; writes Chrome traces into the
+    run directory. Every rank calls `before_step` and `after_step` around every training step. say: called with each log
+    line."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, say: Callable[[str], None]) -> None:
         first, _, last = (recipe.train.profile or "0:-1").partition(":")
@@ -84,8 +85,8 @@ class Profile:
         return True
 
     def _write(self, taken: _ProfileRecording, program: PipelineProgram, last: int) -> None:
-        """Write each rank's trace, then on rank 0 the merged trace of all ranks; log a failure. taken: the recording;
-        program: the pipeline schedule; last: number of the last step."""
+        """Write each rank's trace, then on rank 0 the merged trace of all ranks, and log the path or the failure.
+        taken: the recording; program: the pipeline schedule; last: number of the last recorded step. Collective."""
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
         name = f"steps-{last - taken.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
@@ -182,8 +183,8 @@ class _ProfileRecording:
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:
-        """Add the span of the step phase that just ended, and begin the next. part: name of the phase, from
-        `StepClock`; "" at the start of a step."""
+        """Listener of `StepClock`: add the span of the step phase that just ended, and begin the next. part: name of
+        the ended phase, "" at the start of a step."""
         now = time.time_ns()
         self._annotations.close()
         if part in _PARTS:
@@ -214,8 +215,8 @@ class _NamedCompute:
         self.buffer = compute.buffer
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run a compute step of `kind` for `key` (stage, replica, micro-batch) and record its span. x, result:
-        activation or gradient from and to other stages, as in `Compute.run`."""
+        """Run one pass (`kind`: forward, backward ...) of the wrapped `Compute` inside the context. key: (stage,
+        replica, micro-batch). x, result: activation or gradient from and to other stages, as in `Compute.run`."""
         with self._around(kind, *key):
             return self._compute.run(kind, key, x)
 
@@ -224,8 +225,8 @@ class _NamedCompute:
 
 
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
-    """Return (start of the profile on rank 0's clock, lead of this rank's clock over rank 0's), both in nanoseconds,
-    from several barriers. Collective."""
+    """Return (start of the profile on rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock
+    is ahead of rank 0's), measured at several barriers. Collective."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # nobody leaves before all have come: they leave at nearly the same moment

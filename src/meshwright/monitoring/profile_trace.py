@@ -47,7 +47,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class RankSteps:
     """Recorded spans and collective calls of one rank. zero: start of the trace on the rank's clock, in nanoseconds
-    since 1970."""
+    since 1970. spans: intervals such as steps and passes. calls: collective calls with their times."""
 
     rank: int
     zero: int
@@ -55,7 +55,7 @@ class RankSteps:
     calls: Sequence[WatchedCall]
 
     def table(self) -> dict[str, Any]:
-        """Return this record as a JSON-compatible dict, which `from_table` reads."""
+        """Return the record as a dict that JSON can store and `from_table` reads."""
         return {
             "rank": self.rank,
             "zero": self.zero,
@@ -71,10 +71,10 @@ class RankSteps:
 
 
 def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int], rank: int) -> int:
-    """Return the nanoseconds by which the clock of `rank` is ahead of rank 0's: the median difference over the
-    barriers; 0 if both share a clock.
+    """Return the nanoseconds by which the clock of `rank` is ahead of rank 0's: the median difference over several
+    barriers; 0 if both ranks share a clock.
 
-    times: [barrier][rank], nanoseconds at which each rank left the barrier. machines: a number per rank, equal for
+    times: [barrier][rank], nanoseconds at which each rank left the barrier. machines: one number per rank, equal for
     ranks that share a clock.
     """
     if machines[rank] == machines[0]:
@@ -83,8 +83,8 @@ def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int]
 
 
 def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
-    """Build the Chrome trace of one rank; return (trace document, its events on the device alone, for the merged trace
-    of all ranks).
+    """Build the Chrome trace of one rank. Returns (trace document, the events of its GPU alone, which the merged trace
+    of all ranks includes).
 
     steps: spans and collective calls recorded on this rank. operators: the Chrome trace of torch's profiler on it.
     """
@@ -116,11 +116,11 @@ def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[di
 def merge_rank_traces(
     parts: Sequence[Mapping[str, Any]], program: PipelineProgram, places: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Build the Chrome trace document of all ranks, in which each rank is a process. parts: for each rank the dict of
-    `RankSteps.table` with its device events under "kernels".
+    """Build the Chrome trace document of all ranks, in which each rank is a process.
 
-    If `program` (pipeline schedule) has several ranks, its simulation with the median durations recorded here is added,
-    beginning at the first forward of the last step. places: global rank -> pipeline rank.
+    parts: for each rank the dict of `RankSteps.table`, with the events of its GPU under "kernels". program: the
+    pipeline schedule. If it has several ranks, the trace also shows its simulation with the median durations recorded
+    here, from the first forward of the last step on. places: global rank -> pipeline rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
@@ -166,8 +166,8 @@ def build_rank_events(steps: RankSteps) -> Events:
 
 
 def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, places: Mapping[int, int]) -> Events:
-    """Return the trace events of the pipeline schedule `program`, simulated with the median durations recorded by
-    `ranks`; empty if the durations do not fit it. places: global rank -> pipeline rank."""
+    """Return the trace events of a simulation of the pipeline schedule `program`, with the median durations that
+    `ranks` recorded; empty if it cannot be simulated with them. places: global rank -> pipeline rank."""
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     starts: list[float] = []
     for rank in ranks:
@@ -209,7 +209,7 @@ class _ThreadNumbers:
         return self._numbers.setdefault(name, self._first + len(self._numbers))
 
     def events(self) -> Events:
-        """Return the trace events that tell the viewer the threads' names."""
+        """Return the trace events that name the threads in the trace viewer."""
         return [
             event for name, number in self._numbers.items() for event in make_thread_events(self._rank, number, name)
         ]

@@ -17,8 +17,8 @@ RECENT = 50  # steps whose mean duration gives the remaining time
 
 
 class Progress:
-    """Progress display of a run on stderr. steps: number of steps of the whole run; show: False (on ranks other than 0)
-    shows nothing; stream: output, None: stderr."""
+    """Progress display of a run on stderr. steps: number of steps of the whole run; show: False shows nothing, for
+    ranks other than 0; stream: where to print, None for stderr."""
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
         self._stream = stream or sys.stderr
@@ -63,7 +63,8 @@ class Progress:
             self._bar.start()
 
     def line(self, text: str) -> None:
-        """Print one plain line, above the bar; on a terminal that is too narrow for it, broken between its items."""
+        """Print one plain line, above the bar if there is one. On a terminal, a line that is too long is broken at the
+        semicolons between its items."""
         if not self._show:
             return
         if self._stream.isatty():
@@ -99,7 +100,7 @@ class Progress:
         return shutil.get_terminal_size((columns, 24)).columns  # the variable COLUMNS counts first
 
     def _position(self) -> str:
-        """Return text for the steps done and in all: `step 58/60`."""
+        """Return text for the number of steps done and of all steps: `step 58/60`."""
         return f"step {self._done}/{self._steps}"
 
     def _all_figures(self) -> list[str]:
@@ -119,8 +120,7 @@ class Progress:
 
 
 def fit(parts: Sequence[str], width: int) -> str:
-    """Return the texts joined by two spaces: of those, in order, that together are at most `width` characters long the
-    most, and never less than the first."""
+    """Join texts by two spaces, in order, as many as fit into `width` characters; the first is always included."""
     line = "".join(parts[:1])
     for part in parts[1:]:
         if len(line) + 2 + len(part) > width:

@@ -11,15 +11,15 @@ from meshwright.toml import format_toml_value, parse_toml
 
 
 def differing_from_defaults(recipe: str) -> dict[str, str] | None:
-    """Return {dotted key: value as TOML} of the keys of a recipe (TOML text) whose values are not the defaults; None if
-    the text is not TOML."""
+    """Return those keys of a recipe (TOML text) whose values are not the defaults, as {dotted key: value as TOML}; None
+    if the text is not TOML."""
     flat = _flatten_recipe(recipe)
     return None if flat is None else {key: value for key, value in flat.items() if value != _defaults().get(key)}
 
 
 def differing_between(recipes: Sequence[str]) -> dict[str, list[str]]:
-    """Return {dotted key: its value in each recipe, as TOML} of the keys whose values differ, "–" where a recipe lacks
-    one; without the name and directory of the run. recipes: TOML texts."""
+    """Return the keys whose values differ between recipes (TOML texts), as {dotted key: its value in each recipe, as
+    TOML, or "–" where it is not set}. Name and directory of the run are left out."""
     flats = [_flatten_recipe(recipe) or {} for recipe in recipes]
     keys = dict.fromkeys(key for flat in flats for key in flat if key not in ("run.name", "run.directory"))
     values = {key: [flat.get(key, "–") for flat in flats] for key in keys}

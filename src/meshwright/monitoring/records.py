@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class Metrics(NamedTuple):
-    """Mean metrics of a step that are reported beside its loss, such as accuracy. values: key of metrics.jsonl ->
-    value; text: the same as text for the console."""
+    """Mean metrics of a step, such as accuracy, that are reported beside its loss. values: key of metrics.jsonl ->
+    value; text: the same values formatted for the console."""
 
     values: Mapping[str, float] = {}
     text: str = ""
@@ -80,9 +80,9 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Figures of a run after its last step on this rank. step: number of steps done, of which `skipped_steps` were
-    skipped. layout: such as "dp2 zero1". state_bytes, predicted_state_bytes: measured and predicted bytes of model
-    states by kind. predicted_sent_bytes: bytes sent in a step by call site."""
+    """Final figures of a run on this rank. step: number of steps done, of which `skipped_steps` were skipped. layout:
+    such as "dp2 zero1". state_bytes, predicted_state_bytes: measured and predicted bytes of model states by kind.
+    predicted_sent_bytes: predicted bytes sent in a step, by call site (label of a collective call in the code)."""
 
     step: int
     skipped_steps: int

@@ -36,8 +36,9 @@ def write_report(
 
 
 class RunFiles(NamedTuple):
-    """Content of a run directory. name: of the run; lines: step lines of metrics.jsonl; result: the result document,
-    empty before the end; recipe: TOML text, empty without one."""
+    """Content of a run directory. name: of the run; lines: those of metrics.jsonl that describe steps, as dicts;
+    result: the result document (JSON dict of figures), empty if the run has not ended; recipe: TOML text, empty without
+    one."""
 
     name: str
     lines: list[dict[str, Any]]
@@ -61,7 +62,7 @@ def read_run(run_directory: Path) -> RunFiles:
 
 
 def write_page(path: Path, format_page: Callable[[], str]) -> None:
-    """Write the HTML text that `format_page` returns. `UserError` if the file cannot be written."""
+    """Write the HTML text that `format_page` returns to the file `path`. `UserError` if it cannot be written."""
     try:
         path.write_text(format_page(), encoding="utf-8")
     except OSError as error:
@@ -112,8 +113,8 @@ def _summary_table(lines: list[dict[str, Any]], result: dict[str, Any]) -> Marku
 
 
 def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows (name, text) of a run's main figures. lines: step lines of metrics.jsonl; result: the result
-    document."""
+    """Return a run's main figures (last loss, throughput, peak memory ...) as rows (name, text). lines: step lines of
+    metrics.jsonl; result: the result document (JSON dict of figures)."""
     work = work_unit(lines)
     rates = sorted(line[f"{work}_per_second"] for line in lines)
     parts: dict[str, float] = {}
@@ -143,8 +144,8 @@ def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple
 
 
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return table rows (name, predicted, measured), all text, for step time, memory and traffic; empty if the result
-    document has no prediction."""
+    """Return table rows (name, predicted, measured), all text, for step time, memory and traffic; empty if there are no
+    figures. result: the result document, with entries `predicted` and `measured`."""
     predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
     said = [
         ("seconds of a step", *map(_format_step_seconds, (predicted, measured))),
@@ -188,7 +189,8 @@ def _format_size(size: float | None) -> str:
 
 
 def _share_of_peak(result: dict[str, Any]) -> str:
-    """Return text for the MFU in % and for the peak FLOP/s to which it refers. result: the result document."""
+    """Return text for the MFU in % and the device's peak FLOP/s, of which it is a share. result: the result
+    document."""
     return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process"
 
 

@@ -25,7 +25,8 @@ def work_unit(lines: Lines) -> str:
 
 
 def draw_run(lines: Lines) -> Iterator[Markup]:
-    """Yield headings and charts of one run."""
+    """Yield the headings and charts of one run: loss, throughput, learning rate, gradient norm, memory, time by phase.
+    lines: step lines of metrics.jsonl."""
     work, training = work_unit(lines), select(lines, "loss")
     losses = [Series("training", training, "pale"), Series("training, smoothed", smooth(training), "blue", dots=True)]
     if validation := select(lines, "validation_loss"):
@@ -77,8 +78,9 @@ def _loss_unit(work: str) -> str:
 
 
 def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str, float]]:
-    """Return (title, key of metrics.jsonl, unit, factor to that unit) of the charts with one curve for each run. runs:
-    step lines of metrics.jsonl of each run; work: unit of throughput, "tokens" or "samples"."""
+    """Return (title, key of metrics.jsonl, unit, factor that converts the value to that unit) of each chart that has
+    one curve per run. runs: step lines of metrics.jsonl of each run; work: unit of throughput, "tokens" or
+    "samples"."""
     largest = max((line["memory_gib"] for lines in runs for line in lines), default=0.0)
     memory = ("GiB", 1.0) if largest >= 1.0 else ("MiB", 1024.0)
     return [
@@ -107,9 +109,8 @@ def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> list[t
 
 def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False, legend: bool = False) -> Markup:
     """Return a line chart over the training steps as SVG markup, with values on hover. series: curves, each with its
-    name and (step, value) points; unit: of the values, for the axis title; from_zero: the y axis begins at 0, or
-    at the lowest value below; legend:
-    names a single curve, too."""
+    name and (step, value) points. unit: unit of the values, for the axis title. from_zero: begin the y axis at 0, or at
+    the lowest value if that is negative. legend: name the curve even if there is only one."""
     points = [point for one in series for point in one.points]
     if not points:
         return paragraph("No finite values.")

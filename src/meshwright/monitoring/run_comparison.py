@@ -16,8 +16,8 @@ from meshwright.monitoring.report_charts import COLOURS, draw_runs, work_unit
 def write_run_comparison(directories: Sequence[Path]) -> Path:
     """Write `comparison.html` into the first of several run directories and return its path.
 
-    `UserError` if nothing has been trained in one of them, there are more than the charts have colours for, or they
-    count different units of throughput.
+    `UserError` if one of them has no training step, if there are more runs than chart colours, or if some count
+    throughput in tokens and others in samples.
     """
     unlike = {directory.resolve(): directory for directory in directories}
     if not 2 <= len(unlike) <= len(COLOURS):

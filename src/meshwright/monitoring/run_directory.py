@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints"
 
 
 class RunDirectory:
-    """Directory of one run: its lock and the paths of its files. Files that it does not know are left alone.
+    """Directory of one run: its lock and the paths of its files.
 
     Every process of a run makes one object; only one of them locks it (the launcher, or rank 0 where torchrun,
     Kubernetes or SLURM started the ranks).

@@ -48,7 +48,8 @@ class StepMemory:
             self._before += after - before
 
     def begin(self) -> None:
-        """Reset the peak memory counter; called just before the first step."""
+        """Start measuring the growth in the first steps: reset the peak memory counter. Called just before the first
+        step."""
         self._earlier = peak_memory_bytes(self.device)
         self._earlier_resident = peak_resident_bytes() or 0
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0

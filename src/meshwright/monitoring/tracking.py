@@ -76,7 +76,7 @@ class Tracking:
 
     def finish(self, status: str) -> None:
         """Report the run's end to the trackers, wait a limited time until they have received all lines, and log the
-        number of lines that they did not get.
+        number of lines that were lost.
 
         status: "finished", "stopped" (it may be resumed) or "failed".
         """
@@ -93,8 +93,8 @@ class _TrackerThread:
     """Queue and thread that send lines (step, values by name) to one tracker.
 
     name: of the tracker in `track.to`; tracker: its instance; run: facts about the run; recipe: dotted key -> value;
-    missing: lines of metrics.jsonl that were not sent before, never dropped; keep: function that writes the trackers'
-    strings to the run directory; say: prints a line.
+    missing: lines of metrics.jsonl that an earlier start did not send, which are sent first and never dropped; keep:
+    function that writes all trackers' stored strings to the run directory; say: prints a line.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class _TrackerThread:
         self._trouble = reason
 
     def _save_progress(self, step: int, now: bool = False) -> None:
-        """Write `step`, up to which the tracker has received all lines, to the run directory; unless `now`, at most
-        once in `KEEP_SECONDS`."""
+        """Store `step` in the run directory: the tracker has received all lines up to it, so a resumed run sends only
+        later ones. Unless `now`, this writes at most once in `KEEP_SECONDS`."""
         self.run.kept["sent"] = str(max(step, 0))
         if now or time.monotonic() - self._kept_at > KEEP_SECONDS:
             self._kept_at = time.monotonic()

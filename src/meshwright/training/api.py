@@ -27,7 +27,7 @@ class Result:
         tokens_per_second: Median throughput of the logged steps, all ranks together; None if no step was logged.
         mfu: Model FLOP utilisation, 0 to 1, of all devices' dense peak; None if no step was logged.
         predicted: Predictions made before the run: step time in seconds, memory and traffic in bytes.
-        measured: Measurements of the same quantities, and the parts of a step.
+        measured: Measurements of the same quantities, mostly under the same keys as in `predicted`.
         checkpoint: Newest complete checkpoint.
         best_checkpoint: Checkpoint with the lowest validation loss.
         run_directory: Directory of metrics, result and checkpoints.
@@ -59,7 +59,7 @@ class Result:
         )  # fmt: skip
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright train --json`: the content of `document`."""
+        """Return `document` as a JSON dict: what `meshwright train --json` prints."""
         return to_json_dict(self.document)
 
 
@@ -126,12 +126,12 @@ def train(
 
 
 def reports_result() -> bool:
-    """Return True if this process prints the result of `train`: rank 0 where torchrun, Kubernetes or SLURM started the
-    ranks, else the process that starts them."""
+    """Return True in the one process that prints the result of `train`: rank 0 if torchrun, Kubernetes or SLURM started
+    the ranks, else the process that starts them itself."""
     if not is_started_by_others():
         return True
     return read_place("file:///").rank == 0  # the rank is the same wherever ranks meet
 
 
 def _discard(line: str) -> None:
-    """Ignore a log line, on the ranks other than 0."""
+    """Discard a log line: the log function of all ranks but 0, so that rank 0 alone prints."""

@@ -18,13 +18,13 @@ from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_prof
 
 
 def search_fastest_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
-    """Return the notation, such as "dp2 zero1", of the fastest layout that the planner predicts to fit into memory, for
-    a recipe with `layout = "auto"`.
+    """Return the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe with
+    `layout = "auto"`, as text such as "dp2 zero1" without a precision, which the run chooses itself.
 
     ranks: number of ranks that another launcher has started; None: one per GPU of this machine, or as many CPU
     processes as the hardware profile (measured machine speeds) was made with. say: called with each log line. probe:
-    first measure a CPU machine that has no profile, with two processes unless `ranks` is given. The notation has no
-    precision, which the run resolves. `UserError` if there is no hardware profile or no layout fits.
+    first measure a CPU machine that has no profile, with two processes unless `ranks` is given. `UserError` if there is
+    no hardware profile or no layout fits.
     """
     where = _find_devices(recipe, ranks, say if probe else None)
     config, assumed = config_of(recipe)
@@ -49,9 +49,12 @@ def search_fastest_layout(recipe: Recipe, ranks: int | None, say: Callable[[str]
 
 def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
     """Return the description (number, speeds, links) of the devices that the recipe would train on: this machine's
-    GPUs, else its CPU processes from the hardware profile. ranks: their number; None: all GPUs, or as many processes as
-    the profile was measured with. say: called with each log line while a missing CPU profile is measured; None: do not
-    measure; `UserError` is raised if there is no profile."""
+    GPUs, else its CPU processes as measured in the hardware profile.
+
+    ranks: number of devices; None: all GPUs, or as many processes as the profile was measured with. say: called with
+    each log line while a missing CPU profile is measured; None: measure nothing and raise `UserError` without a
+    profile.
+    """
     import torch
 
     if recipe.run.device != "cpu" and torch.cuda.is_available():

@@ -45,8 +45,8 @@ them."""
 
 
 def candidate_precisions() -> tuple[str, ...]:
-    """Return the precisions among which training on this CPU chooses if the layout names none, ("bf16", "fp32") or
-    ("fp32",); a hardware profile measures all of them."""
+    """Return the precisions from which a run on this CPU chooses the fastest if its layout names none: ("bf16", "fp32")
+    on a CPU with bf16 instructions, else ("fp32",). A hardware profile measures all of them."""
     return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
 
 
@@ -62,9 +62,10 @@ def slow_precision_warning(layout: Layout, device: str) -> str | None:
 
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
-    """Return the measured speeds of this machine's CPU with `ranks` processes of `threads` threads each: those that
-    `meshwright probe` stored if it measured at least as many processes, else those that the first start of a run
-    stored; None without either. `UserError` if the file of `meshwright probe` is damaged."""
+    """Return the stored hardware profile (measured speeds) of this machine's CPU for `ranks` processes of `threads`
+    threads each, or None. A profile that `meshwright probe` wrote is preferred if it covers at least as many processes;
+    else it is the one that the first start of such a run stored. `UserError` if the file of `meshwright probe` is
+    damaged."""
     if (probed := _probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
@@ -73,8 +74,8 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
 
 
 def measurement_advice(device: str) -> str:
-    """Return the end of an error message that tells the user how to start a recipe with this `run.device` ("auto",
-    "cpu" or "cuda") so that the machine is measured first."""
+    """Return the end of an error message that tells the user how to get a missing hardware profile measured, such as
+    "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
     if not on_processors(device):  # a GPU's device file, and a torch that does not use it
@@ -143,8 +144,8 @@ def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the axes out of ("tp", "cp") over which this layout communicates in every layer while compute waits;
-    expert parallelism counts as "tp"."""
+    """Return those of the mesh axes "tp" and "cp" over which this layout communicates in every layer while compute
+    waits. Expert parallelism counts as "tp"."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
     return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
@@ -153,11 +154,11 @@ def _measure_and_store(
     key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
     log: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Measure and store a hardware profile and the process memory, and log both.
+    """Measure and store a hardware profile (machine speeds) and process memory; log the start and the duration.
 
-    key: ranks and threads of the profile; None: measure none. precisions: those that the profile must cover, such as
-    "fp32" and "bf16". axes: those of "tp" and "cp" that it must cover. processes: conditions under which process memory
-    is measured. log: called with each line for the user.
+    key: ranks and threads of the profile; None: measure no profile. precisions, axes: precisions ("fp32", "bf16") and
+    mesh axes ("tp", "cp") that the profile must cover. processes: conditions (precision, threads, compiled) under which
+    process memory is measured. log: called with each line for the user.
     """
     what, paths = [], [str(each.path) for each in processes]
     if key is not None:
@@ -179,9 +180,12 @@ def _measure_and_store(
 def _measure_profile(
     key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
 ) -> None:
-    """Measure and store the hardware profile for the ranks and threads of `key`. It covers these precisions ("fp32",
-    "bf16") and axes ("tp", "cp"), and those of an earlier profile with the same key. log: called with each line for the
-    user. `UserError` if the measurement failed on a rank."""
+    """Measure a hardware profile (machine speeds) for the ranks and threads of `key` and store it, unless the stored
+    one covers as much and was disturbed less by other programs.
+
+    precisions ("fp32", "bf16"), axes ("tp", "cp"): what the profile must cover; those of an earlier profile with the
+    same key are added. log: called with each line for the user. `UserError` if the measurement failed on a rank.
+    """
     from meshwright.probe.ranks import probe
 
     earlier = read_profile(key)
@@ -216,9 +220,9 @@ def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
 def _has_profile(
     key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
 ) -> bool:
-    """Return True if an undamaged hardware profile is stored for the ranks and threads of `key` that covers these
-    precisions ("fp32", "bf16" ...) and axes ("tp", "cp"), unless it was measured on a busy machine that is idle now.
-    log: called with one line if the machine is still busy."""
+    """Return True if a usable hardware profile is stored for the ranks and threads of `key`: undamaged, and measured in
+    these precisions ("fp32", "bf16" ...) and over these axes ("tp", "cp"). One measured while other programs were busy
+    is usable only as long as the machine is still busy; `log` then receives one line about it."""
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False
@@ -232,8 +236,8 @@ def _has_profile(
 
 
 def _disturbance(profile: HardwareProfile, path: Path) -> float:
-    """Return the share of a hardware profile's measurement for which other programs had the core of a rank, 0 if
-    hardly, 1 if the profile is damaged. path: its file."""
+    """Return the fraction (0 to 1) of a hardware profile's measuring time in which other programs occupied the core of
+    a rank: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file."""
     try:
         measured = _parse_cluster(profile, path).measured
     except MeshwrightError:

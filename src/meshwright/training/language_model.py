@@ -140,8 +140,9 @@ class LanguageModelTask:
         )
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load the inputs that the objective needs before the first step: reference log-probabilities of
-        preference training, else none."""
+        """Compute or load the objective's inputs before the first step: the reference log-probabilities of preference
+        training; nothing for next-token training. start: run directory, resumed state and log (`RunStart`).
+        Collective."""
         self.objective.prepare(self, start)
 
     def validate(self) -> Validation:

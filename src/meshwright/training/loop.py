@@ -84,8 +84,8 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the members that the runs of language models and of user modules have in common: journal, agreement
-        between ranks, recorder of SIGTERM and interrupts, profiler."""
+        """Create the members that runs of language models and of user modules have in common: journal (console and
+        metrics file), agreement between ranks, recorder of SIGTERM and interrupts, profiler."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -204,8 +204,8 @@ class Run:
         return result or {}
 
     def _prepare_first_step(self) -> None:
-        """Prepare the task's inputs and report the run's start, before the first step; every rank raises the first
-        rank's `UserError`. Collective."""
+        """Prepare the task's inputs and report the run's start, before the first step. If that fails on a rank, every
+        rank raises its `UserError`. Collective."""
         if self.recipe.checkpoint.background:
             with self.journal.memory.exclude_allocations():
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
@@ -282,8 +282,8 @@ class Run:
     # --- saving and stopping
 
     def _check_skipped_steps(self, verdict: StepOutcome) -> None:
-        """Raise `CheckFailed` on all ranks when more than `train.maximum_skipped` steps in a row were not finite.
-        verdict: outcome of the last step."""
+        """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
+        loss or gradient norm was not finite. verdict: outcome of the last step."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier step's save may still be under way
@@ -311,8 +311,8 @@ class Run:
         """Wait until no rank is saving a checkpoint; return None, or the reason if the save failed on any rank.
         Collective.
 
-        Polls all ranks in small all-reduces: a rank whose disk is full cannot signal through the file system, on which
-        the others would wait for its shard.
+        Ranks exchange their states by small all-reduces and not by files: a rank whose disk is full cannot write a
+        failure marker, and the other ranks would wait for its shard.
         """
         while True:
             busy = self.checkpointer.busy  # asked first: what has ended has said whether it failed

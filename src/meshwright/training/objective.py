@@ -25,7 +25,8 @@ from meshwright.training.task import RunStart
 
 
 class Policy(Protocol):
-    """Model being trained, as an objective uses it before the first step to score responses (the policy of DPO)."""
+    """Model being trained, as an objective uses it before the first step to compute log-probabilities of responses (the
+    policy of DPO)."""
 
     mesh: Mesh
     parallel: ZeroEngine
@@ -67,8 +68,8 @@ class Objective(Protocol):
         least 1. Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return this rank's share of the number of loss terms (target tokens or pairs) in its micro-batches: divided
-        by the number of ranks that hold the same terms, so that the shares of all ranks add up to the count."""
+        """Return this rank's share of the number of loss terms (target tokens or pairs) in its micro-batches: their
+        number divided by the number of ranks that hold the same ones. The shares of all ranks add up to the count."""
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         """Return this rank's share of `sums` [1 + metrics], its loss and metric sums over its micro-batches: divided by
@@ -79,8 +80,8 @@ class Objective(Protocol):
         pairs)."""
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Compute or load, before the first step, the inputs of the loss that no batch has (reference
-        log-probabilities). policy: the model; start: the run's start. Collective."""
+        """Compute or load, before the first step, those inputs of the loss that are not in the batches: reference
+        log-probabilities. policy: the model being trained; start: run directory, resumed state and log. Collective."""
 
     def state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's `state.json` that identify the objective's inputs."""
@@ -118,7 +119,7 @@ class NextToken:
         return Metrics()
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Do nothing before the first step: the loss needs only tokens and targets."""
+        """Do nothing before the first step: the loss needs only tokens and targets. Both arguments are ignored."""
 
     def state(self) -> dict[str, Any]:
         """Return an empty dict: no inputs beside the data need an entry in `state.json`."""

@@ -22,9 +22,9 @@ STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
 class Shard(Protocol):
-    """Slice of a flat buffer on one rank, such as `parallel.zero.FsdpUnit` has. master, gradient: 1-D, of equal length
-    and dtype; weight decay applies to their first `decay_numel` elements. balancing: index ranges (start, stop) of
-    router biases."""
+    """Slice of a flat buffer on one rank, such as a `parallel.zero.FsdpUnit`. master, gradient: master weights and
+    their gradient, 1-D, of equal length and dtype. decay_numel: number of leading elements that have weight decay.
+    balancing: index ranges (start, stop) of router biases, which balance the load of experts."""
 
     master: torch.Tensor
     gradient: torch.Tensor
@@ -33,10 +33,9 @@ class Shard(Protocol):
 
 
 class _ShardSlice(NamedTuple):
-    """Slice of a flat shard whose elements have the same weight decay. weight_decay: coefficient of decay. master,
-    gradient, state: views of its master weights, gradient and optimizer state (kind -> tensor). updates: scalar tensor,
-    number of updates done, by which torch corrects the bias of AdamW.
-    """
+    """Slice of a flat shard whose elements have the same weight decay. weight_decay: coefficient. master, gradient:
+    views of the shard's master weights and gradient. state: optimizer state (kind -> view). updates: scalar tensor,
+    number of updates done, for AdamW's bias correction."""
 
     weight_decay: float
     master: torch.Tensor
@@ -74,8 +73,11 @@ class Optimizer:
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
         """Update the master weights of all shards in place from their gradients, which are first multiplied by
-        `gradient_scale` (norm clipping and loss scale). Router biases of experts move against the excess load of their
-        expert by a fixed rate instead."""
+        `gradient_scale` (norm clipping and loss scale).
+
+        Router biases of experts have no gradient: theirs holds the load of each expert above the mean, and a bias moves
+        against its sign by the fixed `router_bias_rate` (arXiv:2408.15664).
+        """
         self.step_count += 1
         for shard in self.shards:
             for low, high in shard.balancing:  # by the sign of the load above the mean (arXiv:2408.15664, algorithm 1)
@@ -89,8 +91,8 @@ class Optimizer:
             self._update([part for part in self._parts if part.weight_decay == decay], learning_rate, decay)
 
     def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float) -> None:
-        """Apply one fused call to all slices `parts`, in place, with weight decay `decay`, which SGD adds to the
-        gradient as torch does."""
+        """Update all slices `parts` in place by one fused torch call. decay: weight decay of these slices, decoupled in
+        AdamW, added to the gradient in SGD."""
         masters, gradients = [part.master for part in parts], [part.gradient for part in parts]
         state = [[part.state[kind] for part in parts] for kind in self._state]
         common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}
@@ -109,7 +111,8 @@ class Optimizer:
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:
-        """Set the number of updates done, by which AdamW corrects its bias, after `state_tensors` were filled."""
+        """Set the number of updates done, which AdamW's bias correction needs. Called after a checkpoint's values were
+        loaded into the tensors of `state_tensors`."""
         self.step_count = step_count
         for part in self._parts:
             part.updates.fill_(float(step_count))

@@ -20,8 +20,8 @@ PARAMETER_DTYPES = {
 
 class Arithmetic(NamedTuple):
     """Dtypes of a run. parameter_dtype: dtype of parameters and compute. master_dtype: dtype of master weights,
-    gradients and optimizer state. fused_accumulation_min_numel: minimum number of weight elements for which the wgrad
-    kernel accumulates directly into the gradient buffer."""
+    gradients and optimizer state. fused_accumulation_min_numel: number of elements from which on a weight's gradient
+    matmul accumulates directly into the gradient buffer."""
 
     parameter_dtype: torch.dtype
     master_dtype: torch.dtype = torch.float32

@@ -28,9 +28,9 @@ Found = TypeVar("Found")
 
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
-    """Return predictions of memory, step time and traffic of the trainer's run. Never raises: an unavailable prediction
-    is None, with a note. memory: meter with the measured resident memory of this process; None: process memory is not
-    predicted."""
+    """Return predictions of memory, step time and traffic of the trainer's run. Never raises: a prediction that fails
+    is None, and the reason is added to the notes. memory: meter with the measured resident memory of this process;
+    None: process memory is not predicted."""
     notes: list[str] = []
 
     def try_predict(what: str, work: Callable[[], Found]) -> Found | None:
@@ -57,8 +57,9 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
 
 
 def find_training_cluster(trainer: Trainer) -> Cluster:
-    """Return the description (number, speeds, links) of the devices on which the trainer's ranks run: from this
-    machine's hardware profile, else from the device catalogue. `UserError` if neither has one."""
+    """Return the description (number, speeds, links) of the devices on which the trainer's ranks run: from a stored
+    hardware profile of this machine, else, for known GPUs, from the device catalogue. `UserError` if there is
+    neither."""
     device, ranks = trainer.device, trainer.mesh.world_size
     known = None
     if device.type == "cuda":
@@ -116,8 +117,9 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
 
 
 def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
-    """Predict this rank's memory as a ledger: bytes of each tensor and its lifetime. machine: description of the
-    devices, None if unknown. notes: a line is added if the memory of compiled blocks could not be considered."""
+    """Return the predicted memory of this rank as a ledger: each tensor with its bytes and lifetime. machine:
+    description of the devices, None if unknown. notes: list to which a line is added if the effect of torch.compile is
+    unknown."""
     task = _language_model(trainer)
     tokens = task.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1
@@ -135,9 +137,9 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
 
 
 def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Return the predicted bytes of a rank's memory by category ("parameters" ...), with "peak" and "unexplained",
-    which is `share` x peak. found: predicted ledger; share: mean fraction by which finished runs exceeded their
-    predicted peak."""
+    """Return the predicted bytes of a rank's memory by category ("parameters" ...), with "peak", the predicted peak,
+    and "unexplained", `share` times the peak. found: predicted memory ledger; share: mean fraction by which the memory
+    of finished runs exceeded their predicted peak."""
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 

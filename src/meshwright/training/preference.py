@@ -75,8 +75,8 @@ class PreferencePairs:
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` [1 + metrics] (loss and metric sums of this rank's micro-batches) divided by the cp x tp ranks
-        that compute the same ones."""
+        """Return this rank's share of `sums` [1 + metrics], the loss and metric sums over its micro-batches: divided by
+        the number of cp x tp ranks that compute the same sums."""
         return loss_share(sums, mesh, of_pairs=True)
 
     def report(self, means: Sequence[float]) -> Metrics:
@@ -87,8 +87,9 @@ class PreferencePairs:
         return Metrics(rewards.document(), text)
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Set the reference log-probabilities: loaded from the run directory, else computed with the initial weights
-        and stored there. `UserError` if a resumed run's file is missing, damaged or from another run. Collective."""
+        """Set `reference`, the reference log-probabilities: load them from the run directory, or compute them with the
+        initial weights and store them there. policy: the model being trained; start: run directory and resumed state.
+        `UserError` if a resumed run's file is missing, damaged or from another run. Collective."""
         path = start.directory / FILE
         if start.saved is not None and start.saved["step"]:
             self.reference = self._read_for_resume(path, start)
@@ -136,8 +137,8 @@ class PreferencePairs:
         return {} if self.reference is None else {"reference_sha256": self.reference.sha256}
 
     def _read_for_resume(self, path: Path, start: RunStart) -> Reference:
-        """Read the reference log-probabilities of a resumed run from `path`. Every rank raises `UserError` if any rank
-        cannot, or if their checksum is not that of the checkpoint."""
+        """Read the reference log-probabilities of a resumed run from the file `path` and compare their checksum with
+        the checkpoint's (`start.saved`). If that fails on any rank, every rank raises `UserError`. Collective."""
         assert start.saved is not None
         problem, found = None, None
         try:

@@ -42,9 +42,9 @@ def predict_process_memory(
     """Predict the peak RSS of this process by item ("libraries", "model states", "step tensors" ...), in bytes; call
     after `release_freed_memory`.
 
-    found: predicted memory of this rank's tensors. resident_before: RSS in bytes before the trainer was created.
-    constants: measured memory beyond tensors. share: fraction of the total by which finished runs exceeded it, added as
-    "unexplained". `UserError` if the kernel does not report the resident size.
+    found: predicted tensors of this rank (memory ledger). resident_before: RSS in bytes before the trainer was created.
+    constants: measured process memory beyond tensors. share: fraction by which finished runs exceeded their prediction;
+    the item "unexplained" is this fraction of all other items. `UserError` if the kernel does not report the RSS.
     """
     _import_step_modules(trainer)
     now = resident_bytes()
@@ -86,8 +86,8 @@ def _import_step_modules(trainer: Trainer) -> None:
 
 
 def _heap_bytes(items: tuple[Item, ...]) -> int:
-    """Return the total bytes of the tensors of a step that are so small that malloc allocates them on its heap instead
-    of mapping each one. items: entries of the predicted memory ledger."""
+    """Return the total bytes of those tensors of a step that are small enough for malloc to place them on its heap
+    instead of mapping each alone. items: entries of the predicted memory ledger."""
     total = 0
     for item in items:
         if item.first == "start" or item.category in ("framework", "unexplained"):

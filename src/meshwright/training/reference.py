@@ -136,9 +136,9 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
 
 
 def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
-    """Return a 64-bit checksum (hex) of the master weights that is independent of the layout: the sum, modulo 2^64,
-    over all elements of their bits times an odd number from parameter name and position. `owned`: slices that cover
-    each element on exactly one rank. Collective."""
+    """Return a 64-bit checksum (hex) of the master weights that does not depend on the layout. The bits of each
+    element, as an integer plus 1, are multiplied by an odd number derived from parameter name and position; the
+    products are summed modulo 2^64. owned: slices that cover each element on exactly one rank. Collective."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for item in owned:
         name = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "little", signed=True)
@@ -162,8 +162,8 @@ def load_or_compute(
     agree: Agreement,
     leader: bool,
 ) -> tuple[Reference, bool]:
-    """Load the reference log-probabilities that an earlier start of the run wrote to `path`, if every rank can and they
-    belong to the same data and weights; else compute them, and write them on the leader.
+    """Load the reference log-probabilities from the file `path` of an earlier start of the run, if every rank can read
+    them and they belong to the same data and weights; else compute them and let the leader write them.
 
     pairs_by_row: split name -> number of pairs in each sequence. made_of: checksums of data and weights, and precision.
     compute: returns the reference log-probabilities on this rank. agree: exchanges flags between ranks. leader: True on

@@ -21,9 +21,9 @@ from meshwright.terminal import print_message
 
 @dataclass(slots=True)
 class Launched:
-    """State of a script's process that `meshwright run` started. place: its rank, and where the ranks meet. directory:
-    run directory, locked by the launcher. result: result document of the last `fit`. meetings: number of times that
-    `next_rendezvous` has returned a rendezvous."""
+    """State of a script's process that `meshwright run` started. place: its rank, world size and rendezvous. directory:
+    run directory, locked by the launcher. result: result document of the last `fit`. meetings: number of calls of
+    `next_rendezvous` so far."""
 
     place: Place
     directory: Path
@@ -66,10 +66,10 @@ def record_result(result: dict[str, Any]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Context manager that turns exceptions into one printed line and an exit code: 2 for a user error, 143 after
-    SIGTERM and a save.
+    """Context manager that turns an exception into one printed line and the exit of the process: 2 after a user error,
+    143 after SIGTERM, 130 after an interrupt, else the code of the exception's class.
 
-    Under `meshwright run`, exceptions propagate and that command prints them.
+    Under `meshwright run` it lets exceptions pass, since that command prints them.
     """
     try:
         yield

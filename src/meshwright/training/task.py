@@ -67,8 +67,8 @@ class Task(Protocol):
         """
 
     def discard_step(self) -> None:
-        """Undo the changes that a skipped step has made to the buffers; it has not changed parameters and optimizer
-        state."""
+        """Undo the changes that a skipped step has made to the module's buffers. Parameters and optimizer state need no
+        undo: a skipped step does not change them."""
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the metrics of a step by name. means [metrics]: the step's metric sums over all ranks (those that
@@ -80,8 +80,8 @@ class Task(Protocol):
         """Return the description of model and data for the run's report, without the device's peak FLOP/s."""
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load what the task needs before the first step, such as reference log-probabilities. Collective;
-        all ranks raise the same `UserError`."""
+        """Compute or load what the task needs before the first step, such as reference log-probabilities. start: run
+        directory, agreement of ranks, resumed state and log. Collective; all ranks raise the same `UserError`."""
 
     def validate(self) -> Validation:
         """Return mean loss and metrics on the first `train.validation_sequences` samples of the validation data,

@@ -62,10 +62,10 @@ class Trainer:
         """Run one training step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
         Collective.
 
-        The loss is the sum of token losses divided by the target tokens of the whole step (of pair losses by its
-        pairs), so that gradients are summed and never averaged. A step whose loss or gradient norm is not finite on any
-        rank is skipped on all. stop: this rank received SIGTERM or an interrupt; save_failed: it could not save a
-        checkpoint; the outcome has each flag if any rank has it.
+        The loss is summed over the terms of the whole step on all ranks (target tokens, pairs or items) and divided by
+        their number, so that gradients are summed over ranks and never averaged. A step whose loss or gradient norm is
+        not finite on any rank is skipped on all. stop: this rank received SIGTERM or an interrupt; save_failed: it
+        could not save a checkpoint; the outcome has each flag if any rank has it.
         """
         task, clock = self.task, self.clock
         clock.start()
@@ -97,7 +97,7 @@ class Trainer:
 
     @property
     def threads(self) -> int | None:
-        """Number of intra-op threads on a CPU, on which the last bits of a result depend; None on another device."""
+        """Number of intra-op threads of torch on a CPU, None on another device. It affects the last bits of results."""
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
@@ -118,8 +118,8 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore counters and loss scale from a checkpoint whose tensors were already read into `slices(owned=False)`,
-        and all-gather the parameters. state: content of its `state.json`. Collective."""
+        """Restore step counters and loss scale from `state`, the content of a checkpoint's `state.json`, and all-gather
+        the parameters. Called after the checkpoint's tensors were loaded into `slices(owned=False)`. Collective."""
         self.steps_done, self.skipped = state["step"], state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.loss_scale.restore(state.get("loss_scale"))
@@ -172,8 +172,8 @@ class Trainer:
         )
 
     def _gradient_scale(self, outcome: StepOutcome) -> float:
-        """Return the factor on gradients before the update: the clipping factor of the global norm (1 without clipping)
-        divided by the loss scale. outcome: of this step."""
+        """Return the factor by which gradients are multiplied before the update: the clipping factor of the global norm
+        (1 without clipping) divided by the loss scale. outcome: norm and loss scale of this step."""
         clip = self.recipe.train.clip
         clipped = min(1.0, clip / (outcome.gradient_norm + 1e-6)) if clip else 1.0
         return clipped / outcome.loss_scale

@@ -52,12 +52,12 @@ def train_as_described(description: dict[str, Any], start: Place) -> dict[str, A
 
 
 def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
-    """Train as the rank that torchrun, Kubernetes or SLURM started this process as, and return the result document
-    (JSON dict of figures, complete on rank 0 only).
+    """Train a recipe in this process, which torchrun, Kubernetes or SLURM started as one of the ranks, and return the
+    result document (JSON dict of figures, complete on rank 0 only). Rank 0 locks the run directory. Collective.
 
-    probe: let rank 0 measure this machine first if predictions need it and all ranks share the host; skipped if the
-    other ranks' wait, `run.collective_timeout`, is too short. options: keyword arguments of
-    `meshwright.training.loop.train` (`show_progress`). Rank 0 locks the run directory for all ranks. Collective.
+    probe: let rank 0 measure this machine first if predictions need it and all ranks share the host; skipped if
+    `run.collective_timeout`, which limits the other ranks' wait, is too short. options: keyword arguments of
+    `meshwright.training.loop.train` (`show_progress`).
     """
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
@@ -82,9 +82,9 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
 def join_script(
     recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """Return the result of `work(recipe, mesh, run directory, **options)` on this rank, in a user's script that a
-    launcher started. start: rank, world size and rendezvous. locked: run directory that this process's launcher has
-    locked, None without one."""
+    """Set up this rank of a user's script that a launcher started (device, process group, mesh), run `work(recipe,
+    mesh, run directory, **options)` and return its result. start: rank, world size and rendezvous. locked: run
+    directory that the launcher of this process has locked, None if it locked none."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
     return _run_as_rank(recipe, start, RunDirectory(directory), None, options, lock, work)
@@ -100,10 +100,11 @@ def _run_as_rank(
     work: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Set up device, process group, threads and mesh of this rank, then return the result of `work(recipe, mesh,
-    directory, **options)`; work: None: `training.loop.train`.
+    directory, **options)`.
 
-    start: rank, world size and rendezvous. threads: chosen by the launcher; None: chosen here. options: keyword
-    arguments of `work`. lock: True if rank 0 must lock the run directory.
+    start: rank, world size and rendezvous. directory: run directory. threads: number chosen by the launcher, None to
+    choose here. lock: True if rank 0 must lock the run directory. work: function to call, None for
+    `training.loop.train`.
     """
     import torch
     import torch.distributed as dist
@@ -159,9 +160,13 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads: `given`, else `run.threads` or those of the resumed run, else by the rule
-    for ranks that other launchers started; a script's own module keeps torch's current number. store: key-value store
-    of the rendezvous, None if the launcher has chosen the threads. note: print the reason for the choice."""
+    """Set torch's number of intra-op threads to `given`, the launcher's choice. If that is None, it is `run.threads`,
+    else that of the resumed run with the same layout, else a number chosen by cores and model size; for a user's own
+    module torch's number replaces the latter.
+
+    store: key-value store by which ranks agree on the number, None if they need not. note: print the reason for the
+    choice.
+    """
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
@@ -178,8 +183,8 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
 
 
 def _separate_compile_caches(start: Place) -> None:
-    """Set a separate Inductor cache directory for each rank of a host, unless the environment sets one: ranks that
-    compile for a CPU at once may load a library that another is still writing (torch 2.13)."""
+    """Give each rank of a host its own Inductor cache directory, unless the environment sets one: in a common one, a
+    rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13)."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     rank = start.rank if start.local_rank is None else start.local_rank
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")

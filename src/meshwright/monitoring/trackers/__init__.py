@@ -32,8 +32,9 @@ class TrackedRun:
     """Facts about the run, given to a tracker when it starts.
 
     name: of the run. directory: run directory. fresh: True if the run is not resumed. step: last step of which the
-    tracker has all values; later ones are sent again and should appear once. kept: strings that the tracker stores in
-    the run directory for a resume, such as the id of the run on a server.
+    tracker has all values; values of later steps are sent again, and a tracker should show them once. kept: strings
+    that are stored in the run directory for a resume, such as the id of the run on a server; the tracker may change
+    them.
     """
 
     name: str
@@ -76,8 +77,9 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
-    """Load and return the class of the tracker called `name` in `track.to`. `UserError` if it is unknown, is not
-    trusted, cannot be loaded, is not a tracker, or does not accept its `track.options`."""
+    """Load and return the class of the tracker called `name` in `track.to`. `UserError` if the name is unknown, is code
+    that needs a trusted recipe (--trust-recipe), cannot be loaded, is not a tracker, or does not accept its
+    `track.options`."""
     where = f"{recipe.where('track.to')}: track.to"
     known = BUILT_IN | _entry_points()
     if name not in known and ":" not in name:
@@ -134,8 +136,8 @@ def _is_tracker(made: object) -> bool:
 
 
 def _names_server(value: object) -> bool:
-    """Return True if an option's value contains an address other than a local file or SQLite database, to which
-    credentials could be sent."""
+    """Return True if the value of a tracker's option contains the address of a server, to which credentials could be
+    sent, and not just of a local file or SQLite database."""
     if isinstance(value, Mapping):
         return any(map(_names_server, value.values()))
     if isinstance(value, list | tuple):

@@ -17,10 +17,10 @@ _RUN_ID = "run_id"
 
 
 class MLflowTracker:
-    """Tracker that logs a run to MLflow. uri: tracking server or database; None: MLFLOW_TRACKING_URI or MLflow's
-    default.
+    """Tracker that logs a run to MLflow.
 
-    experiment: its name, created if missing. run_name: None: the recipe's run.name.
+    uri: tracking server or database; None: MLFLOW_TRACKING_URI or MLflow's default. experiment: name of the MLflow
+    experiment, created if missing. run_name: name of the MLflow run; None: the recipe's `run.name`.
     """
 
     packages = ("mlflow", "sqlalchemy", "alembic")

@@ -32,9 +32,12 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
-    """Call the script's `build` and return its module on the device in training mode. Frozen parameters are cast to the
-    run's compute dtype; trained ones keep theirs until they are sharded. spec: arguments of `fit`. seed: of the run,
-    for the module's random initial values."""
+    """Call the script's `build` and return its module on the device in training mode. Frozen parameters and batch-norm
+    statistics are cast to the run's compute dtype; trained parameters keep theirs until they are sharded.
+
+    spec: arguments of `fit`. seed: seed of the run, from which the module's random initial values come. `UserError` if
+    `build` returns no `nn.Module`.
+    """
     seed_generators(derive_seed(seed, "module"), device)
     module = spec.build()
     if not isinstance(module, nn.Module):
@@ -57,8 +60,8 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
 
 
 def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
-    """Raise `UserError` on all ranks if any rank's module has other parameter names or shapes, FSDP units, buffers or
-    frozen parameters than rank 0's. derived: parameter table of this rank's module. Collective."""
+    """Raise `UserError` on all ranks if a rank's module differs from rank 0's in names or shapes of parameters, FSDP
+    units, weight decay, buffers or frozen parameters. derived: description of this rank's module. Collective."""
     entries = [(entry.name, entry.shape, entry.unit, entry.decay) for entry in derived.table.entries]
     mine, agreement = derive_seed(0, entries, derived.kept), Agreement(mesh)
     problem = None

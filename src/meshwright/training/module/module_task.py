@@ -31,8 +31,8 @@ from meshwright.training.task import RunStart
 
 
 class _ModuleEngine(ZeroEngine):
-    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module, which it all-gathers by hooks on
-    submodules."""
+    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module: hooks on its submodules
+    all-gather their parameters before use."""
 
     prefetcher_class = ModulePrefetcher
 
@@ -96,9 +96,12 @@ class ModuleTask:
         return max(1, int(items))
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: float) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches, then average the module's changed buffers (such as
-        running statistics) over ranks; parameter gradients stay in the ZeRO shards. divisor: number by which the sum of
-        the loss is divided. Returns float64 [1]: this rank's share of the divided loss."""
+        """Run forward and backward of this rank's micro-batches, which leaves the gradients in the ZeRO shards; then
+        average over ranks the buffers that changed, such as running statistics.
+
+        divisor: number by which the sum of the loss is divided. Returns float64 [1]: this rank's share of the divided
+        loss; the shares of all ranks add up to the total.
+        """
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)
@@ -204,7 +207,7 @@ class ModuleTask:
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
         """Return a micro-batch moved to the device, with the number of items that its loss averages over. number:
         global number of its first sample; samples: number of samples; content: the collated batch. `UserError` if the
-        script counts below 0."""
+        script's `count` returns a negative number."""
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:
@@ -213,7 +216,8 @@ class ModuleTask:
 
 
 def parameter_dtype(module: nn.Module, layout: Layout) -> torch.dtype:
-    """Return the module's compute dtype: the layout's, else float64 if a trained parameter has it, else float32."""
+    """Return the dtype in which the module computes: that of the layout's precision if it names one, else float64 if a
+    trained parameter is float64, else float32. `UserError` for a precision that modules cannot be trained in."""
     if layout.precision is not None:
         if layout.precision not in PARAMETER_DTYPES:
             raise UserError(f'layout "{layout}": a module of your own is trained in {", ".join(PARAMETER_DTYPES)}')

@@ -28,9 +28,12 @@ class Batch(NamedTuple):
 
 
 class ModulePasses:
-    """Forward and backward passes of a user's own torch module under ZeRO. module: the module, whose parameters are
-    sharded. spec: arguments of `fit` (loss, counts). parallel: the ZeRO engine. seed: of the module's random draws
-    (dropout). mark: called with the name of each phase of a step when it has ended: "forward", "backward", "reduce"."""
+    """Forward and backward passes of a user's own torch module under ZeRO.
+
+    module: the module, whose parameters are sharded. spec: arguments of `fit`, such as the loss. parallel: the ZeRO
+    engine. seed: seed of the module's random draws (dropout). mark: called at the end of each phase of a step with its
+    name: "forward", "backward", "reduce".
+    """
 
     def __init__(
         self,
@@ -52,9 +55,9 @@ class ModulePasses:
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
-        """Run forward and backward of all micro-batches of a step and reduce the gradients, which are then in the
-        shards of the ZeRO engine. targets: number by which the summed loss is divided, the items of all ranks. Returns
-        this rank's share of the loss, a float64 scalar."""
+        """Run forward and backward of all micro-batches of a step and reduce the gradients into the shards of the ZeRO
+        engine. targets: divisor of the summed loss (number of items on all ranks, divided by the loss scale). Returns
+        this rank's share of the divided loss, a float64 scalar."""
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -98,8 +101,8 @@ class _ModuleCompute:
         self._loss: torch.Tensor | None = None
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> None:
-        """Run the forward or backward (`kind`) of the micro-batch in `key` (stage, replica, micro-batch); the rest of
-        `key`, and `x`, are ignored, since there is one stage."""
+        """Run the forward or the backward (`kind`) of one micro-batch. key: (stage, replica, micro-batch), of which
+        only the micro-batch matters, since there is one stage. x: ignored."""
         assert kind in (Kind.FORWARD, Kind.BACKWARD), "no backward is split"
         (self._forward if kind == Kind.FORWARD else self._backward)(self._micro_batches[key[2]])
 
@@ -126,5 +129,5 @@ class _ModuleCompute:
         passes.mark("backward")
 
     def buffer(self, key: Key) -> NoReturn:
-        """Unsupported: with one stage there are no activations to receive from another."""
+        """Raise `AssertionError`: with a single stage no activations are received from another."""
         raise AssertionError("nothing comes from another stage")

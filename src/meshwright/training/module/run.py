@@ -75,7 +75,7 @@ class ModuleRun(Run):
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document (JSON dict of figures and checkpoint paths). The traffic prediction is made anew:
+        """Return the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again, since
         only training has shown which buffers change and are synchronized."""
         prediction = self._predict() if self.journal.leader else None
         return self.journal.make_result(self._run_end(), self.checkpointer, prediction)

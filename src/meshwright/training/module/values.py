@@ -43,8 +43,8 @@ class KeptValues:
         self._looking = False
 
     def begin_step(self) -> None:
-        """Snapshot the buffers that are known to change in a step; in the steps number 1, 2, 4, 8 ... of this process
-        all buffers, to find others that change."""
+        """Copy the buffers known to change in a step, so that `restore_buffers` can undo a skipped step. In steps 1, 2,
+        4, 8 ... of this process all buffers are copied, to find further ones that change."""
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
         buffers = self._buffers()
@@ -81,8 +81,8 @@ class KeptValues:
         return sizes[0], sizes[1]
 
     def count_compared(self) -> int:
-        """Return the number of buffers that the last step compared with their snapshots to find those that change: all
-        buffers or 0."""
+        """Return the number of buffers that the last step compared with copies made before it, to find those that
+        change: all buffers in steps 1, 2, 4, 8 ..., else 0."""
         return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:
