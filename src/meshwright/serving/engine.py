@@ -66,8 +66,9 @@ class Engine:
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return figures by name: of the last step `tokens` and `context` (number of keys that these attend to,
-        summed); those of `Scheduler.stats`; and `kernel_seconds`, the time in the runner since the start."""
+        """Return figures by name: `tokens` and `context` of the last step (its tokens, and the keys that they attend
+        to, summed; absent if nothing was computed), those of `Scheduler.stats`, and `kernel_seconds`, the time in the
+        runner so far."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:

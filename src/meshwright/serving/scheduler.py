@@ -109,7 +109,7 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> Output | None:
         """Cancel a request and return its last output; None if it is unknown or has finished. Its KV blocks are freed
-        at once, or, if a batch in flight writes to them, when that batch is published."""
+        at once, or, if a batch in flight writes to them, when that batch's results are recorded by `publish`."""
         if (sequence := self._requests.get(request_id)) is None:
             return None
         if sequence.age < 0:
