@@ -62,7 +62,8 @@ def rotate_and_store(
     values to the KV cache.
 
     cache: (keys, values), [C, K, D] each. rotation: (cosine, sine) by position, float32 [positions, D / 2] each; None:
-    no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these norms.
+    no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these norms. tiles: positions
+    and KV-cache slots of the tokens are read from it.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]

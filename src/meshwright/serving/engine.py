@@ -72,7 +72,7 @@ class Engine:
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:
-        """Return facts about the engine: `instruction_set` (or GPU name), `kernels` (their version), `memory`
+        """Return facts about the engine: `instruction_set` (or GPU name), `kernels` (version of the kernels), `memory`
         ({kind: bytes}), and `block_tables`, the number of its block tables."""
         runner, tables = self.runner, len(self.scheduler.windows)
         about = {"instruction_set": runner.instruction_set, "kernels": runner.version, "block_tables": tables}

@@ -50,7 +50,7 @@ class Lowering:
     """A pipeline stage of one rank as a list of kernel operations, with all buffers and packed weights that they use.
 
     Attributes:
-        ops: The operations, in order.
+        ops: The operations, in order; the methods `_lower_*` append to it.
         segments: Slices of `ops` between all-reduces over tp; a single one without tp.
         states: Hidden states [T, H], input and output of the stage.
         logits: Logits [R, V / P] of this rank's vocabulary slice; None unless this is the last stage.

@@ -174,7 +174,8 @@ class Replica:
 
     @property
     def room(self) -> int:
-        """Number of further sequences that the replica could run at once; if negative, the number that wait there."""
+        """Number of further sequences that the replica could run at once; if negative, minus the number of those that
+        wait there."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.places - running) - waiting - self.sent
 

@@ -165,10 +165,10 @@ class Scheduler:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Present figures by name: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
+        """Figures by name. Now: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
         `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
-        `held`; and since the start `prompt_tokens` of admitted sequences, `prefix_hit_tokens`, those of them found in
-        the prefix cache, and `pauses`."""
+        `held`. Since the start: `prompt_tokens` of admitted sequences, `prefix_hit_tokens`, those of them found in the
+        prefix cache, and `pauses`."""
         paused = sum(sequence.paused for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {

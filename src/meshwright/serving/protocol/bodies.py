@@ -201,7 +201,8 @@ class GenerationBody(Body):
         raise NotImplementedError
 
     def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
-        """Return the last tokens of a prompt, as many as the field `truncate_prompt_tokens` says (null: all)."""
+        """Return the last tokens of a prompt, as many as the field `truncate_prompt_tokens` says (None: all; -1:
+        `max_length` of the model)."""
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
