@@ -175,8 +175,8 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
 
 
 def _local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
-    """Return each rank's rank on its host, [rank]: as reported, if all ranks of the host reported different ones, else
-    in order of global rank. rank_devices: [rank], host and GPUs of each rank."""
+    """Return the local rank (number on its host) of each global rank: as reported, if all ranks of the host reported
+    different ones, else counted in order of global rank. rank_devices: host and GPUs of each global rank."""
     by_host: dict[str, list[int]] = {}
     for rank, each in enumerate(rank_devices):
         by_host.setdefault(each.host, []).append(rank)

@@ -157,6 +157,6 @@ def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def min_cores_per_rank(ranks: list[dict[str, Any]]) -> int:
     """Return the smallest number of cores per rank, at least 1; shared cores are divided by the number of ranks on the
-    host. ranks: [rank], result of its `cores_of_rank`."""
+    host. ranks: result of `cores_of_rank` on each rank."""
     ranks_on = Counter(each["host"] for each in ranks)
     return max(1, min(each["cores"] // (ranks_on[each["host"]] if each["shared"] else 1) for each in ranks))

@@ -204,7 +204,7 @@ def initialise(place: Place, store: Store, device: str, timeout_seconds: float) 
 
 @contextmanager
 def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
-    """Return a context that turns every exception of torch's rendezvous into a `UserError` or `RankLost` of one line.
+    """Context manager that turns every exception of torch's rendezvous into a `UserError` or `RankLost` of one line.
 
     place: this rank and its rendezvous. timeout_seconds: limit of the rendezvous, for the message.
     """
