@@ -28,7 +28,8 @@ class Evaluation:
         bytes: Size of the text in UTF-8 bytes.
         documents: Number of documents, or of records.
         sequence: Context length in tokens.
-        lossy_documents: Number of documents that change when encoded and decoded; None for records.
+        lossy_documents: Number of documents whose text changes when the tokenizer encodes and decodes it; None for
+            records.
         xz_bits_per_byte: Bits per byte to which `xz -9` compresses the same text; None without `with_xz`.
         checkpoint: Directory of the model.
         document: JSON document of `meshwright evaluate --json`: the values above (if not None) and `data`.
@@ -57,7 +58,8 @@ class EvaluationOptions(TypedDict, total=False):
     Attributes:
         with_xz: Compress the same text with `xz -9` for comparison; True unless given.
         check_hashes: Verify every byte of a checkpoint's model against its SHA-256; True unless given.
-        progress: Called with (packed rows done, all packed rows), on one device only.
+        progress: Called with (rows done, all rows), where a row is a token sequence packed with documents; on one
+            device only.
         log: Called with a line for each note, such as a damaged checkpoint that is skipped.
     """
 

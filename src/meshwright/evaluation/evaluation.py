@@ -55,8 +55,9 @@ def run_evaluation(
     checkpoint: run directory, checkpoint, or Hugging Face directory. data: recipe (its validation split) or source (all
     of it). sequence: context length in tokens (None: the recipe's or the model's). with_xz: also compress the text with
     `xz -9`. device: "auto", "cpu" or "cuda". layout: such as "dp2 tp2", of CPU ranks (None: one device). overrides:
-    "table.key=value" for the recipe. check_hashes: verify the model's SHA-256. progress: called with (packed rows done,
-    all packed rows), on one device only. log: called with each line for the user.
+    "table.key=value" for the recipe. check_hashes: verify the model's SHA-256. progress: called with (rows done, all
+    rows), where a row is a token sequence packed with documents; on one device only. log: called with each line for the
+    user.
 
     Result keys: loss (nats per token), perplexity, bits_per_byte (None for SFT or preference records, of which only the
     responses count), tokens, bytes, documents, sequence, data, checkpoint; for text also lossy_documents (number of

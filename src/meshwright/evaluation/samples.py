@@ -32,13 +32,12 @@ def generate_samples(
     prompts: Sequence[str] = (),
     log: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Generate texts with the newest checkpoint of a run and return them as the documents of `generate --json`; an
-    empty list for a run of a user's own module.
+    """Generate sample texts with the newest checkpoint of a run. Return one document of `generate --json` for each
+    prompt; an empty list for a run of a user's own module.
 
-    prompts: texts to continue (user messages if the run trained on records); by default the beginnings of validation
-        documents, or the prompts of validation examples. count: number of these; None: 3, or `UserError` if the weights
-        are larger than 2 GiB. log: called with a line for each damaged checkpoint. `UserError` where there is no
-        checkpoint, no prompt, or the model cannot generate.
+    prompts: texts to continue (user messages if the run trained on records); empty: `count` prompts from the run's
+    data, see `read_prompts`. count: None: 3, or `UserError` if the weights are larger than 2 GiB. log: called with a
+    line for each damaged checkpoint. `UserError` if there is no checkpoint or prompt, or if the model cannot generate.
     """
     recipe = load_recipe(run_directory / RECIPE)
     if recipe.model is None:  # type: ignore[redundant-expr]
@@ -55,7 +54,7 @@ def generate_samples(
 
 
 def _find_data(recipe: Recipe) -> PreparedData:
-    """Return the prepared data of a run from the cache; `UserError` if they are not there."""
+    """Return the prepared data of a run from the cache of prepared data; `UserError` if the cache lacks them."""
     data = find_prepared(recipe.data, recipe.run.seed)
     if data is None:
         raise UserError("the prepared data of the run are no longer in the cache; give prompts with --prompt")
@@ -63,9 +62,9 @@ def _find_data(recipe: Recipe) -> PreparedData:
 
 
 def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
-    """Return up to `count` different prompts as token IDs: the first `PROMPT_TOKENS` tokens of validation documents, or
-    the tokens of validation examples before the first trained one; from the training split if the validation split is
-    empty. `UserError` if no document is longer than its prompt."""
+    """Return up to `count` different prompts as token IDs, from the validation split, or the training split if that is
+    empty: the first `PROMPT_TOKENS` tokens of text documents, or the prompts of examples (SFT or preference data:
+    tokens before the first one with a loss). `UserError` if no document is longer than its prompt."""
     split = next((found for name in ("validation", "train") if (found := data.split(name)).sequences), None)
     if split is None:
         raise UserError("the prepared data have no sample; give prompts with --prompt")
@@ -81,7 +80,8 @@ def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
 
 def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tuple[int, ...]]:
     """Yield a prompt (token IDs) for each document in the first rows of a split: its first `PROMPT_TOKENS` tokens, or
-    the prompt of an example. document_mask: False if rows do not tell where documents begin: one prompt a row."""
+    the prompt of an example. document_mask: False: rows of text are not divided into documents, so that each gives one
+    prompt."""
     examples = isinstance(split, PackedExamples)
     for number, batch in enumerate(islice(split.iterate_batches(_ROWS), _BATCHES)):
         rows = zip(batch.tokens, batch.targets, batch.document_starts(), strict=True)

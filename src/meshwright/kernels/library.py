@@ -104,9 +104,8 @@ class Kernels:
         self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
-        """Return a zeroed uint32 array of `shape` (rows, columns) in which `pack` pads rows of a weight before it
-        permutes them. number: index of the packing thread, whose next call reuses the memory (and overwrites the
-        array)."""
+        """Return a zeroed uint32 array of `shape` (rows, columns), in which `pack` pads rows of a weight before it
+        permutes them. number: index of the packing thread; its next call reuses, and so overwrites, the array."""
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)

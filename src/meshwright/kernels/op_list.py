@@ -1,5 +1,5 @@
-"""The list of operations that one call into the library executes, and how each becomes the structures it reads.
-Torch-free."""
+"""List of the operations of a forward step that one call into the compiled library executes, and the conversion of each
+operation to the ctypes structs that the library reads. Torch-free."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def _op(
 
 
 def _lower_embed(op: Embed) -> list[structures.Op]:
-    """Convert an embedding lookup (by token ID or position) to its entry for the compiled library; returns a list of
-    one."""
+    """Convert an `Embed` operation (embedding lookup by token ID or position) to the ctypes struct that the compiled
+    library reads; return it as a list of one."""
     if isinstance(op.table, np.ndarray):
         wide = BFLOAT16 if op.table.dtype == BFLOAT16 else np.dtype(np.float32)
         (n, k), data = op.table.shape, address(op.table, wide)
@@ -138,7 +138,8 @@ def _lower_embed(op: Embed) -> list[structures.Op]:
 
 
 def _lower_norm(op: Norm) -> list[structures.Op]:
-    """Convert an RMSNorm or LayerNorm to its entry for the compiled library; returns a list of one."""
+    """Convert a `Norm` operation (RMSNorm or LayerNorm) to the ctypes struct that the compiled library reads; return it
+    as a list of one."""
     size = len(op.weight)
     return [
         _op(
@@ -156,7 +157,7 @@ def _lower_norm(op: Norm) -> list[structures.Op]:
 
 
 def _lower_linear(op: Linear) -> list[structures.Op]:
-    """Convert a linear layer to its entry for the compiled library; returns a list of one."""
+    """Convert a `Linear` operation to the ctypes struct that the compiled library reads; return it as a list of one."""
     return [
         _op(
             "linear",
@@ -173,8 +174,8 @@ def _lower_linear(op: Linear) -> list[structures.Op]:
 
 
 def _lower_rope_store(op: RopeStore) -> list[structures.Op]:
-    """Convert QK norm, rotary embedding and the write to the KV cache to their entry for the compiled library; returns
-    a list of one."""
+    """Convert a `RopeStore` operation (QK norm, rotary embedding, and the write to the KV cache) to the ctypes struct
+    that the compiled library reads; return it as a list of one."""
     cache, size = _cache(op.cache), op.cache.head_dim
     rotated = 0 if op.cosine is None else 2 * op.cosine.shape[1]
     return [
@@ -196,8 +197,8 @@ def _lower_rope_store(op: RopeStore) -> list[structures.Op]:
 
 
 def _lower_attention(op: Attention) -> list[structures.Op]:
-    """Convert attention over the KV cache to its entry for the compiled library; returns a list of one. No window
-    becomes a window of 2^40 tokens."""
+    """Convert an `Attention` operation to the ctypes struct that the compiled library reads; return it as a list of
+    one. No sliding window becomes one of 2^40 tokens."""
     cache, size = _cache(op.cache), op.cache.head_dim
     return [
         _op(
@@ -215,7 +216,8 @@ def _lower_attention(op: Attention) -> list[structures.Op]:
 
 
 def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> list[structures.Op]:
-    """Convert an activation to its entry for the compiled library; returns a list of one.
+    """Convert an `Activation` operation to the ctypes struct that the compiled library reads; return it as a list of
+    one.
 
     rows: meaning of a buffer's rows: "tokens", "outputs" (tokens whose logits are wanted) or "assignments" (pairs of
     token and expert). fields: further fields of `structures.Op`, such as `routing`.
@@ -239,9 +241,9 @@ def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> li
 
 
 def _lower_experts(op: Experts) -> list[structures.Op]:
-    """Convert a mixture-of-experts layer to its seven entries for the compiled library: router product, top-k choice,
-    sorting by expert, up projections, activation, down projections, weighted sum. Raises `ValueError` if its workspace
-    has other sizes."""
+    """Convert a mixture-of-experts layer to the seven ctypes structs that the compiled library reads: router product,
+    top-k choice, sorting by expert, up projections, activation, down projections, weighted sum. Raises `ValueError` if
+    its workspace has other sizes."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
         raise ValueError(
@@ -266,15 +268,16 @@ def _lower_experts(op: Experts) -> list[structures.Op]:
 
 
 def _lower_gate(op: Gate) -> list[structures.Op]:
-    """Convert the sigmoid gate of a shared expert to its entry for the compiled library; returns a list of one."""
+    """Convert a `Gate` operation (sigmoid gate of a shared expert) to the ctypes struct that the compiled library
+    reads; return it as a list of one."""
     matrix = structures.Matrix(k=op.x.shape[1])
     weight = address(op.weight, np.float32, op.x.shape[1])
     return [_op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)]
 
 
 def _lower_take_rows(op: TakeRows) -> list[structures.Op]:
-    """Convert a `TakeRows` operation, which copies the rows whose logits are wanted, to its entry for the compiled
-    library; returns a list of one."""
+    """Convert a `TakeRows` operation (copy of the rows whose logits are wanted) to the ctypes struct that the compiled
+    library reads; return it as a list of one."""
     return [_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])]
 
 

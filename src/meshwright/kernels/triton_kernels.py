@@ -86,11 +86,11 @@ def attend_sections(
     values to `partial` [rows, SIZE], with one row per (tile, token in the tile, query head, section).
 
     Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. A tile is at most `most` consecutive tokens
-    of one sequence; tiles: int32 [3, ...] with rows `stride` apart: first token, number of tokens, row of `tables`
-    (block tables, `table_width` entries a row). positions: int32 [tokens]. scale: factor of the scores. sections:
-    maximum number of sections of a sequence. width: elements of a row of `qkv`. window: keys that a query attends to,
-    0: all. GROUP: query heads per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK:
-    tokens of a KV block. GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
+    of one sequence. tiles: int32 [3, number of tiles], rows `stride` elements apart: first token, number of tokens, and
+    row of `tables`, the block tables with `table_width` entries a row. positions: int32 [tokens]. scale: factor of the
+    scores. sections: maximum number of sections of a sequence. width: elements of a row of `qkv`. window: keys that a
+    query attends to, 0: all. GROUP: query heads per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per
+    iteration. BLOCK: tokens of a KV block. GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
     """
     tile, kv = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile), tl.load(tiles + stride + tile)

@@ -95,8 +95,8 @@ def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> No
 
 
 def choose_device(wanted: str, local_rank: int) -> str:
-    """Return the device of a rank, "cpu" or "cuda:N" with N its local rank. wanted: "auto", "cpu" or
-    "cuda". `UserError` if there is no such device."""
+    """Return the device of a rank, "cpu" or "cuda:N" with N its local rank. wanted: "auto", "cpu" or "cuda".
+    `UserError` if there is no such device."""
     if wanted == "cpu":
         return "cpu"
     count = len(_visible_devices())
@@ -123,9 +123,9 @@ class RankDevices:
 def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     """Return this rank's device, "cpu" or "cuda:N", where torchrun, Kubernetes or SLURM started the ranks.
 
-    wanted: "auto", "cpu" or "cuda". place: this rank's number and the number of ranks. store:
-    key-value store that all ranks share. Collective: all ranks raise the same `UserError`. The local rank may be
-    unknown, and each rank may see one GPU only.
+    wanted: "auto", "cpu" or "cuda". place: this rank's number and the number of ranks. store: key-value store that all
+    ranks share. Collective: all ranks raise the same `UserError`. The local rank may be unknown, and each rank may see
+    one GPU only.
     """
     if wanted == "cpu":
         return "cpu"
@@ -147,11 +147,11 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
 
 
 def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str]:
-    """Return the device of each rank: "cpu", or "cuda:N", where N counts the GPUs visible to the rank: its local rank,
-    or 0 if it sees only one GPU.
+    """Return the device of each rank: "cpu", or "cuda:N", where N is an index among the GPUs visible to the rank: its
+    local rank, or 0 if it sees only one GPU.
 
-    wanted: "auto", "cpu" or "cuda"; rank_devices: host and GPUs of each rank. `UserError`
-    when a rank has no GPU, or two ranks share one.
+    wanted: "auto", "cpu" or "cuda". rank_devices: host and GPUs of each rank. `UserError` if a rank has no GPU, or two
+    ranks would share one.
     """
     if wanted == "auto" and not any(each.devices for each in rank_devices):
         return ["cpu"] * len(rank_devices)
@@ -175,8 +175,8 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
 
 
 def _local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
-    """Return each rank's rank on its host, [rank]: as reported, if all ranks of the host reported different ones, else
-    in order of global rank. rank_devices: [rank], host and GPUs of each rank."""
+    """Return the local rank (number on its host) of each global rank: as reported, if all ranks of the host reported
+    different ones, else counted in order of global rank. rank_devices: host and GPUs of each global rank."""
     by_host: dict[str, list[int]] = {}
     for rank, each in enumerate(rank_devices):
         by_host.setdefault(each.host, []).append(rank)

@@ -19,10 +19,11 @@ from meshwright.launcher.rank_process import end_as_lost
 
 @contextmanager
 def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None) -> Iterator[None]:
-    """Context manager in which the communicator's calls on a GPU are recorded as complete when the GPU is through them,
-    and one that takes longer than the time limit ends this process as RankLost does. No effect on CPUs.
+    """Context manager that watches the communicator's collective calls on a GPU: each is recorded as complete once the
+    GPU has executed it, and one that exceeds the time limit ends this process with a `RankLost` error. No effect on
+    CPUs.
 
-    host_calls: flight recorder of the host's ranks, which writes the report; None: the launcher writes it.
+    host_calls: flight recorder of the host's ranks, which writes the hang report; None: the launcher writes it.
     """
     if communicator.device.type != "cuda":
         yield
@@ -41,8 +42,8 @@ def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None)
 
 
 def _end_rank(communicator: Communicator, host_calls: HostCalls | None, number: int) -> None:
-    """End this process, whose GPU has not been through the call with this number in time, after the report if that is
-    ours to write."""
+    """End this process because its GPU has not completed collective call `number` in time. host_calls: flight recorder
+    that first writes the hang report; None: the launcher writes it."""
     seen = communicator.calls.read()
     call = next((f"{each.name} at {each.place}" for each in seen.calls if each.number == number), f"call {number}")
     error = RankLost(f"the GPU of rank {seen.rank} was not through {call} within {communicator.timeout_seconds:g} s")

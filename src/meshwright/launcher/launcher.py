@@ -295,9 +295,9 @@ class _Attempt:
     def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
         """Return one sentence on which rank was lost and why.
 
-        died: ranks that ended without a report. reported: ranks that reported an error. Named is a rank that died
-        (unless NCCL aborted it because another rank was suspended or made a wrong call), else the rank that the
-        recorded collective calls show to be at fault, else the first that reported an error.
+        died: ranks that ended without a report. reported: ranks that reported an error. The sentence names a rank that
+        died, unless NCCL aborted it because another rank was suspended or made a wrong call; else the rank that the
+        recorded collective calls show to be at fault; else the first that reported an error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for one that has stopped.

@@ -54,8 +54,8 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
 
 
 def end_as_lost(error: RankLost) -> NoReturn:
-    """End this process at once, from any thread, with the error of a rank that got no answer: its main thread may be
-    waiting for a device that never comes to an end. Reported to the launcher, or printed where others started it."""
+    """End this process at once with `error`, from any thread, as the main thread may be waiting for a device that never
+    answers. The error is reported to the launcher; without one (torchrun, SLURM), it is printed."""
     if not _report:
         print_message(f"meshwright: error: {error}")
     _end_process(_describe_error(error), 1 if _report else error.exit_code)

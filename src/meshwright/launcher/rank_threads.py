@@ -104,8 +104,8 @@ def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
-    """Return the number of threads per rank of a run whose `ranks` ranks are all on this machine. recipe: may set it
-    (`run.threads`)."""
+    """Choose the number of threads per rank of a run whose `ranks` ranks are all on this machine, as `resolve_threads`
+    does. recipe: may set it (`run.threads`)."""
     return _threads_per_rank(recipe, ranks, None)
 
 
@@ -146,9 +146,9 @@ def _threads_per_rank(recipe: Recipe, ranks: int, cores: int | None) -> ThreadCh
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what this rank has: {"host": its host name, "cores": number of cores available to it, "shared": True if
-    other ranks use the same cores}. environment: environment variables; SLURM_CPUS_PER_TASK is the number of cores that
-    one task has to itself."""
+    """Return the host and cores of this rank: {"host": its host name, "cores": number of cores available to it,
+    "shared": True if other ranks use the same cores}. environment: environment variables; SLURM_CPUS_PER_TASK is the
+    number of cores that one task has to itself."""
     own = environment.get("SLURM_CPUS_PER_TASK", "")
     shared = not own.isdecimal() or not int(own)
     cores = count_available_cores() if shared else min(count_available_cores(), int(own))
@@ -157,6 +157,6 @@ def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def min_cores_per_rank(ranks: list[dict[str, Any]]) -> int:
     """Return the smallest number of cores per rank, at least 1; shared cores are divided by the number of ranks on the
-    host. ranks: [rank], result of its `cores_of_rank`."""
+    host. ranks: result of `cores_of_rank` on each rank."""
     ranks_on = Counter(each["host"] for each in ranks)
     return max(1, min(each["cores"] // (ranks_on[each["host"]] if each["shared"] else 1) for each in ranks))

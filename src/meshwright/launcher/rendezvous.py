@@ -204,7 +204,7 @@ def initialise(place: Place, store: Store, device: str, timeout_seconds: float) 
 
 @contextmanager
 def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
-    """Return a context that turns every exception of torch's rendezvous into a `UserError` or `RankLost` of one line.
+    """Context manager that turns every exception of torch's rendezvous into a `UserError` or `RankLost` of one line.
 
     place: this rank and its rendezvous. timeout_seconds: limit of the rendezvous, for the message.
     """
@@ -267,9 +267,9 @@ STORE_TIMEOUT_SECONDS = 30.0
 
 
 def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
-    """Call `connect` (which returns a store) on this rank and return its result. Ranks other than 0 first wait up to
-    `timeout` for rank 0 to listen, then up to `STORE_TIMEOUT_SECONDS` for the store to answer; `RuntimeError` after
-    that.
+    """Connect this rank to the key-value store by calling `connect`, and return the store. Ranks other than 0 first
+    wait up to `timeout` for rank 0 to listen, and then up to `STORE_TIMEOUT_SECONDS` for its answer; `RuntimeError`
+    after that.
 
     place: this rank and its rendezvous.
     """
@@ -333,11 +333,12 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a view of torchrun's key-value store with a random key prefix that only this start of the ranks uses,
-    since keys of killed ranks remain in the store.
+    """Return a view of torchrun's key-value store under a random key prefix, equal on all ranks, that only this start
+    of the ranks uses: keys of killed ranks remain in the store. Collective.
 
-    place: this rank. Rank 0 chooses the prefix, as the restart counters of hosts may differ; each rank gets it under a
-    random key of its own. Raises `RuntimeError` if a rank does not come within `timeout_seconds`. Collective.
+    place: this rank. Rank 0 chooses the prefix and answers each rank under a random key that this rank has chosen.
+    Restart counters would not do, as those of hosts may differ. `RuntimeError` if a rank does not come within
+    `timeout_seconds`.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 

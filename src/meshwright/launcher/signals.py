@@ -12,7 +12,8 @@ class StopSignals:
     """Context manager that counts SIGTERM and SIGINT, for the launcher to forward them to the ranks. No effect outside
     the main thread.
 
-    wakeup: socket that becomes readable when a signal arrives.
+    count: number of signals so far. interrupted: True once SIGINT has arrived. wakeup: socket that becomes readable
+    when a signal arrives.
     """
 
     def __init__(self) -> None:

@@ -26,8 +26,9 @@ class StartedRank:
 
     number: global rank. process: its handle. pipe: file descriptor from which its report is read, -1 when closed.
     calls, stack: descriptors of the memory files to which it writes its collective calls and, on SIGUSR1, its stack.
-    said: report bytes read so far; report: the parsed report (JSON dict), None before. ended: time at which it ended,
-    in seconds of the monotonic clock; None while it runs. stop_requested: True once the launcher has sent it a signal.
+    said: bytes of its report (result or error, JSON) read so far; report: the parsed report, None until it is complete.
+    ended: time at which it ended, in seconds of the monotonic clock; None while it runs. stop_requested: True once the
+    launcher has sent it a signal.
     """
 
     number: int
@@ -63,8 +64,8 @@ class StartedRank:
 
     @property
     def how_it_ended(self) -> str:
-        """How the process of a rank without a report ended, as end of a sentence: "was killed by signal 9
-        (SIGKILL)"."""
+        """Text on how the process of a rank without a report ended, as the end of a sentence, such as "was killed by
+        signal 9 (SIGKILL)"."""
         number = self.signal
         if number is None:
             return f"ended with exit code {self.process.returncode} and no report"

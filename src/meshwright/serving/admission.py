@@ -24,12 +24,12 @@ Row = Sequence[int]
 
 
 class AdmissionState:
-    """State of the banker's algorithm: how many KV blocks are available, and what N sequences with W block tables each,
-    ordered from the oldest to the youngest, may still claim.
+    """State of the banker's algorithm (deadlock avoidance) for KV blocks: how many blocks are available, and how many
+    each of N running sequences, ordered from the oldest to the youngest, owns and may still need in its W block tables.
 
-    For sequence i, slack_i = available + sum over older j of owned_j - need_i: the blocks left over when all older
-    sequences have ended, i has allocated all that it may need, and no younger one has allocated more. The state is safe
-    if no slack is negative.
+    For sequence i, slack_i = available + (sum of owned_j over older j) - need_i, where owned_j: blocks that sequence j
+    gives back when it ends, need_i: most blocks that sequence i may still need. The state is safe if no slack is
+    negative: each sequence can then run to its end once all older ones have ended.
     """
 
     def __init__(
@@ -67,12 +67,13 @@ class AdmissionState:
         self._slack[:index] -= count * self._tables
 
     def admit(self, most: Row, remaining: int, cached: Row, shared: Mapping[tuple[int, int], int]) -> AdmissionState:
-        """Return the admission state with one more, youngest sequence; this state is unchanged, and the new one may be
-        unsafe.
+        """Return a new admission state, perhaps an unsafe one, with one more sequence, the youngest; this state is
+        unchanged.
 
-        `most`: KV blocks of each table that the sequence may hold at once; `remaining`: blocks that it may allocate in
-        each until its end, cached prefix excluded; `cached`: blocks of its prefix in each that no sequence holds;
-        `shared`: {(index of a sequence, table): number of prefix blocks of which that one was the youngest holder}.
+        `most`: KV blocks that the sequence may hold at once, per block table; `remaining`: blocks that it may still
+        allocate in each table, those of its cached prefix excluded; `cached`: blocks of that prefix that no sequence
+        holds, per table; `shared`: {(index of a running sequence, table): blocks of the prefix that it holds and no
+        younger sequence holds}.
         """
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():

@@ -37,7 +37,8 @@ RunRequests = Callable[[Sequence[Request]], Iterator[Output]]
 
 
 class TextStream:
-    """Iterator over the generated text of one prompt, in pieces of whole characters (a token may end inside one).
+    """Iterator over the generated text of one prompt, in pieces of whole characters (a token may end inside a
+    character).
 
     Attributes:
         generation: Text, token IDs and times so far; complete when the iterator is exhausted.

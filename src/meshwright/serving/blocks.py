@@ -45,9 +45,9 @@ class BlockPool:
 
     Attributes:
         size: Number of KV blocks.
-        owned: {(sequence, number of its block table): number of the table's blocks that no younger sequence holds};
-            these become available when the sequence and all older ones have ended.
-        releases: Number of releases since the start, one for each block and holder.
+        owned: {(age of a sequence, number of its block table): number of KV blocks that it holds there and no younger
+            sequence holds}; these become available when the sequence and all older ones have ended.
+        releases: Number of calls of `release` so far.
     """
 
     def __init__(self, size: int) -> None:
@@ -94,12 +94,13 @@ class BlockPool:
         return block
 
     def find(self, hashes: Sequence[bytes], windows: Sequence[int | None] = (None,)) -> tuple[int, list[list[int]]]:
-        """Return the number of blocks in the longest prefix of a sequence that can be continued, and for each block
-        table the indices of the KV blocks, held or cached ones, to which the token after it attends.
+        """Find the longest prefix of a sequence that the prefix cache has. Return the number of KV blocks in that
+        prefix and, for each block table, the indices of its last blocks: those inside the sliding window of the token
+        after the prefix.
 
-        A hash covers all tokens before its block: equal ones mean equal content, wherever the blocks come from. So a
-        prefix can be continued if every table has those of its blocks that are inside the table's window. hashes: of
-        the sequence's blocks, in order. windows: sliding window of each table in tokens, None without.
+        hashes: hash of each block of the sequence, in order (see `HashChain`). windows: sliding window of each block
+        table in tokens, None without. A prefix counts as found if every table has its blocks inside the window, held or
+        cached; blocks before the window are not needed.
         """
         count, begins = 0, [0] * len(windows)  # of the run of known blocks of each table that ends here
         for end, content in enumerate(hashes, 1):
@@ -136,8 +137,8 @@ class BlockPool:
         self.owned[holder, table] += 1
 
     def release(self, block: int, holder: int) -> None:
-        """Let a sequence no longer hold a KV block; a block that none holds then is cached if it was registered, else
-        free. holder: age of the sequence.
+        """Remove a sequence from the holders of a KV block. If nobody holds the block then, it becomes cached if it was
+        registered (see `register`), else free. holder: age of the sequence.
 
         A sequence releases its last block first: beginnings of prompts, which more requests share, then stay cached
         longer.
@@ -157,8 +158,8 @@ class BlockPool:
         self.releases += 1
 
     def register(self, block: int, content: bytes) -> None:
-        """Make a full, held KV block findable in the prefix cache, unless another block of its table with the same hash
-        is. content: hash of the block, from `HashChain`."""
+        """Add a full, held KV block to the prefix cache, so that `find` finds it by `content`, its hash from
+        `HashChain`. Does nothing if another block of the same block table is registered under that hash."""
         if (self._tables[block], content) not in self._block_of:
             self._block_of[self._tables[block], content] = block
             self._hashes[block] = content

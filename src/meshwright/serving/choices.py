@@ -21,8 +21,8 @@ class StopRule(NamedTuple):
 
 
 class PlacedToken(NamedTuple):
-    """One generated token. offset: number of characters in the choice's text (an echoed prompt included) before the
-    token."""
+    """One token of a choice, with its log-probability in `result`. offset: number of characters in the choice's text
+    (an echoed prompt included) before the token."""
 
     result: TokenResult
     offset: int

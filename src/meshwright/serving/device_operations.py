@@ -24,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Tiles(NamedTuple):
-    """Tiles of attention: runs of consecutive tokens of one sequence each, computed by one program of the kernel.
+    """Attention tiles of a step: each is a run of consecutive tokens of one sequence, computed together by the kernel.
 
     Attributes:
         numbers: int32 [3, I], for each tile the index of its first token in the step, its number of tokens, and the
@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
         tokens: Most tokens of a tile.
         rows: Query rows of a tile, tokens x query heads per key-value head (padded): 16 or 64.
         positions, slots: Position and KV-cache slot of each token of the step, int32 [T].
-        tables: The layer's block table of each sequence, int32 [sequences, blocks]; rows may lie apart.
+        tables: The layer's block table of each sequence, int32 [sequences, blocks]; may be a strided view.
     """
 
     numbers: torch.Tensor
@@ -62,7 +62,8 @@ def rotate_and_store(
     values to the KV cache.
 
     cache: (keys, values), [C, K, D] each. rotation: (cosine, sine) by position, float32 [positions, D / 2] each; None:
-    no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these norms.
+    no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these norms. tiles: positions
+    and KV-cache slots of the tokens are read from it.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -82,7 +83,7 @@ def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scr
 
     The context is split into sections of `SECTION` keys from position 0 on, computed in parallel and merged in order by
     a second kernel (Flash-Decoding). `cache`: (keys, values), [C, K, D] each. `window`: number of keys that a token
-    attends to (None: all). `scratch`: float32 buffer for partial results, at least one tile's.
+    attends to (None: all). `scratch`: float32 buffer for partial results, large enough for at least one tile.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -136,8 +137,9 @@ def product(
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Grouped GEMM of experts: return x Wᵀ, [token copies, Y], for token copies sorted by expert, each with its
-    expert's W. `ends_E`: exclusive end index of each expert's copies, int32."""
+    """Grouped GEMM of experts: return [N, Y], each row of `x_NX` times the transposed weight of its expert. Rows are
+    copies of tokens, one for each chosen expert, sorted by expert. `ends_E`: int32, exclusive end of each expert's
+    rows."""
     rows, (experts, columns, _) = len(x_NX), weight_EYX.shape
     out = x_NX.new_empty(rows, columns)
     grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, 64), experts
@@ -146,8 +148,9 @@ def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.
 
 
 def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: Any, chosen: Any) -> None:
-    """Launch the Triton kernel `product`. rows: (exclusive end of each expert's rows, number of all rows). chosen:
-    (columns of a tile, splits of the inner dimension, True for a grouped product, True to add the bias)."""
+    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`, on `grid`. rows: (exclusive end of each
+    expert's rows, any tensor if not grouped; number of all rows). chosen: (columns of a tile, splits of the inner
+    dimension, True for a grouped product, True to add the bias)."""
     *_, columns, inner = weight.shape
     halves = x.dtype.itemsize == 2
     kernels.product[grid](

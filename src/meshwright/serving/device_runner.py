@@ -1,4 +1,4 @@
-"""Forward steps on a GPU: the ragged batch in buffers that stay, steps of decoding alone as CUDA graphs.
+"""Forward steps on a GPU: the ragged batch is copied to preallocated buffers, and decode-only steps run as CUDA graphs.
 
 Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I tiles of attention, W
 block tables.
@@ -82,8 +82,9 @@ class DeviceRunner:
             self._capture()
 
     def memory(self) -> dict[str, int]:
-        """Return {kind: bytes}: `weights`, `kv` and `workspace` (buffers, with the padding's KV block) on the device,
-        `pinned` (logits) on the host. What steps and graphs take from the caching allocator is not counted."""
+        """Return {kind: bytes}: `weights`, `kv` and `workspace` (buffers, and the extra KV block of padding tokens) on
+        the device, `pinned` (logits) on the host. What steps and graphs take from the caching allocator is not
+        counted."""
         tables = [self._numbers, self._tables, self._scratch, *(self._rotation or ())]
         padding = sum(each.nbytes for pair in self._cache for each in pair) // (self.blocks + 1)
         return {
@@ -197,7 +198,8 @@ class DeviceRunner:
 
     def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
         """Return the output of a layer's attention, projections included, [T, H]; write the tokens' keys and values to
-        the KV cache. layer: index of the layer. given: `device_operations.Tiles` of the step by block table."""
+        the KV cache. layer: index of the layer. given: `device_operations.Tiles` of the step, one for each block
+        table."""
         table, place = self._block_tables.layers[layer]
         qkv, cache, tiles = self._linear(attention.qkv, x_TH), self._cache[place], given[table]
         norms = None
@@ -237,8 +239,8 @@ class DeviceRunner:
         return self._activate(self._linear(mlp.up, x_TH), mlp.activation, mlp.gated)
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Return the MLP activation of `up_TF`: with `gated` activation(first half) * second half, else activation(up).
-        activation: its name, such as "silu"."""
+        """Return the MLP activation of `up_TF` [T, columns]: if `gated`, activation(first half of the columns) * second
+        half; else activation(up_TF). activation: its name, such as "silu"."""
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":

@@ -66,12 +66,13 @@ class Engine:
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return figures by name: of the last step `tokens` and `context` (number of keys that these attend to,
-        summed); those of `Scheduler.stats`; and `kernel_seconds`, the time in the runner since the start."""
+        """Return figures by name: `tokens` and `context` of the last step (its tokens, and the keys that they attend
+        to, summed; absent if nothing was computed), those of `Scheduler.stats`, and `kernel_seconds`, the time in the
+        runner so far."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:
-        """Return facts about the engine: `instruction_set` (or GPU name), `kernels` (their version), `memory`
+        """Return facts about the engine: `instruction_set` (or GPU name), `kernels` (version of the kernels), `memory`
         ({kind: bytes}), and `block_tables`, the number of its block tables."""
         runner, tables = self.runner, len(self.scheduler.windows)
         about = {"instruction_set": runner.instruction_set, "kernels": runner.version, "block_tables": tables}

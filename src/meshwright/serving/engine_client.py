@@ -29,12 +29,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Identity by which a refused request keeps its place in the line until its client comes again.
+    """Identity of an HTTP request, by which it keeps its place in the waiting line after a refusal until its client
+    retries.
 
     Attributes:
         key: Keyed digest of the API key, the path and the body; empty: no place is kept.
         tokens: Estimated tokens of the prompts.
-        first: True if the client says that it has not sent this request before: identical ones are other clients'.
+        first: True if the client marks this as its first attempt: an identical request in the line is another client's.
     """
 
     key: bytes = b""
@@ -54,9 +55,9 @@ class EngineClient(Protocol):
         """JSON object of facts about the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
-        """Return None if the queue has room for all of `requests`, else the refusal; nothing is queued yet: the caller
-        submits them without an await in between. With no requests: the refusal that every request of this `ticket`
-        would get, however short."""
+        """Return None if the queue has room for all of `requests`, else the refusal. Nothing is queued yet: the caller
+        submits them without an await in between. With empty `requests`, return the refusal that even the shortest
+        request with this `ticket` would get, or None."""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request at once and return the iterator over its outputs, which ends after the one with a finish
@@ -83,5 +84,7 @@ class EngineClient(Protocol):
         `steps`, `step_seconds` (measured, from one schedule to the next), `kernel_seconds` (of it, inside kernels),
         `predicted_seconds` (predicted for the same steps), `pauses`, `prefix_queries` and `prefix_hits` (prompt tokens
         looked up and found in the prefix cache), `restarts` (after a lost rank).
-        The first mapping also has the places of refused clients: `outstanding`; and `admitted`, `expired` since then.
+
+        The first mapping also has figures of the waiting line of refused requests: `outstanding` places now, and places
+        `admitted` and `expired` since the start.
         """

@@ -93,8 +93,8 @@ class BodyReader:
         self._bytes = 0  # of all bodies now in memory
 
     def is_large(self, request: Request) -> bool:
-        """Return True if a request's body is, by its headers, larger than `LINE_BYTES` or of unknown size. Raises
-        ApiError (413) above the limit."""
+        """Return True if a request's Content-Length is above `LINE_BYTES` (256 KiB) or missing. Raises ApiError (413)
+        if it is invalid or above `HttpSettings.body_bytes`."""
         size = request.headers.get("content-length")
         if size is not None and not (size.isdecimal() and len(size) <= 12 and int(size) <= self._settings.body_bytes):
             raise self._refuse_size()
@@ -130,12 +130,12 @@ class BodyReader:
         return bytes(body)
 
     def release(self, body: bytes | bytearray) -> None:
-        """No longer count a body that was read towards `all_body_bytes`."""
+        """Subtract a body that `read` returned from the bytes that `HttpSettings.all_body_bytes` limits."""
         self._bytes -= len(body)
 
     def identify(self, request: Request, body: bytes) -> Ticket:
         """Return the ticket by which a refused request keeps its place in the waiting line: a digest of API key, path
-        and body; no digest, hence no place, for a body of more than `LINE_BYTES`."""
+        and body. A body above `LINE_BYTES` (256 KiB) gets a ticket without digest, hence no place."""
         if len(body) > LINE_BYTES:
             return Ticket()
         digest = hashlib.blake2b(request.headers.get("authorization", "").encode(), key=self._secret, digest_size=16)

@@ -93,8 +93,8 @@ class HttpApp:
         await self._app(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response of the endpoint, as JSON unless it is a Response; exceptions become error responses in
-        OpenAI's form."""
+        """Handle one HTTP request: call its endpoint and send what it returns, as JSON unless it is a Response.
+        Exceptions become error responses in OpenAI's form."""
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
         name = request.state.request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
@@ -124,8 +124,8 @@ class HttpApp:
         raise ApiError(status, f"{request.method} {path[:200]}: {reason}", code="not_found", headers=headers)
 
     def _refuse(self, path: str, ticket: Ticket) -> None:
-        """Raise ApiError if the request of a POST to `path` would not be queued, however short it is; do nothing for
-        paths that generate no text."""
+        """Raise ApiError if the engine would refuse even the shortest request with this `ticket`. Does nothing for a
+        `path` that generates no text."""
         if path in GENERATION and (refusal := self._client.admit((), ticket)) is not None:
             self.metrics.refuse(refusal.reason)
             raise refusal_error(refusal)
@@ -138,7 +138,8 @@ class HttpApp:
         return refusal_error(Refusal("connections", wait)).to_response()
 
     def _use(self, model: type[_Body], use: Callable[[_Body], object]) -> tuple[type[Body], Endpoint]:
-        """Return `model` and the endpoint that answers a POST of such a body with `use(body)`."""
+        """Return (`model`, endpoint) for a path: the endpoint parses the body of a POST as a `model` and returns
+        `use(body)`."""
         return model, partial(self._parse, model=model, use=use)
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
@@ -151,8 +152,8 @@ class HttpApp:
 
     async def _parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:
         """Read the body of `request`, validate it as a `model`, and return `use(body)`; large bodies and conversations
-        are parsed in a thread, so that the event loop is not blocked. Raises ApiError: where the request would not be
-        queued, before its body is parsed, and before a large one is read."""
+        are parsed in a thread, so that the event loop is not blocked. Raises ApiError for an invalid body; and, before
+        the body is parsed (a large one: read), if the engine's queue would refuse the request."""
 
         def parse(data: bytes) -> _Result:
             body = parse_body(model, data)
@@ -233,8 +234,8 @@ class HttpApp:
         }  # fmt: skip
 
     def _report_state(self, *good: str) -> dict[str, str]:
-        """Return the engine's state as JSON if it is one of `good` ("ready", "draining"); else raise ApiError (503).
-        Handles `/health` and `/ready`."""
+        """Handle `/health` and `/ready`: return the engine's state as JSON if it is one of `good` ("ready",
+        "draining"); else raise ApiError (503)."""
         state = self._client.state
         if state not in good:
             raise refusal_error(Refusal(state, 1.0))

@@ -56,10 +56,10 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class _LingeringTransport:
-    """asyncio transport that closes connections without a TCP reset, with which a client could lose the response.
+    """Wrapper of an asyncio transport that closes the connection without a TCP reset, which could lose the response.
 
-    While the client still sends (`unread`), `close` shuts down the sending side only, and what arrives is read and
-    discarded for up to `LINGER_SECONDS`.
+    While the client still sends (attribute `unread`), `close` shuts down the sending side only, and what arrives is
+    read and discarded for up to `LINGER_SECONDS`.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -99,12 +99,12 @@ class _LimitedProtocol(HttpToolsProtocol):
     send nor read.
 
     `crowded`: close the connection after each response, as there are many. `refuse`: returns the response with which a
-    connection beyond the limit is refused, health checks excepted; None: it is accepted. `group`: the open accepted or
-    refused connections, which it joins.
+    connection beyond the limit is refused, health checks excepted; None: it is accepted. `group`: the server's open
+    connections of the same kind (accepted or refused), to which it adds itself.
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
-        write_deadline: Such a time at which `_Server` aborts the connection of a client that reads too little.
+        write_deadline: Time, likewise, at which `_Server` aborts the connection because the client reads too slowly.
     """
 
     deadline = write_deadline = math.inf
@@ -126,28 +126,30 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._wait(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
 
     def _join(self) -> None:
-        """Count as the newest connection of the group, which is the last to be closed when connections wait."""
+        """Make this the newest connection of its group; `_Server` aborts the oldest refused one first when others
+        wait."""
         self._group.pop(self, None)
         self._group[self] = time.monotonic()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the connection."""
+        """Remove the connection, which has closed, from its group; called by asyncio."""
         self._group.pop(self, None)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Wait for the client to read: for `KEEP_ALIVE_SECONDS` at most."""
+        """Give the client `KEEP_ALIVE_SECONDS` to read what was sent; called by asyncio when the write buffer is
+        full."""
         super().pause_writing()
         self.write_deadline = time.monotonic() + KEEP_ALIVE_SECONDS
 
     def resume_writing(self) -> None:
-        """Note that the client has read most of what was sent."""
+        """Lift the deadline of `pause_writing`; called by asyncio when the client has read most of what was sent."""
         super().resume_writing()
         self.write_deadline = math.inf
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data, or answer with the refusal if the connection is refused; data are ignored once it is
-        closing."""
+        """Parse received data; on a refused connection, unless they are a health check, send the refusal instead and
+        close. Data are ignored once the connection is closing."""
         if data.startswith(PROBES):
             self._refuse = None
             self._join()
@@ -173,10 +175,11 @@ class _LimitedProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """Start to count a request's header bytes; the headers must be complete within `HEADER_SECONDS`.
+        """Reset the count of header bytes at the start of a request; its headers must be complete within
+        `HEADER_SECONDS`.
 
-        A request before the response to the last one (HTTP pipelining) is not read: the connection ends with that
-        response, so that requests do not pile up, and the client's leaving is noticed.
+        A request that comes before the response to the previous one (HTTP pipelining) is not read, and the connection
+        closes after that response: so requests do not pile up, and a disconnect is noticed.
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self._ends, self.cycle.keep_alive, self._lingering.unread = True, False, True
@@ -196,9 +199,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start to handle the request, without a deadline from now on. Its response closes the connection if there are
-        many, if the client waits for leave to send the body (after an early response nobody knows if it will), or if it
-        asks for another protocol: its body would be taken for the next request."""
+        """Start to handle the request, which has no deadline from now on. The connection closes after the response if
+        there are many connections, if the client sent `Expect: 100-continue` (after an early response it may or may not
+        send the body), or if it asks for another protocol (its body would be parsed as the next request)."""
         self._unparsed_bytes = 0
         super().on_headers_complete()
         self._wait(math.inf)
@@ -211,8 +214,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the body is complete; if the request was answered already, the next one may take
-        `KEEP_ALIVE_SECONDS`."""
+        """Note that the request's body is complete. If the response was sent already, the client has
+        `KEEP_ALIVE_SECONDS` to start the next request."""
         self._unparsed_bytes = 0
         super().on_message_complete()
         self._lingering.unread = self.parser.should_upgrade()
@@ -228,8 +231,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._wait(HEADER_SECONDS if self._lingering.unread else KEEP_ALIVE_SECONDS)
 
     def expire(self) -> None:
-        """Abort the connection at its deadline, unless the client has read a part of a response since the last
-        deadline."""
+        """Abort the connection at its deadline; but if the client has read a part of a response since the last
+        deadline, extend it by `KEEP_ALIVE_SECONDS`."""
         before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
         if self._unsent_bytes in (0, before):
             self.transport.abort()
@@ -249,9 +252,9 @@ class _LimitedProtocol(HttpToolsProtocol):
 class _Server(uvicorn.Server):
     """uvicorn's server with a limit on connections; signals are handled by `serve_http` instead.
 
-    From limit / 2 connections on, new ones are closed after each response (no keep-alive); beyond `limit` they get a
-    429; from 2 * limit on they wait in the kernel's backlog until a refused one ends, after `CROWDED_SECONDS` if it is
-    no probe.
+    From `limit` / 2 connections on, new ones are closed after each response (no keep-alive). Beyond `limit` they are
+    refused with a 429. From 2 * `limit` on they wait in the kernel's backlog, and refused connections that have been
+    silent for `CROWDED_SECONDS` are aborted to make room.
     """
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
@@ -287,7 +290,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections on `listener` in a loop, while there are fewer than twice the limit."""
+        """Accept connections on `listener` in a loop. While twice the limit are open, abort the oldest silent refused
+        one or wait."""
         loop = asyncio.get_running_loop()
         with listener:
             while True:
@@ -314,8 +318,8 @@ class _Server(uvicorn.Server):
 
 
 def make_server(app: HttpApp) -> uvicorn.Server:
-    """Return the uvicorn server of an application, with as many connections as open files allow. Its
-    `serve([listener])` runs until `should_exit` is set."""
+    """Return the uvicorn server of an application, limited to `HttpSettings.connections` or as many as open files
+    allow. Its `serve([listener])` runs until `should_exit` is set."""
     config = uvicorn.Config(
         app, ws="none", lifespan="off", log_level="error", access_log=False, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=5,
@@ -324,8 +328,8 @@ def make_server(app: HttpApp) -> uvicorn.Server:
 
 
 def allow_connections(count: int, log: Callable[[str], None] = lambda line: None) -> int:
-    """Raise the process's limit on open files to what `count` connections and as many refused ones need; return how
-    many it allows, and log a line if they are fewer."""
+    """Raise the process's limit on open files so that it allows `count` connections and as many refused ones. Return
+    the number of connections that it allows; log a line if they are fewer than `count`."""
     wanted = 2 * count + OTHER_FILES
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < wanted:
@@ -341,8 +345,8 @@ def allow_connections(count: int, log: Callable[[str], None] = lambda line: None
 def restored_signals() -> Iterator[None]:
     """Context manager that restores the handlers of SIGTERM and SIGINT at its exit.
 
-    Until then they must be Python's handlers, not an event loop's, which end with the loop: a signal's default action
-    would end the process before its socket directory is removed.
+    Inside, the caller sets handlers with `signal.signal`, not those of an event loop, which end with the loop: a signal
+    after that would end the process before its socket directory is removed.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -355,11 +359,11 @@ def restored_signals() -> Iterator[None]:
 async def serve_http(
     app: HttpApp, listener: socket.socket, client: EngineClient, drain_seconds: float = 60.0
 ) -> tuple[int, int]:
-    """Serve until SIGTERM or SIGINT; return the signal's number, and that of the requests that were not finished.
+    """Serve HTTP until SIGTERM or SIGINT; return (signal number, number of requests that were not finished).
 
-    From the signal on, new requests get 503 and those in flight are finished, for at most `drain_seconds`; a second
-    signal ends them at once. Later ones change nothing: the handlers stay, for what the caller still has to clean up.
-    Raises RankLost when the engine has failed for good.
+    After the signal new requests get 503, and requests in flight are finished, for at most `drain_seconds`; a second
+    signal ends them at once. Later signals are ignored: the handlers stay, as the caller still has to clean up. client:
+    engine. Raises RankLost when the engine has failed for good.
     """
     server = make_server(app)
     received: asyncio.Queue[int] = asyncio.Queue()

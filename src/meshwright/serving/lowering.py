@@ -50,7 +50,7 @@ class Lowering:
     """A pipeline stage of one rank as a list of kernel operations, with all buffers and packed weights that they use.
 
     Attributes:
-        ops: The operations, in order.
+        ops: The operations, in order; the methods `_lower_*` append to it.
         segments: Slices of `ops` between all-reduces over tp; a single one without tp.
         states: Hidden states [T, H], input and output of the stage.
         logits: Logits [R, V / P] of this rank's vocabulary slice; None unless this is the last stage.
@@ -93,7 +93,8 @@ class Lowering:
         kernels.end_packing()
 
     def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Allocate keys and values of the layers at one place of a KV block. kv_heads: key-value heads of this rank."""
+        """Allocate the keys and values for one layer position of the KV blocks: layers of different block tables that
+        have the same position share these arrays. kv_heads: key-value heads of this rank."""
         dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
         keys, values = (
             self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
@@ -246,7 +247,7 @@ class Lowering:
         return packed
 
     def _parameter(self, module: nn.Module | None, leaf: str) -> Float32:
-        """Return the parameter named `leaf` ("weight", "bias") of a norm or linear layer as a float32 array."""
+        """Return the parameter named `leaf` ("weight", "bias") of a norm or linear layer as a new float32 array."""
         return self._keep(self._read(f"{self._names[id(module)]}.{leaf}", bfloat16=False))
 
     def _optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
@@ -254,13 +255,15 @@ class Lowering:
         return None if getattr(module, leaf, None) is None else self._parameter(module, leaf)
 
     def _read(self, name: str, bfloat16: bool) -> npt.NDArray[Any]:
-        """Read the engine tensor `name` as an array of float32, with `bfloat16` of uint16 bits of that dtype."""
+        """Read this rank's shard of the parameter `name` as a float32 array or, with `bfloat16`, as the uint16 bits of
+        bfloat16."""
         if bfloat16:
             return self._weights.read(name, torch.bfloat16).view(torch.uint16).numpy()
         return self._weights.read(name, torch.float32).numpy()
 
     def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a copy of an array that stays in memory, and count its bytes as weights."""
+        """Return a copy of an array that is to stay in memory (reads reuse one buffer), and count its bytes as
+        `weights`."""
         self.nbytes["weights"] += values.nbytes
         return values.copy()
 

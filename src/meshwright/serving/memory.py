@@ -61,7 +61,7 @@ def plan_memory(
 
     Args:
         config: Configuration of the model.
-        layout: As `spec.refuse.serving_layout` returns it.
+        layout: Layout for serving, checked by `spec.refuse.serving_layout`.
         dtype: Dtype of parameters and KV cache.
         memory: Value of `--memory`; None: 0.9, with at most `DEFAULT_POOL` bytes of KV blocks.
         max_length: Most tokens of a sequence; None: the model's positions, or fewer if they do not fit.

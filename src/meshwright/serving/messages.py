@@ -96,8 +96,8 @@ class Channel:
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
-        """Return all messages that have arrived, at least in part. wait: if there is none, block until one arrives;
-        else []."""
+        """Return all messages of which at least the first bytes have arrived, waiting for the rest. wait: if there is
+        none, block until one arrives; else return []."""
         found = [self.receive()] if wait else []
         while self._unread or select.select([self._socket], [], [], 0.0)[0]:
             found.append(self.receive())
@@ -124,7 +124,7 @@ class Channel:
 
 class Listener:
     """Listening socket of the front (the process of the HTTP server), or of a replica's first rank for its other ranks.
-    address: for `Channel.connect`, `unix:PATH` or `tcp:HOST:PORT`."""
+    Attribute `address`: `unix:PATH` or `tcp:HOST:PORT`, for `Channel.connect`."""
 
     def __init__(self, directory: str | None, name: str, secret: str, host: str = "") -> None:
         """Listen at a Unix socket `name` in the private `directory`, or without one on a free TCP port of `host`.

@@ -1,4 +1,4 @@
-"""Engines without a server: in this process, or on local ranks that each call starts."""
+"""Generation without an HTTP server: by an engine in this process, or on local ranks that each call starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV cache in blocks for plain torch, the counterpart of the kernels' own.
+"""Paged KV cache in plain torch, the counterpart of the compiled kernels' cache.
 
 Shapes: T tokens (padding at the end included), N query heads, K key-value heads, G query heads of a key-value head, D
 head size, C tokens that a token attends to, W block tables.
@@ -19,19 +19,19 @@ from meshwright.spec.config import ModelConfig
 
 
 class _Segment(NamedTuple):
-    """One token of a batch for attention. row: its index among the selected tokens. slots_WC: KV-cache slots of the
-    positions 0 to its own, in order, in each block table."""
+    """One token of a batch for attention. row: its index among the selected tokens (see `PagedCache.select`). slots_WC:
+    for each block table, the KV-cache slots of the positions 0 to its own, in order."""
 
     row: int
     slots_WC: torch.Tensor
 
 
 class PagedCache:
-    """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of some layers in plain torch, for a ragged batch of sequences.
-    Layers at the same place of their block table's blocks share the tensors.
+    """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a stage's layers in plain torch, for a ragged batch of
+    sequences. Layers of different block tables share tensors, as each block belongs to one table.
 
     Attention is computed token by token, so that a token's result does not depend on which others are in the batch.
-    Positions are always given by the caller, so `length` stays 0.
+    Callers always give the positions, so `length`, of the interface of the model's caches, stays 0.
     """
 
     length = 0
@@ -61,8 +61,8 @@ class PagedCache:
             each.zero_()
 
     def select(self, batch: StepBatch, begin: int, end: int) -> None:
-        """Select the tokens with the indices `begin` to `end` (exclusive) of a batch as input of the next calls of
-        `attend`, which may have padding after them."""
+        """Select the tokens with the indices `begin` to `end` (exclusive) of a batch: the following calls of `attend`
+        get the queries, keys and values of these, perhaps with padding after them."""
         self._slots_WT = torch.from_numpy(batch.slots[:, begin:end]).long().to(self._device)
         self._segments = []
         for number, (first, stop) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
@@ -76,8 +76,8 @@ class PagedCache:
                 self._segments.append(_Segment(row - begin, slots_WC[:, : len(positions) - (high - row - 1)]))
 
     def attend(self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
-        """Write the keys and values of the selected tokens to the cache of layer number `layer`; return the causal
-        attention of each over its sequence, inside the layer's sliding window, [1, N, T, D]; 0 for padding."""
+        """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
+        causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
         for cache, new in zip(self._pairs[place], (k_BKTD, v_BKTD), strict=True):
@@ -89,7 +89,8 @@ class PagedCache:
         return out_BNTD
 
     def advance(self, tokens: int) -> None:
-        """Do nothing: the scheduler counts the tokens of each sequence."""
+        """Do nothing (part of the interface of the model's caches): the scheduler counts the tokens of each
+        sequence."""
 
     def _attend_segment(self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
         """Return the attention [N, D] of one token's queries `q_ND` over the KV-cache slots `slots_C`, computed in

@@ -1,9 +1,9 @@
-"""The engine of a rank of a pipeline: groups of sequences rotate through the stages.
+"""Engine of a rank of a pipeline: groups of sequences rotate through the stages.
 
-With N stages the sequences are in N groups. In slot k all ranks schedule a batch of group k mod N, stage s computes the
-batch of slot k - s, and the tokens that the last stage samples travel back through all stages, which publish them
-before they schedule that group again. This is 1F1B (`schedules/synchronous.py`) with the return of the tokens in place
-of the backward pass; the program is checked, and its steady state executed as it is written.
+With N stages the sequences are in N groups. In slot k all ranks schedule a batch of group k mod N, and stage s computes
+the batch of slot k - s. The tokens that the last stage samples travel back through all stages; each records them in its
+scheduler before it schedules that group again. This is 1F1B (`schedules/synchronous.py`) with the return of the tokens
+in place of the backward pass; the 1F1B program is checked, and its steady state (all stages busy) is executed.
 
 Shapes: T tokens of a batch, H hidden, R rows of logits.
 """
@@ -44,8 +44,9 @@ Group = tuple[tuple[Kind, int], ...]
 
 
 def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Return what pipeline rank `stage` executes in each slot of steady state, from the checked 1F1B program over
-    `stages` ranks: groups of (kind of step, number of its batch minus the slot's number), in order."""
+    """Return the steps that pipeline rank `stage` executes in each slot once all `stages` stages are busy, from the
+    checked 1F1B program: groups of steps, in order. A step is (kind, slot of its batch relative to the present
+    slot)."""
     program = with_transfers(one_f_one_b(stages, 6 * stages))
     check_pipeline(program)
     steps, groups = program.steps, list[list[tuple[Kind, int]]]()
@@ -86,8 +87,8 @@ class PipelineEngine(Engine):
         return self.scheduler.idle and not any(self._batches.values())
 
     def step(self) -> list[Output]:
-        """Run one slot: schedule one group's batch, compute this stage for the batch that has reached it, and publish
-        the batch whose tokens have come back from the last stage. Return the outputs of the published one."""
+        """Run one slot: schedule one group's batch, compute this stage for the batch that has reached it, and record
+        the tokens that have come back from the last stage for another batch. Return the outputs of that batch."""
         slot, self._last = self._slot, {}
         self._batches[slot] = self.scheduler.schedule(slot % self._stages)
         outputs: list[Output] = []

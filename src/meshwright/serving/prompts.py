@@ -69,7 +69,7 @@ class Prompts:
         ordinary text.
 
         Raises UserError for a text that must be longer than `max_length` tokens (checked before tokenizing), for a
-        token ID outside the model's vocabulary, and for a result without tokens unless `empty`.
+        token ID outside the model's vocabulary, and for a result without tokens unless `empty` is True.
         """
         self._check_characters(len(text))
         start = [self.start] if add_start and self.start is not None else []
@@ -97,8 +97,8 @@ class Prompts:
             raise UserError(f"{chat.template.where} {error}") from None
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
-        """Return `tokens` as a list. Raises UserError if a token ID is outside the model's vocabulary, or for no tokens
-        unless `empty`."""
+        """Return `tokens` as a list. Raises UserError if a token ID is outside the model's vocabulary, or if there is
+        none unless `empty` is True."""
         if not tokens and not empty:
             raise UserError("the prompt is empty: it must have a token")
         for token in (min(tokens, default=0), max(tokens, default=0)):

@@ -40,7 +40,8 @@ class RankPlan:
         threads: Kernel threads of each rank.
         directory: Private directory for Unix sockets; None: TCP instead.
         step_seconds: Most seconds of a step, above which the replica counts as lost.
-        device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks started by others agree.
+        device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks that torchrun or SLURM started
+            agree on one.
         batch_invariant: On GPUs, make the bits of a sequence's results independent of the batch; on a CPU they always
             are.
         instruction_set: Instruction set of the kernels on all ranks, or `PLAIN_TORCH`; None: the fastest measured on
@@ -73,8 +74,8 @@ class RankPlan:
 
 
 class LocalStarter:
-    """Starts the ranks of a replica as forked processes of this machine; they end with this process. restarts: True,
-    lost ranks can be started again."""
+    """Starts the ranks of a replica as forked processes of this machine; they end with this process. Attribute
+    `restarts` (True): lost ranks can be started again."""
 
     restarts = True
 

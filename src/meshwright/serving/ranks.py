@@ -44,9 +44,9 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
 
 
 def serve_joined(plan: RankPlan | None, device: str) -> None:
-    """Run this process, started by torchrun or SLURM, as one rank until the front stops it. plan: given on rank 0,
-    which broadcasts it; None on all others. `device`: as given, "auto", "cpu" or "cuda", equal on all ranks. Raises as
-    `serve_rank`, UserError if the ranks cannot have a GPU each."""
+    """Run this process, started by torchrun or SLURM, as one rank until the front (the HTTP server's process) stops it.
+    plan: on rank 0 the settings, which it broadcasts; None on all others. `device`: "auto", "cpu" or "cuda", equal on
+    all ranks. Raises as `serve_rank`, and UserError if the ranks cannot have a GPU each."""
     where = rendezvous.read_place()
     store = rendezvous.connect_to_store(where, JOIN_SECONDS)
     device = _take_device(agree_on_device(device, where, store))
@@ -60,7 +60,8 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
 
 def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     """Run this process as one rank of `mesh`, whose tp and pp axes span the replica with index `replica`: build the
-    engine, connect to the front, and run steps until it says stop. Raises as `serve_rank`."""
+    engine, connect to the front (the HTTP server's process), and run steps until it sends stop. Raises as
+    `serve_rank`."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the front alone decides when ranks end
         signal.signal(number, signal.SIG_IGN)
     began = time.perf_counter()
@@ -86,17 +87,19 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
 
 
 def _take_device(device: str) -> str:
-    """Make `device` ("cpu", "cuda:1") the current CUDA device if it is one; return it."""
+    """Make `device` the current CUDA device, unless it is "cpu"; return it. device: "cpu" or "cuda:1" and the like."""
     if device != "cpu":
         torch.cuda.set_device(device)
     return device
 
 
 def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
-    """Main loop of a replica's first rank: receive the front's messages, forward them to the other ranks (`followers`),
-    run a step, and send outputs and figures to the front, until it says stop.
+    """Main loop of a replica's first rank: receive the messages of the front (the HTTP server's process), forward them
+    to the other ranks (`followers`), run an engine step, and send outputs and figures to the front, until a message
+    says stop.
 
-    The reported seconds are those of the whole iteration, with sending the previous one's message.
+    The figure `seconds` is the time of the whole iteration, from the end of the previous engine step or the end of
+    idleness to the end of this one.
     """
     step, began = 0, time.perf_counter()
     while True:
@@ -138,8 +141,8 @@ def _follow(engine: Engine, leader: Channel) -> None:
 
 
 def _apply(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]:
-    """Apply the front's messages ("add", "cancel", "stop") to the engine. Return (True if one says stop, a final
-    "cancelled" output for each request that the engine refuses)."""
+    """Apply messages of the front (the HTTP server's process) to the engine: "add", "cancel", "stop". Return (True if
+    one says stop, a final "cancelled" output for each request that the engine refuses)."""
     refused = []
     for message in messages:
         if "add" in message:

@@ -1,4 +1,5 @@
-"""One replica and one request as the front sees them. Free of torch."""
+"""State of one replica, and stream of one request's outputs, in the front (the HTTP server's process). Free of
+torch."""
 
 from __future__ import annotations
 
@@ -29,12 +30,12 @@ PREDICTION_SECONDS = 0.1
 
 class Stream(AsyncIterator[Output]):
     """Asynchronous iterator over the outputs of one request. Outputs that its reader has not taken yet are merged into
-    one, so that a slow reader costs at most one request's tokens.
+    one, so that a slow reader takes no more memory than the request's tokens.
 
     Attributes:
         request: The request.
         tokens: IDs of the tokens generated so far.
-        losses: How often a rank was lost while the request ran, since its newest token.
+        losses: Number of losses of a rank while the request ran, since its newest token.
         replica: Replica that runs it; None while no replica is ready.
         deadline: Timer that cancels the request; None without a deadline.
         ended: True if no further output will come.
@@ -53,8 +54,8 @@ class Stream(AsyncIterator[Output]):
         self._changed = asyncio.Event()
 
     def put(self, output: Output) -> None:
-        """Add an output of the engine for the reader. Prompt log-probabilities are passed on once, though a replayed
-        request may compute them again."""
+        """Add an output of the engine for the reader. Prompt log-probabilities are passed on once, though a request
+        that runs again after a lost rank may compute them again."""
         self.tokens += [result.token for result in output.results]
         self.losses = 0 if output.results else self.losses
         if self._has_prompt_results:
@@ -75,8 +76,8 @@ class Stream(AsyncIterator[Output]):
         self._changed.set()
 
     def resumed(self) -> Request:
-        """Return the request for another replica or start: the tokens generated so far are recomputed (`replayed`), not
-        sampled again."""
+        """Return the request to run again on another replica, or after a restart: tokens generated so far become
+        `replayed`, so that they are recomputed like prompt tokens, not sampled again."""
         return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
 
     async def __anext__(self) -> Output:
@@ -107,11 +108,13 @@ class Replica:
         heard: Time of its last message, in seconds of `time.monotonic`.
         sent: Number of requests sent to it that `report` does not include yet.
         report: Figures of its last step, from `Engine.report`.
-        totals: Figures summed since the server's start; for those that `report` has too, over former ranks only.
-        known: Hashes of KV blocks that its prefix cache probably has, the least recently used first.
+        totals: Figures summed since the server's start. Counters that `report` has too (`COUNTERS`) exclude the present
+            start of the ranks, which `stats` adds.
+        known: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys; values
+            None).
         speed: Model of its step times.
-        answers: Moving average of its answers' lengths.
-        starts: How often its ranks have been started and have ended.
+        answers: Predictor of answer lengths.
+        starts: Number of starts of its ranks that have ended.
         ready_since: Time at which it became ready, in seconds of `time.monotonic`; inf before.
         lost: Future that gets the reason when the replica is lost; None before its first start.
     """
@@ -124,7 +127,7 @@ class Replica:
         self._clear()
 
     def _clear(self) -> None:
-        """Reset everything that is valid for one start of the ranks only."""
+        """Reset the attributes that describe the present start of the ranks."""
         self.streams: dict[str, Stream] = {}
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.known: OrderedDict[bytes, None] = OrderedDict()
@@ -171,19 +174,20 @@ class Replica:
 
     @property
     def room(self) -> int:
-        """Number of further sequences that the replica could run at once; if negative, the number that wait there."""
+        """Number of further sequences that the replica could run at once; if negative, minus the number of those that
+        wait there."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.places - running) - waiting - self.sent
 
     @property
     def work(self) -> int:
-        """Number of tokens that the replica computes before a new request's first token, roughly: all waiting prompts,
-        and `BLOCK_TOKENS` for each sequence that already generates."""
+        """Estimated number of tokens that the replica computes before a new request's first token: the prompts of all
+        requests without a token yet, and `BLOCK_TOKENS` for each request that already generates."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, count: int) -> float:
-        """Return the predicted seconds until the first `count` requests of the queue are admitted. Beyond the end of
-        the queue they are like those in it."""
+        """Return the predicted seconds until the first `count` requests of the replica's queue are admitted. If the
+        queue has fewer requests, the wait is extrapolated in proportion."""
         now = time.monotonic()
         if now - self._predicted > PREDICTION_SECONDS:
             running = [self._work_left(each) for each in self.streams.values() if each.tokens]
@@ -201,7 +205,8 @@ class Replica:
 
     @property
     def delay(self) -> float:
-        """Seconds by which the present step exceeds one like the last, and the predicted first admission."""
+        """Seconds by which the replica is late: time since the last step's report, minus the larger of the predicted
+        times of a step and of the next admission; 0 if it is not late or has no requests."""
         expected = max([self._predict_step(), *self._admissions[:1]])
         return max(0.0, time.monotonic() - self.heard - expected) if self.streams else 0.0
 
@@ -210,8 +215,8 @@ class Replica:
         return self.speed.predict(self.report.get("tokens", 0), self.report.get("context", 0))
 
     def _work_left(self, stream: Stream) -> Work:
-        """Return the remaining work of a generating request, in tokens: 0 of the prompt, the expected rest of the
-        answer, and those in the KV cache (context)."""
+        """Return the remaining work of a request that is generating: no prompt tokens, the expected number of further
+        answer tokens, and as context the tokens of prompt and answer so far."""
         done = len(stream.tokens)
         return Work(0, self._expect(stream.request, done) - done, len(stream.request.tokens) + done)
 
@@ -225,8 +230,8 @@ class Replica:
         return next((count for count, each in enumerate(hashes) if each not in self.known), len(hashes))
 
     def remember(self, hashes: Sequence[bytes], limit: int) -> None:
-        """Note that the replica's prefix cache gets the KV blocks with these hashes. limit: number of blocks in its
-        pool."""
+        """Record that the replica's prefix cache gets the KV blocks with these hashes; forget the least recently used
+        ones beyond `limit`, the number of blocks in its pool."""
         for each in hashes:
             self.known[each] = None
             self.known.move_to_end(each)

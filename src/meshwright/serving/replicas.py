@@ -246,7 +246,7 @@ class Replicas:
 
     def _recover(self, replica: Replica) -> None:
         """Reset a lost replica, and send its unfinished requests to other replicas, or keep them until one is ready. A
-        request that was running `LOSSES_OF_REQUEST` times at a loss fails."""
+        request fails when ranks were lost `LOSSES_OF_REQUEST` times while it ran, without a new token in between."""
         for stream in replica.forget():
             stream.losses += 1
             if stream.losses >= LOSSES_OF_REQUEST:
@@ -337,8 +337,8 @@ class Replicas:
     # --- requests
 
     def _place(self, stream: Stream) -> None:
-        """Send a request to the ready replica with the least work before the request's first token, prefix-cache hits
-        considered; without a ready replica, keep it until one is."""
+        """Send a request to the ready replica with the least work before the request's first token, its expected
+        prefix-cache hits subtracted; if no replica is ready, keep the request until one is."""
         request = stream.resumed()
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:
@@ -372,7 +372,7 @@ class Replicas:
             stream.deadline.cancel()
 
     def _give_up(self, error: MeshwrightError) -> None:
-        """Fail for good: set state and error, and end all streams with the error."""
+        """Mark the engine as failed for good, with `error` as the reason, and end all streams with it."""
         self.failure, self._state = error, "failed"
         for stream in list(self._streams.values()):
             self._forget(stream)

@@ -109,7 +109,7 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> Output | None:
         """Cancel a request and return its last output; None if it is unknown or has finished. Its KV blocks are freed
-        at once, or, if a batch in flight writes to them, when that batch is published."""
+        at once, or, if a batch in flight writes to them, when that batch's results are recorded by `publish`."""
         if (sequence := self._requests.get(request_id)) is None:
             return None
         if sequence.age < 0:
@@ -165,10 +165,10 @@ class Scheduler:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Present figures by name: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
+        """Figures by name. Now: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
         `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
-        `held`; and since the start `prompt_tokens` of admitted sequences, `prefix_hit_tokens`, those of them found in
-        the prefix cache, and `pauses`."""
+        `held`. Since the start: `prompt_tokens` of admitted sequences, `prefix_hit_tokens`, those of them found in the
+        prefix cache, and `pauses`."""
         paused = sum(sequence.paused for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {

@@ -1,4 +1,4 @@
-"""State of one request in the scheduler, results of its logits, the queue of those that wait, and overall figures."""
+"""State of one request in the scheduler, and the priority queue of those that wait for admission."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class Sequence:
         computed: Number of tokens whose keys and values are in the KV cache.
         paused: True if it keeps its KV blocks until more can be allocated safely.
         age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
-        blocks: Number of KV blocks that each of its block tables has had, one for each 16 positions.
-        held: For each block table, those of its KV blocks that have not been released: the last ones of `blocks`.
-        scores_prompt: True if the prompt's log-probabilities are requested; False for a replayed request, whose were
-            sent.
+        blocks: Number of KV blocks that each of its block tables has had so far (one per 16 positions), released ones
+            included.
+        held: For each block table, indices of its KV blocks that have not been released: the last ones.
+        scores_prompt: True if the prompt's log-probabilities are requested; False for a request that runs again after a
+            lost rank, since they were sent before.
     """
 
     def __init__(self, request: Request, windows: SequenceOf[int | None], token_budget: int) -> None:
@@ -111,7 +112,7 @@ class WaitingQueue:
         return self._heap[0][2]
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence; of equal priority, it comes last."""
+        """Add a sequence, after those of equal priority."""
         heapq.heappush(self._heap, (sequence.request.priority, self._arrivals, sequence))
         self._arrivals += 1
         self.tokens += len(sequence.tokens)

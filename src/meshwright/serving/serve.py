@@ -58,8 +58,8 @@ class ServeOptions(TypedDict, total=False):
         memory: Fraction of the memory of this machine or its cgroup (`"0.9"`), or a size (`"12GiB"`); default 0.9, with
             a bounded KV pool.
         max_length: Most tokens of a prompt and its answer; default: the model's positions, or fewer if they do not fit.
-        max_sequences: Most sequences of a step.
-        token_budget: Most tokens of a step.
+        max_sequences: Most sequences of a step; default 64, or `token_budget` if that is less.
+        token_budget: Most tokens of a step; default 512.
         host: Address to listen on; default `"127.0.0.1"`.
         port: Port to listen on, 0 for any free one; default 8000.
         served_model_name: Name of the model in the API; default: that of the directory.
@@ -250,8 +250,8 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
 
 
 def _find_meeting_host(place: rendezvous.Place) -> str:
-    """Return the host name of the rendezvous (MASTER_ADDR, or in the URL), by which other nodes reach this process,
-    rank 0."""
+    """Return the host name by which ranks on other nodes reach this process, rank 0: MASTER_ADDR, or the host in the
+    rendezvous URL."""
     return os.environ["MASTER_ADDR"] if place.method == "env://" else place.method.split("//")[-1].rpartition(":")[0]
 
 
@@ -315,8 +315,8 @@ def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any
 
 
 def _run_until_signal(main: Coroutine[Any, Any, tuple[int, int]]) -> None:
-    """Run the server (`main`, as `serve_http`) on uvloop; at its end raise KeyboardInterrupt for SIGINT, else
-    Terminated."""
+    """Run the server on uvloop; when it has ended, raise KeyboardInterrupt for SIGINT, else Terminated. main: coroutine
+    that serves until a signal and returns (signal number, number of unfinished requests), as `serve_http`."""
     import uvloop
 
     from meshwright.serving.http_server import SIGNALS

@@ -47,9 +47,9 @@ class StepLimits:
 
 @contextmanager
 def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Iterator[None]:
-    """Context manager that makes the memory of new, zeroed KV caches [blocks, ...] resident in two threads, so that no
-    later step can run out of memory. Its exit waits until all is; after an error the threads end with their present
-    piece. On Linux before 5.14 it writes to each page."""
+    """Context manager that makes the memory of new, zeroed KV caches [blocks, ...] resident, in two background threads,
+    so that no later step can run out of memory. Its exit waits for them, but after an error makes them stop early. On
+    Linux before 5.14 the exit writes to each page instead."""
     memory = [each.reshape(-1).view(np.uint8) for each in caches]
     # A list's iterator gives each piece to one thread. While a piece is populated no other thread can map memory.
     pieces = [each[at : at + _PIECE] for each in memory for at in range(0, len(each), _PIECE)]

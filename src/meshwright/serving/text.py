@@ -84,8 +84,8 @@ class AnswerText:
         return piece
 
     def _show(self, piece: str, searched: bool) -> str:
-        """Return the text that becomes visible when `piece` follows the text held back. searched: look for stop
-        strings."""
+        """Append `piece` to the text held back, and return what becomes visible: all but an end that may begin a stop
+        string. searched: False: `piece` is not searched for stop strings, and nothing is held back."""
         self._characters += len(piece)
         text = self._held + piece
         if not searched or not self._stop:

@@ -1,8 +1,10 @@
-"""Virtual line of refused clients: admission to the bounded queue in the order of the first refusals. Free of torch.
+"""Waiting line of refused requests: clients that retry are admitted to the engine's queue in the order of their first
+refusals. Free of torch.
 
-A refused request keeps a place without a connection, known by a digest of its bytes, and its client is told when to
-come again. A newcomer waits behind all places whose clients are expected to return; only room that they leave admits it
-at once. Nobody is refused while the engine could run it.
+A refused request (HTTP 429) keeps a place in the line without an open connection: the place is found again by a digest
+of the request, and the client is told when to retry. A new request waits behind all places whose clients are expected
+to return; it is admitted at once only if the queue has room beyond them. No request is refused while the engine could
+run it at once.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ GUARD = 4
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits on the queue of all replicas. requests: waiting requests. tokens: prompt tokens of requests that have no
-    token yet. seconds: predicted wait of a new request."""
+    """Limits on the requests that wait in all replicas together. requests: most waiting requests. tokens: most prompt
+    tokens of requests that have no generated token yet. seconds: longest predicted wait of a new request."""
 
     requests: int = 512
     tokens: int = 1_000_000
@@ -46,15 +48,16 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Present state of the queue with the asked requests at its end.
+    """State of the engine's queue as it would be with the requests in question (those that ask for admission) at its
+    end.
 
     Attributes:
-        waiting: Number of requests that would wait, the asked ones included; 0 or less: nobody would.
-        prompts: Returns the prompt tokens of each queued request, from the head, without the asked ones.
-        tokens: Prompt tokens of all, the asked ones included.
-        predict: Returns the predicted seconds until so many requests are admitted from the head.
-        delay: Seconds by which the engine is later than predicted; it may last as long again, for which clients are
-            told to wait, but which is no predicted wait of a request (`QueueLimits.seconds`).
+        waiting: Number of requests that would wait, those in question included; 0 or less: none would.
+        prompts: Returns the number of prompt tokens of each queued request, from the head, without those in question.
+        tokens: Number of prompt tokens of all queued requests, those in question included.
+        predict: Returns the predicted seconds until the given number of requests, from the head, has been admitted.
+        delay: Seconds by which the engine's present step is late. Clients are told to wait at least about as long, but
+            it does not count towards the predicted wait that `QueueLimits.seconds` limits.
     """
 
     waiting: int
@@ -66,18 +69,19 @@ class Queue:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Place of one refused request in the line.
+    """Place of one refused HTTP request in the waiting line.
 
     Attributes:
-        key: Digest of the request. Identical requests have places of their own under one digest.
-        number: Order of the places.
-        requests: Number of the engine's requests that it makes (choices).
+        key: Digest of the request. Identical requests have the same digest but separate places.
+        number: Order in the line: lower numbers come first.
+        requests: Number of the engine's requests (choices) that the HTTP request makes.
         tokens: Prompt tokens of all of them.
-        due: Time from which on any room in the queue admits it, in seconds of the line's clock.
+        due: Time at which the client's retry is expected, in seconds of the line's clock; from then on the request is
+            not held back for other places.
         expires: Time at which the place is given up.
-        watched: Earliest time at which the line looks at the place again.
-        returned: True if its client has come when it was told, which counts when it would have been late: else clients
-            that come would be counted earlier than those that do not.
+        watched: Earliest time for which a check of the place is scheduled.
+        returned: True if the client has retried when due. It is counted in `WaitingLine.returning` only at the time at
+            which the client would have been late, so that clients that return are not counted earlier than others.
     """
 
     key: bytes
@@ -91,10 +95,10 @@ class _Place:
 
 
 class WaitingLine:
-    """Admission to the queue within its limits, and the places of those that were refused.
+    """Admission of requests to the engine's queue within its limits, and the line of places of refused requests.
 
     Attributes:
-        returning: Moving average of the share of clients that return when they were told; 1 before any was expected.
+        returning: Moving average of the share of clients that retry when due; 1 at first.
         admitted: Number of places whose clients were admitted, since the start.
         expired: Number of places that were given up, since the start.
     """
@@ -111,18 +115,22 @@ class WaitingLine:
 
     @property
     def outstanding(self) -> int:
-        """Number of places that have not expired."""
+        """Number of places in the line that have not expired."""
         self._expire(self._clock())
         return self._count_places()
 
     def _count_places(self) -> int:
-        """Return the number of places, those included that have expired since `_expire`."""
+        """Return the number of places in the line, without removing first those that have expired since `_expire`."""
         return len(self._expected) + len(self._late)
 
     def admit(self, ticket: Ticket, requests: int, tokens: int, queue: Queue) -> Refusal | None:
-        """Return None if the queue takes a request now, which uses up its place; else the refusal, after which it has a
-        place. requests: number of the engine's requests that it makes; 0: only ask, and keep the place. tokens: of its
-        prompts, or an estimate."""
+        """Admit an HTTP request or refuse it. Return None if it is admitted, which ends its place in the line, if it
+        had one; else the refusal, after which it has a place (if `ticket` has a key and the line is not full).
+
+        ticket: identity of the request. requests: number of the engine's requests (choices) that it makes; 0: only ask,
+        without ending the place. tokens: number of their prompt tokens, or an estimate. queue: present state of the
+        queue.
+        """
         now = self._clock()
         self._expire(now)
         same = self._places.get(ticket.key, ())
@@ -157,8 +165,8 @@ class WaitingLine:
         return Refusal(reason, min(wait, LONGEST_SECONDS))
 
     def _find_limit(self, queue: Queue, ahead: float) -> tuple[str, float]:
-        """Return the limit that the queue would exceed, "" if none, and the predicted seconds until it would not.
-        ahead: expected number of requests that come before the asked one and are not in the queue yet."""
+        """Return (name of the limit that the queue would exceed, "" if none; predicted seconds until it would no longer
+        exceed it). ahead: expected number of requests in the waiting line that come before the request in question."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
@@ -174,16 +182,16 @@ class WaitingLine:
         return ("seconds", seconds) if seconds > 0 else ("", 0.0)
 
     def _expect_before(self, place: _Place | None) -> float:
-        """Return the expected number of requests that return to the places before `place`, None: a newcomer's.
+        """Return how many requests are expected to return to the places before `place` (None: before a new request).
 
-        A part of the queue is left to them even if hardly any returned so far: clients change their ways sooner than
-        that is known.
+        At least 1 / `GUARD` of the queue's length is reserved for those places, even if few clients returned so far,
+        since the average adapts slowly.
         """
         count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _expect(self, place: _Place, expected: bool) -> None:
-        """Let newcomers wait behind `place`, or no longer."""
+        """Add `place` to those behind which new requests wait (`expected` True), or remove it from them (False)."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:
@@ -194,7 +202,8 @@ class WaitingLine:
             self._expected ^= {place}
 
     def _expire(self, now: float) -> None:
-        """Remove the places that have expired; expect no longer the clients that are late."""
+        """Run the checks scheduled up to the time `now`: update `returning`, let new requests pass places whose clients
+        are late, and remove places that have expired."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
             if place.returned:
@@ -211,13 +220,13 @@ class WaitingLine:
                 self._watch(place, place.expires if place in self._late else place.due + LATE_SECONDS)
 
     def _watch(self, place: _Place, when: float) -> None:
-        """Look at `place` at the time `when`, unless that is done earlier anyway."""
+        """Schedule a check of `place` at the time `when`, unless an earlier one is scheduled."""
         if when < place.watched:
             place.watched = when
             heapq.heappush(self._ends, (when, next(self._counter), place))
 
     def _remove(self, place: _Place, admitted: bool = False) -> None:
-        """Remove a place, and count it as admitted or expired."""
+        """Remove a place from the line, and count it as admitted or, unless `admitted`, as expired."""
         self.admitted += admitted
         self.expired += not admitted
         self._expect(place, False)

@@ -1,6 +1,8 @@
-"""A rank's weights, one engine tensor at a time from the memory map of a checkpoint, whose pages are dropped after use.
+"""Weights of a serving rank, read one engine tensor at a time from a memory-mapped checkpoint, whose pages are dropped
+after use, so that memory never holds much more than the converted weights and one tensor.
 
-So memory never holds much more than the converted weights and one tensor.
+An engine tensor is a parameter of the model as it runs here; it may combine several of the checkpoint's tensors, such
+as query, key and value.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def decoder_config(directory: Path) -> ModelConfig:
 
 
 class RankWeights:
-    """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one engine tensor at a time.
+    """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one engine tensor (parameter
+    of the model, such as fused query, key and value) at a time.
 
     Raises UserError, naming file and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
 
@@ -72,20 +75,20 @@ class RankWeights:
         return iter(self._buffers)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of the engine tensor `name`."""
+        """Return the shape of this rank's shard of the engine tensor (parameter of the model) `name`."""
         flat, at = self._buffers[name]
         return flat.tensors[at].shape
 
     def is_bfloat16(self, name: str) -> bool:
-        """Return True if the engine tensor `name` is bfloat16 in the checkpoint's files."""
+        """Return True if the checkpoint's files have the engine tensor (parameter of the model) `name` in bfloat16."""
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
         parts = flat.within(placed.offset, placed.offset + placed.numel)
         return all(self._files.dtype(self._names[part.entry.name]) == "BF16" for part, _, _ in parts)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's shard of the engine tensor `name` in `dtype`, valid until the next call; vocabulary
-        padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
+        """Return this rank's shard of the engine tensor (parameter of the model) `name` in `dtype`, valid until the
+        next call; vocabulary padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
         begin = time.perf_counter()
         self._drop()
         flat, at = self._buffers[name]
@@ -104,14 +107,14 @@ class RankWeights:
         return values.view(placed.shape)
 
     def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Copy all engine tensors into the parameters of `model`, which have their names."""
+        """Copy this rank's shards into the parameters of `model`, converted to `dtype`; names are the same."""
         for name in self:
             parameter = model.get_parameter(name)
             parameter.copy_(self.read(name, dtype).view_as(parameter))
 
     def _read_entry(self, entry: ParameterEntry) -> torch.Tensor:
-        """Return the unsharded value of a parameter entry, a view of the memory-mapped file; drop the pages of the
-        previous entry."""
+        """Return the full (unsharded) value of a parameter entry, one tensor of the checkpoint, as a view of the
+        memory-mapped file; release the memory pages of the entry read before."""
         self._drop()
         self._mapped = read_entry(self._files, entry, self._names)
         self.bytes_read += self._mapped.nbytes

@@ -77,8 +77,8 @@ class OpenAIForm(AnswerForm):
         return self._format_event(self._describe(choice, piece, whole=False), choices)
 
     def _format_event(self, described: dict[str, Any] | None, choices: Sequence[Choice]) -> bytes:
-        """Return a server-sent event, as bytes, with one choice (`described`, JSON), or with none and the usage.
-        choices: all choices of the response, for the usage."""
+        """Return a server-sent event as bytes. described: JSON object of the event's only choice; None: an event
+        without choice that reports the token usage. choices: all choices of the response, for the usage."""
         inner = b"" if described is None else to_json(described)
         if described is not None and not self._continuous:
             return self._head + inner + self._tail
@@ -112,8 +112,8 @@ class OpenAIForm(AnswerForm):
         }
 
     def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the JSON fields of a choice that hold its text. whole: for a response without streaming; else for an
-        event."""
+        """Return the JSON fields of a choice that hold its text. whole: True for a response without streaming, False
+        for an event of a stream."""
         raise NotImplementedError
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
@@ -121,8 +121,8 @@ class OpenAIForm(AnswerForm):
         raise NotImplementedError
 
     def _describe(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
-        """Return the JSON object of a choice with the text and tokens of `piece`. whole: for a response without
-        streaming; else for an event."""
+        """Return the JSON object of a choice with the text and tokens of `piece`. whole: True for a response without
+        streaming, False for an event of a stream."""
         count = self._alternatives
         logprobs = None if count is None else self.describe_logprobs(piece.tokens, count)
         about = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
@@ -158,8 +158,8 @@ class CompletionForm(OpenAIForm):
         }
 
     def _describe_top(self, result: TokenResult, count: int) -> dict[str, float | None] | None:
-        """Return {token text: log-probability} of the `count` most likely tokens and the token itself; of tokens with
-        equal text the likelier. None if it has no log-probability."""
+        """Return {token text: log-probability} of the `count` most likely tokens and of the token itself; of several
+        tokens with the same text the likelier is kept. None if the token has no log-probability."""
         if result.logprob is None:
             return None
         described: dict[str, float | None] = {}
@@ -179,8 +179,8 @@ class ChatForm(OpenAIForm):
         return self._head + to_json({"index": choice.index, "delta": delta, "finish_reason": None}) + self._tail
 
     def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the JSON fields of a choice that hold its text: whole: `message`, for a response without streaming;
-        else `delta`."""
+        """Return the JSON field of a choice that holds its text: `message` if `whole` (a response without streaming),
+        else `delta` (an event of a stream)."""
         if whole:
             return {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"delta": {"content": text} if text else {}}

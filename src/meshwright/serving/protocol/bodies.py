@@ -56,7 +56,8 @@ Alternatives = Annotated[int, Field(ge=0, le=20, description="most likely tokens
 
 
 def _wrong_field(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
-    """Return the pydantic error about the field `name` for a validator of the whole object; `kind`: its error type."""
+    """Return the pydantic error with this `message` about the field `name`, for validators that check several fields at
+    once. `kind`: pydantic error type."""
     return PydanticCustomError(kind, message, {"field": name})  # type: ignore[arg-type]
 
 
@@ -70,7 +71,8 @@ def _allow_null(schema: dict[str, Any]) -> None:
 class Body(BaseModel):
     """Base class of JSON request bodies. A field that is null has its default; unknown fields are ignored.
 
-    `unsupported`: {field: values that change nothing and are accepted}; other values are an error.
+    `unsupported`: {name of an unsupported field: values that are accepted, as they change nothing}; other values are an
+    error.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra=_allow_null)
@@ -104,7 +106,7 @@ class ChatMessage(Body):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def to_message(self) -> Message:
-        """Return the message as `data.records` has it, for the chat template; text parts are joined."""
+        """Return the message as a `data.records` `Message`, for the chat template; text parts are joined."""
         parts = self.content
         return Message(self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts))
 
@@ -117,7 +119,7 @@ class ConversationBody(Body):
     messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
 
     def conversation(self) -> list[Message]:
-        """Return the messages as `data.records` has them, for the chat template."""
+        """Return the messages as `data.records` `Message` objects, for the chat template."""
         return [message.to_message() for message in self.messages]
 
 
@@ -149,7 +151,7 @@ class DetokenizeBody(Body):
 
 
 class StreamOptions(Body):
-    """`stream_options` of a request: whether token usage is reported in a streamed response."""
+    """`stream_options` of a request: options to report token usage in a streamed response."""
 
     include_usage: bool = Field(False, description="send the usage before the end of the stream")
     continuous_usage_stats: bool = Field(False, description="send the usage so far with every chunk")
@@ -194,11 +196,13 @@ class GenerationBody(Body):
         raise NotImplementedError
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return for each prompt (token IDs, text to be echoed before the answer, or None). Raises UserError."""
+        """Return one pair for each prompt: (token IDs, text of the prompt to be echoed before the answer or None).
+        Raises UserError for an invalid prompt."""
         raise NotImplementedError
 
     def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
-        """Return the last tokens of a prompt, as many as the field `truncate_prompt_tokens` says (null: all)."""
+        """Return the last tokens of a prompt, as many as the field `truncate_prompt_tokens` says (None: all; -1:
+        `max_length` of the model)."""
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
@@ -236,7 +240,8 @@ class PromptBody(GenerationBody):
         return self.logprobs
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return for each prompt (token IDs, text to be echoed before the answer, or None). Raises UserError."""
+        """Return one pair for each prompt: (token IDs, text of the prompt to be echoed before the answer or None).
+        Raises UserError for an invalid prompt."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):

@@ -34,7 +34,7 @@ class Job:
         form: Formatter of the response.
         stream: True to send the response as server-sent events.
         timeout: Seconds until the request is cancelled (408); None: never.
-        ticket: Identity of the request, by which it keeps its place if it is refused.
+        ticket: Identity of the request, by which it keeps its place in the waiting line if it is refused.
     """
 
     choices: Sequence[Choice]

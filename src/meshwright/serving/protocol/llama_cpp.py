@@ -74,7 +74,8 @@ class LlamaForm(AnswerForm):
 
 
 def _describe_rate(name: str, tokens: int, seconds: float) -> dict[str, float]:
-    """Return llama.cpp's timings of `tokens` tokens in `seconds`: {name}_n, _ms, _per_token_ms and _per_second."""
+    """Return llama.cpp's timings of `tokens` tokens that took `seconds`, with the keys `name` + "_n" (tokens), "_ms",
+    "_per_token_ms" and "_per_second"."""
     return {
         f"{name}_n": tokens, f"{name}_ms": seconds * 1000, f"{name}_per_token_ms": seconds * 1000 / max(tokens, 1),
         f"{name}_per_second": tokens / max(seconds, 1e-9),
