@@ -44,7 +44,7 @@ class Verification:
     document: Mapping[str, Any]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright verify --json`: the content of `document`."""
+        """Return the JSON document of `meshwright verify --json`, which is the content of `document`, as a new dict."""
         return to_json_dict(self.document)
 
 
@@ -96,8 +96,8 @@ def verify(
 
 
 def _failure(document: Mapping[str, Any]) -> str | None:
-    """Return the first failure in a result document as one line: that of the first layout that disagrees with one
-    device, else the first missed fault; None if all passed."""
+    """Return the first failure in a result document as one line: the first layout that disagrees with one device, else
+    the first planted bug that was not detected; None if all passed."""
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]
