@@ -296,8 +296,8 @@ def _tile_forgets(
 
 
 def _ring_forgets(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Stand-in for `spans`, which lists the pairs of query chunk and key chunk that a ring-attention step computes,
-    with a bug: the last pair is left out if the KV block is another rank's. `counter` counts the results that this
+    """Buggy stand-in for `spans` (`original`), which lists the pairs of query chunk and key chunk that a ring-attention
+    step computes: the last pair is left out if the KV block is another rank's. `counter` counts the results that this
     changes."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
