@@ -25,7 +25,8 @@ class Verification:
         loss_error: Largest relative error of a loss.
         gradient_norm_error: Largest relative error of a gradient norm.
         layouts: One record per layout and model: layout, model, passed, worst, cases, seconds.
-        mutations: Faults planted, caught, neutral and missed; None unless asked for.
+        mutations: Numbers of planted faults (deliberate bugs), of those caught and neutral (without effect on results),
+            and list of those missed; None without `mutate`.
         failure: First disagreement or missed fault in one line; None if all passed.
         seconds: Wall time.
         document: All of this and more as JSON, the document of `meshwright verify --json`.
@@ -67,7 +68,8 @@ def verify(
         model: Preset, Hugging Face directory, config.json, configuration or recipe; it is scaled down with all its
             features. Default: representative models.
         dtype: `"float64"`, in which relative errors up to 1e-10 pass, or `"float32"`, up to 1e-5.
-        mutate: Plant faults at every collective call site and in local code, one at a time; each must be detected.
+        mutate: Plant faults (deliberate bugs) at every collective call site and in local code, one at a time; each must
+            be detected.
         thorough: Run the slow cases, too; without `model`, on three models.
         log: Called with a line for each layout.
 
