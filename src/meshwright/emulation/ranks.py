@@ -201,8 +201,8 @@ def _run_task(task: Callable[[], Any]) -> Any:
 
 
 def _refuse_rendezvous(*_: Any, **__: Any) -> None:
-    """Raise UserError. Stand-in for rendezvous functions of torch.distributed other than that of
-    `init_process_group`."""
+    """Raise UserError. Stand-in for torch.distributed's `rendezvous` and `TCPStore`: ranks meet in `init_process_group`
+    alone."""
     raise UserError(
         "emulated ranks meet in torch.distributed.init_process_group alone; mw.fit and mw.train set up processes: "
         "start such a script with meshwright run --ranks N"
