@@ -53,9 +53,9 @@ def run_verification(
     """Compare layouts with one device on small models and return the document of `meshwright verify --json`.
 
     layout: layout, notation, recipe or its file; None: a grid of layouts. model: preset, path, configuration or recipe;
-    None: representative models. dtype: "float64" or "float32". mutate: plant faults (deliberate bugs), each of which must
-    be detected. thorough: run the slow cases, too. log: called with a line for each layout. `UserError` if a name is
-    unknown or the layout cannot run.
+    None: representative models. dtype: "float64" or "float32". mutate: plant faults (deliberate bugs), each of which
+    must be detected. thorough: run the slow cases, too. log: called with a line for each layout. `UserError` if a name
+    is unknown or the layout cannot run.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
