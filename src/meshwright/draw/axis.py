@@ -66,7 +66,7 @@ def choose_ticks(low: float, high: float, most: int) -> list[float]:
 
 def choose_log_ticks(low: float, high: float) -> list[float]:
     """Return the ticks of a logarithmic axis: powers of ten in [low, high], with multiples such as 2 and 5 in between
-    where the range is at most 10,000-fold."""
+    if high is at most 10,000 times low; below 4 times, ticks of a linear axis."""
     if high < 4 * low:
         return choose_ticks(low, high, 8)
     mantissas = (1,) if high > 1e4 * low else (1, 2, 5) if high > 20 * low else (1, 2, 3, 4, 6, 8)

@@ -25,8 +25,9 @@ _CELL, _GAP, _LANE, _HEAD, _ROW = 28, 50, 7, 26, 8  # pixels: cell height, betwe
 
 
 def draw_buffers(checked: CheckedCollective) -> Markup:
-    """Return HTML with a picture of all ranks' buffers after each round of a collective program, and a legend. checked:
-    the verified program. Raises `UserError` if it has too many ranks, slots or rounds to draw."""
+    """Return HTML with a picture of all ranks' buffers after each round of a collective program (a collective algorithm
+    as sends between ranks in rounds), and a legend. checked: the verified program. Raises `UserError` if it has too
+    many ranks, slots or rounds to draw."""
     program, drawn = checked.program, build_frames(checked)
     longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
     cell_width = max(64, round(longest) + 20)
@@ -63,8 +64,8 @@ def _format_cost(checked: CheckedCollective) -> str:
 
 
 def _make_legend(program: CollectiveProgram) -> list[Markup]:
-    """Return the entries of the legend: colours, frames and stripes of cells, and arrows. program: decides which
-    entries are needed; if it reduces, a cell's colour is the stronger the more ranks have contributed to it."""
+    """Return the entries of the legend: colours, frames and stripes of cells, and arrows. If `program` reduces, the
+    entry for a cell's colour says that it is the stronger the more ranks have contributed."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "as the operation promises"),
@@ -79,8 +80,8 @@ def _make_legend(program: CollectiveProgram) -> list[Markup]:
 
 
 def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Markup:
-    """Return SVG stripes to draw below a cell, one per rank: coloured if the cell contains data of that rank, else
-    grey.
+    """Return SVG stripes, one per rank, to draw in the lower part of a cell: coloured if the cell contains data of that
+    rank, else grey.
 
     origins: ranks whose data the cell contains. ranks: number of ranks. width: of the cell in pixels. The element has
     an id, by which all cells with equal origins refer to it.

@@ -12,8 +12,9 @@ _WIDTH = 110
 
 
 def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
-    """Return the contents of all ranks' buffers as text: for each round the sends, then a table with a line for each
-    rank and a column for each slot (place for one chunk of the vector). Slots written in the round are in brackets.
+    """Return all ranks' buffers after each round of a collective program (a collective algorithm as sends between ranks
+    in rounds) as text: the round's sends, then a table with a line for each rank and a column for each slot (place for
+    one chunk of the vector). Slots written in the round are in brackets.
 
     checked: the verified program. last_rounds: draw only this number of rounds at the end (None: all). Raises
     `UserError` if the program has too many ranks, slots or rounds to draw.
@@ -36,8 +37,8 @@ def _arrow_lines(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
-    """Describe one send of a collective program as text: `0 → 1 data[2]`, `0 → 1 adds data[2]`, `2 copies data[0] into
-    scratch[0]` (on one rank), or `0 → 1` for a signal without data."""
+    """Describe one send of a collective program as text: `0 → 1 data[2]` (rank 0 sends a slot to rank 1), `0 → 1 adds
+    data[2]`, `2 copies data[0] into scratch[0]` (on one rank), or `0 → 1` for a signal without data."""
     here, there = (program.format_slots(slot, arrow.count) for slot in (arrow.slot, arrow.into))
     if arrow.source == arrow.target:
         return f"{arrow.source} {'adds' if arrow.adds else 'copies'} {here} {'to' if arrow.adds else 'into'} {there}"

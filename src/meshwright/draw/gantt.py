@@ -29,12 +29,13 @@ _PAGE = 1160  # width of a page's content in a window of 1200 pixels
 def draw_svg(
     timeline: Timeline, width: int = 1200, arrows: bool = False, alone: bool = True, until: float = 0.0
 ) -> Markup:
-    """Return the Gantt chart of a timeline as SVG; hovering over a step shows its name and times.
+    """Return the Gantt chart of a timeline (steps with start and end, on one track per rank) as SVG; hovering over a
+    step shows its name and times.
 
     width: in pixels; a chart with many steps is made wider, up to eight times that, so that labels are legible. arrows:
-        True to draw the transfers between tracks too. alone: True for an SVG file, with the title above the chart;
-        False to embed it in a page. until: time at which the axis ends, if later than the last step, so that several
-        charts share one scale.
+    True to draw the transfers between tracks too. alone: True for an SVG file, with the title above the chart; False to
+    embed it in a page. until: time at which the axis ends, if later than the last step, so that several charts share
+    one scale.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     notes = 10 + max(map(text_width, timeline.notes)) if timeline.notes else 0.0
@@ -92,8 +93,8 @@ def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> M
 
 
 def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "", arrows: bool = False) -> str:
-    """Return an HTML page with the Gantt chart of a timeline, the paragraph `summary`, and a table; above a chart that
-    is wider than the page, an overview of the same steps without labels.
+    """Return an HTML page with the Gantt chart of a timeline, the paragraph `summary`, and a table. If the chart is
+    wider than the page, an overview of the same steps without labels stands above it.
 
     rows: cells of the table, header first; empty: no table. arrows: True to draw the transfers between tracks.
     """

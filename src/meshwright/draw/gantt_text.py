@@ -14,9 +14,9 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
     """Return a timeline as text: one line for each track (a rank), in sections of the time axis of at most `width`
     characters.
 
-    A step is its label (F3: forward of micro-batch 3; f3: of the rank's second model chunk; F3': of the second
-    replica), filled to the step's duration; idle time is blank; overlapping steps have a line each. bands: maximum
-    number of sections to draw, from time 0 (None: all).
+    A step is drawn as its label, padded with dashes to its duration (F3: forward of micro-batch 3; f3: of the rank's
+    second model chunk; F3': of the second replica). Idle time is blank; overlapping steps have a line each. bands:
+    maximum number of sections to draw, from time 0 (None: all).
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     if not spans:

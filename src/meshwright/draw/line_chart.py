@@ -147,8 +147,8 @@ class Plot:
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
-        """Cover the plot with transparent columns that show the values of all series on hover. name: of the x values,
-        such as "step"."""
+        """Cover the plot with transparent columns that show the values of all series at their x on hover. name: of the
+        x values, such as "step"."""
         values = sorted({x for one in series for x, _ in one.points})
         values = values[:: -(-len(values) // COLUMNS)]
         places = [self.x(value) for value in values]

@@ -14,7 +14,7 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 class Markup(str):
-    """String that is HTML or SVG already: `element` inserts it unchanged, and escapes every other string."""
+    """String that is HTML or SVG already: `element` inserts it unchanged, whereas it escapes every other string."""
 
     __slots__ = ()
 

@@ -75,7 +75,7 @@ def key(entries: Iterable[tuple[str, str]]) -> Markup:
 
 
 def bar(*shares: float, colours: Sequence[str] = ("blue",), mark: float | None = None) -> Markup:
-    """Return an HTML table cell's content: horizontal bars one below the other.
+    """Return the HTML of one or more horizontal bars, one below the other, for a table cell.
 
     shares: length of each bar as a fraction of the cell's width, 0 to 1. colours: style-sheet colour of each, such as
     "blue". mark: position of a vertical mark, 0 to 1, None for no mark.

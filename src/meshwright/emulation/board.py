@@ -27,8 +27,9 @@ GroupKey = tuple[int, str]  # number of the world on this rank, name of the grou
 @dataclass(frozen=True, slots=True)
 class Event:
     """One communication call of one rank. order: position among all ranks' calls, from 1. number: position among this
-    rank's calls, from 1. operation: such as "all_reduce", "send to 1". group: global ranks. shape: such as "float32[4,
-    8]". bytes: of the call's inputs or outputs on this rank, whichever is larger. place: code location."""
+    rank's calls, from 1. operation: such as "all_reduce", "send to 1". group: its global ranks. shape: dtype and shape,
+    such as "float32[4, 8]". bytes: of the call's inputs or outputs on this rank, whichever is larger. place: file and
+    line of the call."""
 
     order: int
     rank: int
@@ -41,8 +42,9 @@ class Event:
 
 
 class Meeting:
-    """Collective call of one group that ranks are joining; complete when all have made it. operation: such as
-    "all_reduce". ranks: global ranks of the group."""
+    """Collective call that the ranks of one group are joining; complete when all of them have. operation: such as
+    "all_reduce". ranks: global ranks of the group. Attributes: `parts`: each rank's tensors, by index in the group;
+    `results`: [index in the group][output], None until complete."""
 
     def __init__(self, operation: str, ranks: tuple[int, ...]) -> None:
         self.operation, self.ranks = operation, ranks
@@ -50,7 +52,7 @@ class Meeting:
         self.results: list[list[torch.Tensor]] | None = None
 
     def describe_missing(self) -> str:
-        """Return which ranks have not made the call, such as "rank 2 has not called it"."""
+        """Return text on the ranks that have not made the call, such as "rank 2 has not called it"."""
         missing = [rank for at, rank in enumerate(self.ranks) if at not in self.parts]
         return f"rank{'s' * (len(missing) > 1)} {_list_ranks(missing)} {'have' if missing[1:] else 'has'} not called it"
 
@@ -116,7 +118,7 @@ class EmulatedWork(dist.Work):
         return self.letter.sender
 
     def _deliver(self) -> None:
-        """Write the results to the output tensors, at the first call only."""
+        """Write the results to the output tensors; do nothing if that has been done."""
         if self._finish is not None:
             self._outputs, self._finish = self._finish(), None
 
@@ -125,7 +127,8 @@ class EmulatedWork(dist.Work):
 
 
 class Board:
-    """Matches the calls of all ranks: collective calls of a group, and sent with received messages.
+    """Board on which emulated ranks post their calls: matches the parts of a group's collective call, and sent with
+    received messages.
 
     scheduler: scheduler of the ranks. Attributes: `events`: all calls in order; `on_call`: function called before each
     call with (rank, number of the call on that rank, the caller's frame); `on_event`: function called with each
@@ -145,8 +148,9 @@ class Board:
     def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
         """Post this rank's part in a collective call of `group` (an `EmulatedGroup`); return the handle.
 
-        operation: such as "all_reduce". op: name of the reduction. root: rank in the group. Raises EmulationFailed if
-        another rank of the group makes another call, or one of another shape.
+        operation: such as "all_reduce". part: this rank's input and output tensors. op: name of the reduction, such as
+        "SUM". root: index of the root rank in the group. Raises EmulationFailed if another rank of the group makes
+        another call, or one of another shape.
         """
         group.calls += 1
         self._record(group, operation, part)
@@ -175,7 +179,7 @@ class Board:
 
     def send(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
         """Post a message to the rank at index `peer` of `group` (an `EmulatedGroup`); return the handle, complete once
-        it is received. part: with the tensor. tag: must equal the receiver's."""
+        the message is received. part: contains the tensor to send. tag: must equal the receiver's."""
         there = group.ranks[peer]
         self._record(group, f"send to {there}", part)
         letter = Letter(part, sender=group.rank())
@@ -192,7 +196,7 @@ class Board:
 
     def receive(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
         """Post the receipt of a message from the rank at index `peer` of `group` (an `EmulatedGroup`; -1: any rank);
-        return the handle. part: with the tensor to fill. tag: must equal the sender's."""
+        return the handle. part: contains the tensor to fill. tag: must equal the sender's."""
         whom = "any rank" if peer < 0 else f"rank {group.ranks[peer]}"
         self._record(group, f"recv from {whom.removeprefix('rank ')}", part)
         letter = Letter(part)
@@ -231,8 +235,8 @@ class Board:
         """Count the running rank's call and append it to `events`; before that, call `on_call`, which may open the
         debugger.
 
-        group: an `EmulatedGroup`. operation: such as "all_reduce". part: the rank's tensors; its number and place are
-        set.
+        group: an `EmulatedGroup`. operation: such as "all_reduce". part: the rank's tensors; its fields `number` and
+        `place` are set here.
         """
         scheduler = self.scheduler
         scheduler.check_stopped()
@@ -253,8 +257,8 @@ class Board:
             self.on_event(event)
 
     def _check_match(self, meeting: Meeting, operation: str, group: Any, part: Part) -> None:
-        """Raise EmulationFailed if this rank's collective call differs, in operation or `part.form`, from those that
-        other ranks of the group have made at the same position. meeting: the call as made so far."""
+        """Raise EmulationFailed if this rank's collective call differs from those that other ranks of the group have
+        posted to the same `meeting`, in operation or in `part.form` (reduction, shape, root as text)."""
         for at, other in meeting.parts.items():
             if (meeting.operation, other.form) != (operation, part.form):
                 raise EmulationFailed(
@@ -270,7 +274,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def find_caller() -> FrameType | None:
-    """Return the innermost frame outside torch, comm/ and emulation/: the program's communication call."""
+    """Return the innermost stack frame outside torch, comm/ and emulation/: the program's line that communicates."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_INTERNAL, "<")):
         frame = frame.f_back

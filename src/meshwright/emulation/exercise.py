@@ -1,4 +1,5 @@
-"""Check of an exercise: what its ranks compute against what one device computes, in float64."""
+"""Check of an exercise, a script with `one_device()` and `distributed()`: compares what its ranks compute with what one
+device computes, in float64."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ Result = torch.Tensor | tuple[torch.Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class WrongTensor:
-    """Result tensor of an exercise that differs from that of the same computation on one device.
+    """Tensor that an exercise's `distributed()` returns differently from its `one_device()`.
 
-    name: its key in the returned dictionary. rank: first rank that holds wrong values; None: no rank holds some of the
-    elements. relative_error: ‖a - b‖ / ‖b‖ of the ranks' tensor a and the single device's b; infinite if the shape is
+    name: its key in the returned dictionary. rank: first rank that returns wrong values; None: no rank returns some of
+    the elements. relative_error: ‖a-b‖ / ‖b‖ of the rank's tensor a and the single device's b; infinite if the shape is
     wrong or elements are missing. reason: text for the user.
     """
 
@@ -39,11 +40,11 @@ class WrongTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExerciseResult:
-    """Result of an exercise's check: the tensors of its `distributed()` on all ranks compared with those of its
-    `one_device()`.
+    """Result of an exercise's check: comparison of the tensors that its `distributed()` returns on all ranks with those
+    of its `one_device()`.
 
     wrong: tensors that differ, in the order in which one_device() returns them. compared: number of tensors. worst:
-    largest relative error ‖a - b‖ / ‖b‖ of any tensor on any rank.
+    largest relative error ‖a-b‖ / ‖b‖ of any tensor on any rank.
     """
 
     wrong: tuple[WrongTensor, ...]
@@ -58,7 +59,7 @@ class ExerciseResult:
 
 def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callable[[], Mapping[str, Any]]:
     """Return the function `name` of an exercise script. namespace: global variables of the script. script: its path,
-    for the error. Raises UserError if there is none."""
+    for the error message. Raises UserError if there is no such function."""
     function = namespace.get(name)
     if not callable(function):
         raise UserError(
@@ -69,11 +70,11 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
 
 
 def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, Result]]) -> ExerciseResult:
-    """Compare an exercise's results on all ranks with those on one device; a tensor is wrong above a relative error ‖a
-    - b‖ / ‖b‖ of `TOLERANCE`, or if no rank returns some of its elements.
+    """Compare an exercise's results on all ranks with those on one device. A tensor is wrong if its relative error
+    ‖a-b‖ / ‖b‖ exceeds `TOLERANCE`, or if no rank returns some of its elements.
 
-    truth: results of `one_device()`: name -> tensor, in the order of computation. ranks: results of `distributed()`:
-    [rank], name -> the whole tensor, or (part, index) for the part `tensor[index]` of it. Raises UserError if a rank
+    truth: results of `one_device()`: name -> tensor, in the order of computation. ranks: results of `distributed()` by
+    rank: name -> the whole tensor, or (part, index) for the part `tensor[index]` of it. Raises UserError if a rank
     returns a name that is not in `truth`, a function returns anything but tensors by name, or `truth` is empty.
     """
     _check_returned("one_device() returns", truth, None)
@@ -106,10 +107,11 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 
 
 def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
-    """Raise UserError unless a function of an exercise returned tensors by name.
+    """Raise UserError unless an exercise's function returned a dictionary of tensors by name.
 
-    says: beginning of the message. returned: what the function returned. truth: for distributed(), the whole tensors by
-    name, in which case (part, index) is allowed too; None for one_device().
+    says: beginning of the error message. returned: the function's result. truth: None for the result of one_device();
+    for distributed(), the result of one_device(): values may then be (part, index) pairs whose index fits the whole
+    tensor.
     """
     if not isinstance(returned, Mapping):
         raise UserError(f"{says} {shorten_repr(returned)}: it must return a dictionary of tensors by name")

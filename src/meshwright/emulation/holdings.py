@@ -19,10 +19,10 @@ from meshwright.emulation.board import describe_tensor
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One distinct copy of a named tensor, held by one or more ranks.
+    """Distinct values of a named tensor, and the ranks that hold them.
 
     name: such as "Linear.weight" (class of the module and parameter) or a global variable. shape: with dtype,
-    "float32[4, 8]". ranks: ranks that hold equal bytes. checksum: CRC-32 of the bytes, in hexadecimal.
+    "float32[4, 8]". ranks: ranks whose tensors are bitwise equal. checksum: CRC-32 of the bytes, in hexadecimal.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Holding:
 
 
 class ModuleLog:
-    """Record of the `torch.nn.Module`s that each rank makes; it keeps them alive."""
+    """Record of the `torch.nn.Module`s that each rank creates. It holds references to them, so that none is freed."""
 
     def __init__(self) -> None:
         self._modules: dict[int, dict[int, torch.nn.Module]] = {}
@@ -40,7 +40,7 @@ class ModuleLog:
 
     @contextmanager
     def watching(self, current: Callable[[], int]) -> Iterator[None]:
-        """Return a context in which modules are recorded once parameters or children are added to them. current:
+        """Context manager in which a module is recorded when it gets its first parameter or child module. current:
         returns the rank that runs."""
 
         def add(module: Any, *_: Any) -> None:
@@ -68,10 +68,9 @@ class ModuleLog:
 
 def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Holding]:
     """List the tensors that the ranks hold: parameters and buffers of their modules, and tensors in their scripts'
-    global variables.
+    global variables. Returns one entry for each name and distinct value, with the ranks that hold it.
 
-    log: modules of each rank. namespaces: [rank], global variables of the rank's script. Returns one entry for each
-    distinct copy of a tensor, with the ranks that hold it.
+    log: modules of each rank. namespaces: [rank], global variables of the rank's script.
     """
     found: dict[str, dict[tuple[str, str], list[int]]] = {}
     for rank, variables in enumerate(namespaces):
@@ -104,7 +103,7 @@ def compute_checksum(tensor: torch.Tensor) -> str:
 
 
 def format_holdings(holdings: list[Holding]) -> str:
-    """Return a table as text, one line for each distinct copy of a tensor, with the ranks that hold it."""
+    """Return a table as text: one line for each tensor name, with the ranks and checksum of each distinct value."""
     names = list(dict.fromkeys(holding.name for holding in holdings))
     width = max((len(name) for name in names), default=0)
     lines = ["who holds what (ranks with equal checksums hold equal values)"]
@@ -122,7 +121,7 @@ def format_holdings(holdings: list[Holding]) -> str:
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Return ranks as text: "0-3" if they are consecutive, else "0,2"."""
+    """Return ranks as text: "0-3" for three or more consecutive ones, else "0,2"."""
     if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks))

@@ -19,9 +19,10 @@ _Store: Any = dist.Store  # type: ignore[attr-defined]
 
 
 class EmulatedGroup(_ProcessGroup):
-    """Process group as one rank sees it. Methods take what torch.distributed passes to a backend, and return handles.
+    """Process group as one emulated rank sees it, with the interface of a torch.distributed backend: methods take the
+    arguments that torch.distributed passes, and return handles.
 
-    Sums are taken in rank order. All ranks meet in every collective call, and a send is complete when it is received.
+    Sums are taken in rank order. A collective call is complete when all ranks have made it, a send when it is received.
     """
 
     def __init__(self, board: Board, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
@@ -41,7 +42,7 @@ class EmulatedGroup(_ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """Name of the group, by which functional collectives find it."""
+        """Name of the group, by which PyTorch's functional collectives find it."""
         return self.key[1]
 
     @property

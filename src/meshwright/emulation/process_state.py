@@ -30,8 +30,8 @@ PYTHON = tuple(
 
 
 class World:
-    """torch.distributed's process groups of one rank: has the fields of its private class `_World`, which exists once
-    per process."""
+    """Stand-in for torch.distributed's private class `_World`, with its fields: the process groups of one rank. torch
+    has a single one per process."""
 
     def __init__(self) -> None:
         self.default_pg: Any = None
@@ -90,7 +90,7 @@ class ProcessState:
 
     def save(self) -> None:
         """Copy the process-wide state (torch.distributed's world, `__main__`, the script's modules, default dtype,
-        random states, mesh axes and call records) into this object, after its rank has run."""
+        random states, mesh axes and call records) into this object, when its rank stops running."""
         self.world = c10d._world
         self.main, self.arguments = sys.modules["__main__"], sys.argv
         if self.directory:
@@ -103,7 +103,7 @@ class ProcessState:
         self.numpy_random = self.numpy_random.read_again()
 
     def load(self) -> None:
-        """Make this rank's state that of the process, before the rank runs."""
+        """Install this rank's state as that of the process, before the rank runs."""
         c10d._world = self.world
         self._load_environment()
         sys.modules["__main__"], sys.argv = self.main, self.arguments
@@ -118,8 +118,7 @@ class ProcessState:
         random.setstate(self.python_random)
 
     def _load_environment(self) -> None:
-        """Make this state's environment variables those of the process, for `os.environ`, C code and child
-        processes."""
+        """Install this state's environment variables in the process, for `os.environ`, C code and child processes."""
         before = _environment().__dict__["_data"]
         for name, _ in before.items() ^ self.environment.items():
             if name in self.environment:
@@ -130,14 +129,14 @@ class ProcessState:
 
 
 def _environment() -> Any:
-    """Return `os.environ` untyped, for access to `_data`, the dictionary behind it, which is replaced as a whole when
+    """Return `os.environ`, typed as Any for access to its private dictionary `_data`, which is replaced as a whole when
     another rank runs."""
     return os.environ
 
 
 def _is_below(module: ModuleType, directory: str) -> bool:
-    """Return True if a module was imported from a file of the script's `directory`, and does not belong to a package
-    installed there."""
+    """Return True if a module was imported from a file below the script's `directory` and is the user's own: not of
+    Python, installed packages or meshwright."""
     file = getattr(module, "__file__", None) or ""
     python = (path for path in PYTHON if path.startswith(directory))  # not one in which the script itself lies
     installed = (
@@ -173,7 +172,7 @@ class NumpyRandom:
         return cls(b"", seeded.get_state(legacy=False), seeded._bit_generator)
 
     def read_again(self) -> NumpyRandom:
-        """Return the current state of NumPy's global generator: this object itself if no number was drawn since it was
+        """Return the current state of NumPy's global generator; this same object if no number was drawn since it was
         written."""
         # A drawn normal leaves a second one for the next call, which takes it without a change of the memory.
         words = _copy_generator_memory()

@@ -1,4 +1,5 @@
-"""Emulated ranks: what torch and Python offer a process, given to each of several threads."""
+"""Emulated ranks as threads of one process: patches torch and Python so that each thread can run code written for a
+process."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _emulations: list[EmulatedRanks] = []
 class EmulatedRanks:
     """Ranks that are threads of this process, of which one runs at a time. Use it as a context manager.
 
-    world_size: number of ranks. initialized: initialize torch.distributed on each. Attribute `states`: [rank], the
-    rank's process state.
+    world_size: number of ranks. initialized: initialize torch.distributed on each. Attribute `states`: process state of
+    each rank, [rank].
     """
 
     backend: str | None = None  # of every group, in place of the one that is asked for
@@ -80,7 +81,7 @@ class EmulatedRanks:
         [rank].
 
         Raises the first error of a rank, after the others have ended, and EmulationFailed for a deadlock. After an
-        error make new ranks: calls that were in flight stay incomplete.
+        error, create a new `EmulatedRanks`: calls that were in flight stay incomplete.
         """
         copies: Sequence[tuple[Any, ...]] = [copy.deepcopy(arguments) for _ in range(self.world_size)]
         return self.run_each([partial(function, *of_rank) for of_rank in copies])
@@ -90,7 +91,7 @@ class EmulatedRanks:
         return self.scheduler.run([partial(_run_task, task) for task in tasks])
 
     def _make_board(self) -> Board:
-        """Return the board on which the ranks' calls meet."""
+        """Return the board that matches the ranks' communication calls."""
         return Board(self.scheduler)
 
     def _install(self, stack: contextlib.ExitStack) -> None:
@@ -119,19 +120,19 @@ class EmulatedRanks:
         stack.callback(isolate, False)
 
     def _meet(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        """Yield (store, rank, world size) for the running rank; replaces torch.distributed's rendezvous. The arguments,
-        torch's, are ignored."""
+        """Yield (store, rank, world size) for the running rank. Stand-in for torch.distributed's `rendezvous`, whose
+        arguments it ignores."""
         yield self._store, self.scheduler.current().index, self.world_size
 
     def _make_group(
         self, size: int, rank: int, ranks: list[int], backend: Any, store: Any, group_name: Any, **options: Any
     ) -> tuple[Any, Any]:
-        """Make a process group for the running rank; replaces torch.distributed's `_new_process_group_helper`, whose
-        arguments it takes.
+        """Make a process group for the running rank. Stand-in for torch.distributed's `_new_process_group_helper`,
+        whose arguments it takes.
 
-        size, rank: number of ranks and rank in the group. ranks: its global ranks, empty for the default group.
-        backend: name, recorded only. store: key-value store. Returns (group, store), or a non-member marker and None if
-        the rank is not in `ranks`.
+        size, rank: number of ranks, and rank in the group. ranks: global ranks of the group, empty for the default
+        group. backend: name, recorded only. store: key-value store. Returns (group, store), or (torch's non-member
+        marker, None) if this rank is not in `ranks`.
         """
         world: Any = c10d._world
         tag = options.get("pg_tag")
@@ -154,8 +155,8 @@ class EmulatedRanks:
         return group, store
 
     def _make_event_wait(self) -> Callable[..., bool]:
-        """Return a replacement of `threading.Event.wait`: with a timeout, as programs use it to poll, it lets other
-        ranks run."""
+        """Return a stand-in for `threading.Event.wait` that lets other ranks run if it has a timeout, as in programs
+        that poll."""
         wait, scheduler = threading.Event.wait, self.scheduler
 
         def wait_or_yield(event: threading.Event, timeout: float | None = None) -> bool:
@@ -170,8 +171,8 @@ class EmulatedRanks:
         return wait_or_yield
 
     def _make_signal(self) -> Callable[[int, Any], Any]:
-        """Return a replacement of `signal.signal` that installs no handlers for rank threads, as Python allows them in
-        the main thread only."""
+        """Return a stand-in for `signal.signal` that ignores handlers of rank threads: Python allows them in the main
+        thread only."""
         set_handler = signal.signal
 
         def set_or_ignore(number: int, handler: Any) -> Any:
@@ -186,7 +187,7 @@ class EmulatedRanks:
         return set_or_ignore
 
     def _leave_uncompiled(self, model: Any = None, **_: Any) -> Any:
-        """Return a model or function unchanged; replaces `torch.compile`."""
+        """Return a model or function unchanged, with one message. Stand-in for `torch.compile`."""
         if not self._uncompiled:
             self._uncompiled = True
             print_message("meshwright: torch.compile is not emulated: what it is given runs uncompiled")
@@ -200,7 +201,8 @@ def _run_task(task: Callable[[], Any]) -> Any:
 
 
 def _refuse_rendezvous(*_: Any, **__: Any) -> None:
-    """Raise UserError: emulated ranks have no rendezvous other than `torch.distributed.init_process_group`."""
+    """Raise UserError. Stand-in for torch.distributed's `rendezvous` and `TCPStore`: ranks meet in `init_process_group`
+    alone."""
     raise UserError(
         "emulated ranks meet in torch.distributed.init_process_group alone; mw.fit and mw.train set up processes: "
         "start such a script with meshwright run --ranks N"
@@ -208,8 +210,8 @@ def _refuse_rendezvous(*_: Any, **__: Any) -> None:
 
 
 def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
-    """Replace `functools.cached_property.__get__` by that of Python 3.12, without a lock: with it, a rank that
-    communicates in a property would hold the lock while it waits for the others."""
+    """Return the value of a cached property, as `functools.cached_property.__get__` of Python 3.12 does: without the
+    lock of earlier versions, which a rank that communicates in a property would hold while it waits for others."""
     if instance is None:
         return self
     if self.attrname not in instance.__dict__:
@@ -218,7 +220,7 @@ def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
 
 
 def _refuse_spawn(*_: Any, **__: Any) -> None:
-    """Raise UserError: replaces `torch.multiprocessing.spawn`, as emulated ranks are threads."""
+    """Raise UserError. Stand-in for `torch.multiprocessing.spawn`, as emulated ranks are threads."""
     raise UserError(
         "the script starts processes (torch.multiprocessing.spawn); emulated ranks are threads: write it for torchrun, "
         "which starts the script once for each rank"

@@ -70,9 +70,9 @@ class RankThread:
 class Scheduler:
     """Scheduler that runs a function on each rank's thread, one thread at a time, in a deterministic order.
 
-    states: [rank], the rank's copy of what a process has once (default process group, random generators, environment):
-    `load` installs it when the rank's thread goes on, `save` takes it away. outside: that of the calling program,
-    restored after each run.
+    states: [rank], process state (default process group, random generators, environment) of each rank: its `load`
+    installs it before the rank's thread runs, its `save` stores it afterwards. outside: process state of the calling
+    program, saved before a run and restored after it.
     """
 
     def __init__(self, states: list[Any], outside: Any) -> None:
@@ -131,8 +131,8 @@ class Scheduler:
         return rank
 
     def wait(self, ready: Callable[[], bool], describe: Callable[[], str], polled: bool = False) -> None:
-        """Let the other ranks run until `ready()` is True; called by the running rank. describe: returns text on what
-        the rank waits for, such as "recv from rank 1", for the deadlock report. polled: True if the program polls (asks
+        """Block the running rank until `ready()` is True, while the other ranks run. describe: returns text on what the
+        rank waits for, such as "recv from rank 1", for the deadlock report. polled: True if the program polls (asks
         again and again) instead of blocking. Raises RankStopped if another rank failed meanwhile."""
         rank = self.current()
         self.check_stopped()
@@ -145,15 +145,15 @@ class Scheduler:
             self.check_stopped()
 
     def yield_baton(self) -> None:
-        """Let the next rank that can go on run, and return when it is this rank's turn again; for programs that poll. A
-        deadlock in which all ranks poll this way is not detected."""
+        """Let the next rank that can run do so, and return at this rank's next turn; for programs that poll. A deadlock
+        in which all ranks poll this way is not detected."""
         turns = iter((False,))
         self.wait(lambda: next(turns, True), lambda: "polling")
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let the next rank that can go on run, as `yield_baton`; called when a program asks whether a call is complete
-        and it is not. After `MOST_POLLS` polls without any rank's call, if no other rank can go on, the run fails with
-        a deadlock.
+        """Let the next rank that can run do so, as `yield_baton`; called when a program asks if a call is complete that
+        is not. After `MOST_POLLS` polls of a rank without any rank making a call, and if no other rank can run, the run
+        fails with a deadlock.
 
         ready, describe: as in `Wait`. Raises RankStopped for a deadlock.
         """
@@ -169,8 +169,8 @@ class Scheduler:
             raise RankStopped
 
     def sleep(self, seconds: float) -> None:
-        """Replace `time.sleep`: let another rank run; sleep for `seconds` only if none can go on, or in a thread that
-        is no rank's."""
+        """Stand-in for `time.sleep`: let another rank run; sleep for `seconds` only if none can run, or in a thread
+        that is not a rank's."""
         rank = self.running
         if rank is None or rank.thread is not threading.current_thread() or self._closed:
             _sleep(seconds)
@@ -217,8 +217,8 @@ class Scheduler:
                 return
 
     def _pass_baton(self, rank: RankThread) -> bool:
-        """Save the process state of `rank` and resume the next rank that can go on. Returns False, without doing
-        either, if the run was interrupted (Ctrl-C) while `rank` computed."""
+        """Save the process state of `rank`, which stops running, and resume the next rank that can run. Returns False,
+        without doing either, if the run was interrupted (Ctrl-C) while `rank` computed."""
         with self._lock:
             if not self._abandoned:
                 rank.state.save()
@@ -250,7 +250,7 @@ class Scheduler:
         rank.resume.release()
 
     def _describe_deadlock(self) -> str:
-        """Return the report of a deadlock, one line for each rank: for what it waits, and in which call."""
+        """Return the report of a deadlock: one line for each rank, with the call in which it waits or polls."""
         lines = ["deadlock: no rank can go on"]
         for rank in self.ranks:
             does = "has ended"

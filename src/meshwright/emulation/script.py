@@ -46,8 +46,9 @@ class ScriptReport:
     """Result of running a script on emulated ranks.
 
     ranks: number of ranks. failure: text of the first error, empty if there is none; failed_rank: rank that raised it
-    (None: no single rank). exit_code: for the command. events: communication calls in order. holdings: tensors of each
-    rank at the end, if `ScriptOptions.show`. exercise: comparison with one device, if `ScriptOptions.check`.
+    (None: no single rank). exit_code: exit code of the command. events: communication calls in order. holdings: tensors
+    that the ranks hold at the end, with `ScriptOptions.show`. exercise: comparison with one device, with
+    `ScriptOptions.check`.
     """
 
     ranks: int
@@ -102,7 +103,7 @@ class RankOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the output stream; incomplete lines are kept back."""
+        """Flush the output stream; incomplete lines are kept until they end."""
         self.output.flush()
 
     def fileno(self) -> int:
@@ -182,11 +183,11 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
 
 
 def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[ModuleType], path: Path) -> ExerciseResult:
-    """Run an exercise script's `distributed()` on all ranks, then its `one_device()` alone on rank 0, both in float64;
-    return the comparison.
+    """Run an exercise script's `distributed()` on all ranks, then its `one_device()` on rank 0, both with default dtype
+    float64; return the comparison of their results.
 
     emulated: the ranks. code: compiled script. modules: [rank], the module in which the rank executes it. path: of the
-    script, for errors.
+    script, for error messages.
     """
 
     def run(module: ModuleType) -> Any:
@@ -236,10 +237,11 @@ class ScriptEnded(MeshwrightError):
 
 
 def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
-    """Return (text, rank, exit code) for the report of a failed run.
+    """Return (text, rank, exit code) for the report of a failed run. The text is the message of an error that the
+    emulation raises or of a script's exit code, else the rank's traceback.
 
     failure: first error of any rank; None: none was recorded, and the returned rank is None. error: exception that
-    ended the run. text: one line or report for an error that the emulation raises, else the traceback of the rank.
+    ended the run.
     """
     if failure is None:
         return str(error), None, 1

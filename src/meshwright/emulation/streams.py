@@ -1,9 +1,10 @@
-"""Simulator of CUDA streams on emulated ranks, on which a step fails that uses memory before it may.
+"""Simulator of CUDA streams on emulated ranks, in which a program fails if it uses memory that a kernel in flight still
+reads or writes.
 
 A rank computes on one stream, in program order. Each communicator has a stream of its own, as under NCCL: its kernels
 run in posted order, start when the tensors they read are computed, and end late: at a random later call of the rank, or
-only when they are waited for. From post to end what a kernel writes is poisoned (NaN), and what it reads must not
-change. The host runs ahead of both: copies to host memory have arrived once the host has waited for their event.
+only when they are waited for. From post to end, what a kernel writes is poisoned (filled with NaN), and what it reads
+must not change. The host runs ahead of both: it sees a copy to host memory only after waiting for its event.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ from meshwright.emulation.scheduler import EmulationFailed, Scheduler
 
 
 class StreamFault(EmulationFailed):
-    """Use of memory that a kernel in flight reads or writes, without waiting for the kernel."""
+    """Raised if a program uses memory that a kernel in flight reads or writes, without waiting for the kernel."""
 
 
 class _Operand(NamedTuple):
-    """Tensor that a kernel in flight reads or writes. address: of its memory when the kernel was posted. before: copy
-    of a tensor that is read; None for one that is written and poisoned."""
+    """Tensor that a kernel in flight reads or writes. address: of the tensor's memory when the kernel was posted.
+    before: copy of a tensor that is read; None for a tensor that is written, which is poisoned (filled with NaN)."""
 
     tensor: torch.Tensor
     address: int
     before: torch.Tensor | None
 
     def find_misuse(self) -> str | None:
-        """Return what happened to the tensor since the kernel was posted; None if nothing did."""
+        """Return how the tensor was misused since the kernel was posted: "was freed", "was overwritten" (an output) or
+        "was changed" (an input); None if it was not."""
         if self.tensor.data_ptr() != self.address or not self.tensor.untyped_storage().nbytes():
             return "was freed"
         if self.before is None:
@@ -49,8 +51,8 @@ class _Operand(NamedTuple):
 
 
 class _Kernel:
-    """One kernel on a communicator's stream: a collective call, or messages posted as one group. name: of the call and
-    its code location, for errors."""
+    """One kernel on a communicator's stream: a collective call, or messages posted as one group. name: text on the call
+    and its code location, for error messages."""
 
     def __init__(self, name: str) -> None:
         self.name, self.done = name, False
@@ -64,7 +66,8 @@ class _Kernel:
         return all(work._ready() for work in self.works)
 
     def end(self) -> Tensors:
-        """Write the results, after a check of the memory; return the outputs. Raises StreamFault."""
+        """Check that the kernel's operands were not misused, write the results and return the output tensors. Raises
+        StreamFault for misuse."""
         self.done = True
         with unseen_by_modes():
             for operand in self.operands:
@@ -77,7 +80,8 @@ class _Kernel:
 
 
 class StreamBoard(Board):
-    """Board whose calls are kernels on the communicators' streams. seed: of the moments at which they end."""
+    """Board whose communication calls are kernels on the communicators' streams. seed: for the random times at which
+    kernels end."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         super().__init__(scheduler)
@@ -94,9 +98,10 @@ class StreamBoard(Board):
         return self.streams[self.scheduler.current().index]
 
     def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
-        """Post this rank's part in a collective call of `group` as a kernel on its stream; return the handle.
-        operation: such as "all_reduce". part: this rank's tensors. op: name of the reduction. root: rank in the group.
-        Raises EmulationFailed if another rank of the group makes another call, or one of another shape."""
+        """Post this rank's part in a collective call of `group` as a kernel on the group's stream; return the handle.
+        operation: such as "all_reduce". part: this rank's tensors. op: name of the reduction. root: index of the root
+        rank in the group. Raises EmulationFailed if another rank of the group makes another call, or one of another
+        shape."""
         written = () if operation == "broadcast" and group.rank() == root else part.outputs
         kernel = self._make_kernel(operation)
         self._hold(kernel, part, written)
@@ -105,17 +110,18 @@ class StreamBoard(Board):
         return self._enqueue(group, kernel)
 
     def send(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
-        """Post a message to the rank at index `peer` of `group`, alone or with the messages that are being posted
-        together; return the handle. part: with the tensor to send. tag: must equal the receiver's."""
+        """Post a message to the rank at index `peer` of `group`, as a kernel of its own or, during `post_together`, in
+        the common kernel; return the handle. part: contains the tensor to send. tag: must equal the receiver's."""
         return self._post_message(group, part, partial(super().send, group, part, peer, tag))
 
     def receive(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
-        """Post the receipt of a message, alone or in the group that is being posted; arguments as of
-        `Board.receive`."""
+        """Post the receipt of a message, as a kernel of its own or, during `post_together`, in the common kernel.
+        Arguments and result as of `Board.receive`."""
         return self._post_message(group, part, partial(super().receive, group, part, peer, tag))
 
     def post_together(self, messages: Sequence[dist.P2POp]) -> list[EmulatedWork]:
-        """Post messages as one kernel and return its handle, in place of `torch.distributed.batch_isend_irecv`."""
+        """Post messages as one kernel; return a list with its handle. Stand-in for
+        `torch.distributed.batch_isend_irecv`."""
         self._group = kernel = self._make_kernel("messages")
         group: Any = messages[0].group
         try:
@@ -126,15 +132,16 @@ class StreamBoard(Board):
         return [self._enqueue(group, kernel)]
 
     def _post_message(self, group: Any, part: Part, post: Callable[[], EmulatedWork]) -> EmulatedWork:
-        """Post one end of a message by `post`."""
+        """Post one end of a message, as a kernel of its own or, during `post_together`, in the common kernel; return
+        the handle. part: the end's tensor. post: calls `send` or `receive` of the base class."""
         kernel = self._group or self._make_kernel("a message")
         self._hold(kernel, part, part.outputs)
         kernel.works.append(work := post())
         return work if kernel is self._group else self._enqueue(group, kernel)
 
     def _make_kernel(self, operation: str) -> _Kernel:
-        """Return a new simulated kernel of the running rank, labelled `operation` (text for error messages). As a side
-        effect, ends a random number of the rank's earlier kernels whose messages all ranks have posted."""
+        """Return a new simulated kernel of the running rank, labelled `operation` (text for error messages). Before
+        that, end a random number of the rank's earlier kernels in which all ranks have posted their parts."""
         rank = self.scheduler.current()
         self.stream.host += self._random.expovariate(1.0)
         for (owner, _), queue in list(self._queues.items()):
@@ -144,8 +151,8 @@ class StreamBoard(Board):
 
     @unseen_by_modes()
     def _hold(self, kernel: _Kernel, part: Part, written: Tensors) -> None:
-        """Add a call's tensors to those that `kernel` uses: copy what it reads, poison what it writes. part: this
-        rank's tensors in the call. written: the output tensors."""
+        """Add a call's tensors to the operands of `kernel`: copy those that it reads, poison those that it writes (fill
+        them with NaN). part: this rank's tensors in the call. written: the output tensors."""
         reads, part.inputs = part.inputs, [each.detach().clone() for each in part.inputs]
         places = {_find_place(each) for each in written}
         kept = {_find_place(each) for each in reads} if len(written) > 1 else set()
@@ -159,7 +166,8 @@ class StreamBoard(Board):
                 kernel.operands.append(_Operand(tensor.detach(), tensor.data_ptr(), None))
 
     def _enqueue(self, group: Any, kernel: _Kernel) -> EmulatedWork:
-        """Put a kernel on the communicator's stream; return the handle whose `wait` the compute stream makes."""
+        """Append a kernel to the stream of the communicator of `group`; return a handle whose `wait` makes the compute
+        stream wait for the kernel."""
         stream = self.stream
         queue = self._queues[self.scheduler.current().index, group.key]
         queue.append(kernel)
@@ -188,22 +196,23 @@ class ComputeStream:
         self._copies: list[Callable[[], object]] = []
 
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy of `source` to `target`, which is poisoned until the host has waited for it."""
+        """Queue a copy of `source` to `target`, which stays poisoned (NaN) until the host has waited for the copy."""
         self._copies.append(partial(target.copy_, source.detach().clone()))
         target.fill_(_choose_poison(target.dtype))
 
     def synchronize(self) -> None:
-        """Let the host wait for all that is queued."""
+        """Make the host wait for all queued work."""
         self.record_event().synchronize()
 
     def record_event(self) -> StreamEvent:
-        """Return an event behind all that is queued now."""
+        """Return an event that is reached after all work that is queued now."""
         return StreamEvent(self, self._copies, len(self._copies), self.device)
 
 
 class StreamEvent(NamedTuple):
-    """Event on a compute stream, with the method of `torch.cuda.Event` that the engine calls. copies: those of the
-    stream; copies_before: how many of them are before the event. seconds: when the stream reaches it."""
+    """Event on a compute stream, with the method of `torch.cuda.Event` that the engine calls. copies: all copies to the
+    host that were queued on `stream`, each a function that makes it; copies_before: number of them before the event.
+    seconds: simulated time at which the stream reaches the event."""
 
     stream: ComputeStream
     copies: list[Callable[[], object]]
@@ -211,7 +220,7 @@ class StreamEvent(NamedTuple):
     seconds: float
 
     def synchronize(self) -> None:
-        """Let the host wait for the event: copies queued before it have arrived."""
+        """Make the host wait for the event, and make the copies that were queued before it."""
         self.stream.host = max(self.stream.host, self.seconds)
         for at in range(self.copies_before):
             self.copies[at]()
@@ -220,7 +229,7 @@ class StreamEvent(NamedTuple):
 
 class StreamRanks(EmulatedRanks):
     """Emulated ranks with simulated streams: `comm` makes the calls that it makes under NCCL. Use it as a context
-    manager. seed: of the moments at which kernels end."""
+    manager. seed: for the random times at which kernels end."""
 
     backend = "nccl"
     board: StreamBoard
@@ -230,7 +239,7 @@ class StreamRanks(EmulatedRanks):
         self.seed = seed
 
     def _make_board(self) -> Board:
-        """Return the board with the streams of all ranks."""
+        """Return the board that simulates the streams of all ranks."""
         return StreamBoard(self.scheduler, self.seed)
 
     def _install(self, stack: contextlib.ExitStack) -> None:
@@ -255,23 +264,24 @@ class StreamRanks(EmulatedRanks):
 
 
 def _choose_poison(dtype: torch.dtype) -> float | int:
-    """Return the value with which a tensor of a dtype is poisoned: NaN, or the greatest integer."""
+    """Return the value that fills poisoned tensors (outputs in flight) of a dtype: NaN, the greatest integer, or
+    True."""
     if dtype.is_floating_point:
         return float("nan")
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _is_poisoned(tensor: torch.Tensor) -> bool:
-    """Return True if all elements of a tensor are poison."""
+    """Return True if all elements of a tensor are the poison of its dtype (see `_choose_poison`)."""
     poison = _choose_poison(tensor.dtype)
     return bool((tensor.isnan() if poison != poison else tensor == poison).all())
 
 
 def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, in which NaN equals itself."""
+    """Return a tensor's bytes as uint8, 1-D, for comparisons in which NaN equals NaN."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _find_place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return address and size of a tensor's memory in bytes."""
+    """Return (address, size in bytes) of a tensor's memory."""
     return tensor.data_ptr(), tensor.nbytes

@@ -106,7 +106,7 @@ class Call:
 
     @property
     def waiting(self) -> bool:
-        """True if the process waits for the call: it has begun to and the call is not complete."""
+        """True if the process has begun to wait for the call and the call is not complete."""
         return self.waited is not None and self.done is None
 
 
@@ -139,8 +139,8 @@ class RankCalls:
 
     @property
     def waiting(self) -> Call | None:
-        """Oldest call that the process waits for, None if it waits for none. On a device, which passes calls in order,
-        the one it is in."""
+        """Oldest incomplete call that the process waits for; None if it waits for none. On a GPU, which runs calls in
+        order, this is the call that is running."""
         return next((call for call in self.calls if call.waiting), None)
 
     @property

@@ -180,8 +180,9 @@ class CallWriter:
         """Record that this rank enters a call; return the call's number, for `wait` and `done`.
 
         group: number that the method `group` returned; site: label of the calling line, such as "data.gradients";
-        operation: such as "all_reduce"; axis: mesh axis; payload_bytes, dtype, shape: of its data on this rank. Names
-        are written at first use and never freed: a length that differs in every call must be "..." in `shape`.
+        operation: such as "all_reduce"; axis: mesh axis; payload_bytes, dtype, shape: of its data on this rank. The
+        file stores each distinct text once and frees none, so a dim that differs from call to call must be given as
+        "..." in `shape`.
         """
         self._number = number = self._number + 1
         index = self._counts[group] = self._counts[group] + 1
@@ -205,7 +206,8 @@ class CallWriter:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context manager whose calls are posted as one group (`ncclGroupStart`): their records have the same time."""
+        """Context manager for calls that are posted as one group (`ncclGroupStart`): their records get the same
+        time."""
         self._time_of_group = monotonic_ns()
         try:
             yield

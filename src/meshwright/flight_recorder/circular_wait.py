@@ -1,8 +1,8 @@
-"""Check of NCCL's rule over all communicators of a run: replay of the ranks' recorded calls on devices that run one
-kernel at a time, in posted order. Torch-free.
+"""Check of NCCL's rule that all ranks post the kernels of several communicators in a consistent order: replay of the
+ranks' recorded calls on devices that run one kernel at a time, in posted order. Torch-free.
 
 Kernels of two communicators may keep each other from starting on a device, so ranks that post them in different orders
-may wait for each other in a circle. Recorded calls that can be replayed so cannot.
+may wait for each other in a circle. If the replay completes, the recorded calls cannot do so.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ _Key = tuple[Group, int]  # a call, the same for all ranks that take part in it
 
 
 def find_circular_wait(ranks: Sequence[RankCalls]) -> str | None:
-    """Return a text on the first violation of NCCL's rule in the recorded calls of `ranks`; None if there is none.
+    """Replay the recorded calls of `ranks` as kernels on one device per rank, and return text on the first violation of
+    NCCL's ordering rule; None if there is none.
 
     Violations: ranks of a communicator make different calls at one position; ranks wait for each other in a circle.
-    Messages that are posted as one group run at the same time, as one kernel; else a rank's kernels run one after
-    the other. Calls that no longer lie in every member's ring are left out.
+    Messages that are posted as one group run as one kernel; all other kernels of a rank run one after the other. Calls
+    that are no longer in the ring buffers of all members are left out.
     """
     first = _find_first_common_calls(ranks)
     kernels = {each.rank: _list_kernels(each, first) for each in ranks}
@@ -52,7 +53,7 @@ def find_circular_wait(ranks: Sequence[RankCalls]) -> str | None:
 
 
 def _find_first_common_calls(ranks: Sequence[RankCalls]) -> dict[Group, int]:
-    """Return for each group the index of its first call that all of its ranks still have in their rings."""
+    """Return for each group the index of its earliest call that all of its ranks still have in their ring buffers."""
     first: dict[Group, int] = {}
     for each in ranks:
         seen: set[Group] = set()
@@ -64,16 +65,17 @@ def _find_first_common_calls(ranks: Sequence[RankCalls]) -> dict[Group, int]:
 
 
 def _list_kernels(rank: RankCalls, first: dict[Group, int]) -> list[list[Call]]:
-    """Return a rank's calls in posted order, from the index in `first` on: messages of one group together, every other
-    call alone."""
+    """Return a rank's calls in posted order as kernels: messages posted as one group form one kernel, every other call
+    another. first: group -> index of its first call to include."""
     calls = [call for call in rank.calls if call.index >= first[call.group] and len(set(call.group.members)) > 1]
     together = groupby(calls, lambda call: (call.group.pair is None, call.posted, call.group.pair and call.axis))
     return [kernel for key, found in together for kernel in ([[c] for c in found] if key[0] else [list(found)])]
 
 
 def _describe_circle(stuck: dict[int, list[Call]], entered: dict[_Key, dict[int, Call]]) -> str:
-    """Return a text on ranks that wait for each other. stuck: rank -> kernel in which it waits. entered: call -> ranks
-    that have come to it."""
+    """Return text on ranks that wait for each other, or for a rank that makes no such call. stuck: rank -> kernel (list
+    of calls) in which it waits. entered: (group, index) of a call -> rank that has entered it -> its record of the
+    call."""
     waits: dict[int, tuple[Call, int]] = {}
     for rank, kernel in stuck.items():
         for call in kernel:
@@ -93,5 +95,5 @@ def _describe_circle(stuck: dict[int, list[Call]], entered: dict[_Key, dict[int,
 
 
 def _describe(call: Call) -> str:
-    """Return call, communicator and code location as text."""
+    """Return text on a call: its name, the ranks of its communicator, and the code location."""
     return f"{call.name} of ranks {call.group.to_text()} at {call.place}"

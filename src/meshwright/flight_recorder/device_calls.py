@@ -1,5 +1,5 @@
-"""Recorder of collective calls that the host only queues on a device (CUDA): a thread records when the device is
-through each call, and reports the one that takes too long. Torch-free."""
+"""Recorder of collective calls that the host only queues on a device (CUDA): a thread records when the device has
+completed each call, and reports a call that takes too long. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Event(Protocol):
     """Interface of a device's event, such as `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Queue the event on the device, behind all that the current stream has been given."""
+        """Queue the event on the device's current stream, behind all work queued before."""
 
     def query(self) -> bool:
-        """Return True if the device has reached the event."""
+        """Return True if the device has completed the work before the event."""
 
 
 class DeviceCalls:
-    """Wrapper of the call recorder `calls` on a device, where a wait of the host returns before the call is complete:
-    records the true completion of each call, and as waited for the one that the device is in.
+    """Wrapper of the call recorder `calls` for a device on which the host's wait for a call returns before the call is
+    complete. Records when the device completes each call, and marks the call that it is running as waited for.
 
-    make_event: makes an event of the device. seconds: limit of one call, counted from when the device came to it.
-        overdue: called once, in the watching thread, with the number of a call that takes longer.
+    make_event: makes an event of the device. seconds: time limit of one call, from when the device began it. overdue:
+    called once, in the watching thread, with the number of a call that takes longer.
     """
 
     def __init__(
@@ -45,14 +45,15 @@ class DeviceCalls:
         return getattr(self._calls, name)
 
     def done(self, number: int) -> None:
-        """Queue the completion of the call with this number: complete is what the current stream was given before."""
+        """Note that the call with this number is complete once the device has done the work that is queued on the
+        current stream now."""
         event = self._passed.popleft() if self._passed else self._make_event()
         event.record()
         self._queued.append((number, event))
 
     def find_overdue(self, now: float) -> int | None:
-        """Record the calls that the device has passed since the last look; return the number of the call it is in if
-        that has taken longer than the limit, else None. now: seconds of any clock."""
+        """Record the completion of the calls that the device has completed since the last check. Return the number of
+        the call that it is running if that has exceeded the time limit, else None. now: seconds of any clock."""
         while self._queued and self._queued[0][1].query():
             number, event = self._queued.popleft()
             self._calls.done(number)
@@ -67,7 +68,7 @@ class DeviceCalls:
         return number if now - self._since > self.seconds else None
 
     def watch(self) -> None:
-        """Look at the device again and again until `close`, or until a call is overdue and has been reported."""
+        """Check the device every `LOOK_SECONDS` until `close`, or until one overdue call has been reported."""
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 number = self.find_overdue(time.monotonic())
@@ -79,5 +80,5 @@ class DeviceCalls:
                 return
 
     def close(self) -> None:
-        """End the watch; it must not ask a device that is being shut down."""
+        """End the watch, so that a device that is being shut down is not queried."""
         self._closed.set()

@@ -78,10 +78,11 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
-    """Return `here` with the texts (operation, site, shape) that a call lacks, because the recorder's text memory was
-    full, copied from the majority of the other ranks' calls; calls without a clear majority are left out.
+    """Fill in operation, site and shape of calls whose texts are missing, because the recorder's memory for texts was
+    full: from the signature that most complete, matching calls of other ranks have. A call is left out of the result if
+    nothing is known about it, or if no signature is the most common one among the matching calls.
 
-    here: rank -> its call at one index of a group.
+    here: rank -> its call at one index of a group. Returns the same mapping with the completed calls.
     """
     if all(call.form and call.operation != "?" for call in here.values()):
         return here
@@ -99,10 +100,10 @@ def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
 
 
 def _make_signature(call: Call) -> _Signature:
-    """Return (operation, site, dtype and shape) of a call, the properties that all ranks of the group must share.
+    """Return (operation, site, text of dtype and shape) of a call, which must be equal on all ranks of the group.
 
-    The first dim of all-to-all and reduce-scatter is left out, since it may differ between ranks; the total bytes of a
-    reduce-scatter must be equal.
+    The first dim of all-to-all and reduce-scatter may differ between ranks and is replaced by "..."; for reduce-scatter
+    the total bytes, which must be equal, are added.
     """
     form = call.form
     if call.operation in ("all_to_all", "reduce_scatter"):
@@ -188,12 +189,13 @@ class _Divergence:
         return [_make_signature(longest[at]) for at in sorted(longest) if at < self.index]
 
     def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
-        """Predict the group's next call from its repeating pattern of calls; return its signature (operation, site,
-        dtype and shape): the one that followed the longest earlier run equal to the latest calls.
+        """Predict the group's next call from its earlier calls, which repeat from step to step: find the longest
+        earlier run of calls that equals the latest ones, and return the signature (operation, site, dtype and shape)
+        that followed it.
 
-        The history consists of the calls that all ranks of the group made alike (those before the differing one),
-        followed by `then`, further signatures assumed to have been made. among: signatures that may be returned (None:
-        all). None if there is no earlier run, or two equally long runs continue differently.
+        Earlier calls: those before the differing one, then the signatures `then`, assumed to have been made. among:
+        signatures that may be returned (None: all). None if there is no earlier run, or equally long ones continue
+        differently.
         """
         history = [*self._list_common_calls(), *then]
         best, follower = 0, None
@@ -209,9 +211,9 @@ class _Divergence:
         return follower
 
     def _is_made_later(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank skipped the `expected` call: the call that it made instead is one that other ranks
-        make, or are predicted to make, within the next `LOOK_AHEAD` calls. expected: signature (operation, site, dtype
-        and shape)."""
+        """Return True if the rank skipped the `expected` call (signature: operation, site, dtype and shape): the call
+        that it made instead is one that other ranks make, or are predicted to make, at most `LOOK_AHEAD` calls
+        later."""
         wrong = _make_signature(self.here[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))

@@ -65,8 +65,8 @@ class Snapshot:
 
     @property
     def busy_ranks(self) -> list[RankState]:
-        """States of the ranks that the verdict blames, are running and wait in no call: only a stack shows what they
-        do."""
+        """States of the ranks that the verdict blames and that run their own code, outside any call: only a stack dump
+        shows what they are doing."""
         odd = self.verdict.odd if self.verdict is not None else ()
         return [
             each
@@ -95,8 +95,8 @@ class Snapshot:
         return "\n".join(lines) + "\n"
 
     def _format_rank(self, seen: RankState, odd: bool) -> list[str]:
-        """Return the report's lines on one rank: process, latest calls, stack. seen: the rank's state. odd: True if the
-        rank is blamed."""
+        """Return the report's lines on one rank: process, call that it waits in, stack, last completed call, calls in
+        flight. seen: the rank's state. odd: True if the verdict blames the rank."""
         calls = seen.calls
         mark = ">" if odd else " "
         if calls is None:
@@ -161,8 +161,8 @@ def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
 
 
 def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
-    """Return the ranks that the report prints: all, or `MAX_RANKS` of them if there are more, those that the verdict
-    blames and their group first. verdict: None if no cause was found."""
+    """Return the ranks that the report prints: all, or `MAX_RANKS` of them if there are more, first those that the
+    verdict blames, then their group. verdict: None if no cause was found."""
     if len(ranks) <= MAX_RANKS:
         return ranks
     wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []

@@ -84,8 +84,8 @@ class Verdict:
 
 
 def describe_position(seen: RankState) -> str:
-    """Return the end of a sentence on the rank's latest call: `in call 57 (...)` or `after call 56 (...)`; empty if
-    unknown. seen: the rank's state."""
+    """Return a phrase on the rank's latest call: `in call 57 (...)` if it waits for one, `after call 56 (...)` if not;
+    empty if it made none or its calls are unknown. seen: the rank's state."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""
@@ -124,8 +124,8 @@ def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> 
 
 
 def describe_activity(seen: RankState, now: float) -> str:
-    """Return text on the call that a rank waits in, or else on its last completed one. seen: the rank's state; now:
-    seconds of the monotonic clock."""
+    """Return a clause on the call that a rank waits in, such as "it is in call 57 (...), at ...", or else on its last
+    completed call. seen: the rank's state; now: seconds of the monotonic clock."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None
@@ -135,5 +135,6 @@ def describe_activity(seen: RankState, now: float) -> str:
 
 
 def describe_process(seen: RankState) -> str:
-    """Return text on the state of a rank's process, such as "sleeping", or on how it died. seen: the rank's state."""
+    """Return a clause on a rank's process, such as "its process is sleeping" or "it was killed by signal 9 (SIGKILL)".
+    seen: the rank's state."""
     return f"it {seen.ended or 'has died'}" if seen.dead else f"its process is {seen.state_text}"

@@ -24,8 +24,8 @@ LATE_SHARE = 0.5  # of the wait: who came later than this has kept the others wa
 
 
 def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on the ranks that others wait for in collective calls: those at the ends of the chains "rank
-    waits for rank"; None if no rank waits. ranks: rank -> its state; now: seconds of the monotonic clock."""
+    """Follow the chains "rank waits for rank" in collective calls, and return the verdict on the ranks at their ends,
+    or on a cycle; None if no rank waits. ranks: rank -> its state; now: seconds of the monotonic clock."""
     waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
     waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
     if not waiting:
@@ -58,7 +58,7 @@ def _is_stopped(seen: RankState) -> bool:
 
 
 def _is_free(seen: RankState) -> bool:
-    """Return True if the rank does not wait in a collective call: it runs its own code. seen: the rank's state."""
+    """Return True if the rank does not wait in a collective call, but runs its own code. seen: the rank's state."""
     return seen.calls is None or seen.calls.waiting is None
 
 
@@ -143,8 +143,8 @@ def _blame_unreadable(
 def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
-    """Return the verdict if all ranks of the group are in the same call: one rank entered it late, or else the network
-    carries no data.
+    """Return the verdict if all ranks of the group have entered the same call: one rank entered it late, or else the
+    network carries no data.
 
     ranks: rank -> its state; stuck: ranks that wait; waiting: rank -> call it waits in; now: seconds of the monotonic
     clock.
@@ -196,8 +196,8 @@ def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     no process has died, timed out or been stopped (SIGSTOP). Needed for CUDA, where hosts queue calls without waiting
     in them.
 
-    ranks: rank -> its state; now: seconds of the monotonic clock. Blamed are the ranks that are behind others while no
-    rank is behind them.
+    Blames the ranks that are behind others and have no rank behind themselves. ranks: rank -> its state; now: seconds
+    of the monotonic clock.
     """
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None

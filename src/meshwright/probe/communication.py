@@ -22,7 +22,7 @@ _SITE = "probe"
 
 
 def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
-    """Make every kind of process group whose collectives are timed; return (scope, axis) for each. Collective.
+    """Make the process groups whose collectives are timed; return (scope, axis) for each. All ranks must call it.
 
     Scope "inside": groups of consecutive ranks of a host, one axis for each group size that divides the host's ranks;
     "across": groups of one rank of each host; "world": all ranks. mesh: from `probe.rank.make_probe_mesh`.
@@ -39,12 +39,12 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 def time_collective(
     mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Time a collective on a float32 vector; return this rank's (seconds per call, seconds of it in which this rank
-    waited for a core) in each of `BATCHES` batches.
+    """Time a collective on a float32 vector in `BATCHES` batches; return this rank's (seconds per call, seconds per
+    call in which it waited for a CPU core), two lists with one value per batch. The second is a part of the first.
 
-    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of
-        the full (unsharded) vector. seconds: time budget.
-    All ranks call this with equal arguments, and all groups of the axis run the collective at once.
+    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of the
+    full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups of the axis
+    run the collective at once.
     """
     device = mesh.device
     call, calls_each = _make_call(axis, operation, size, device)
@@ -72,16 +72,19 @@ def time_collective(
 
 def choose_precision(mesh: Mesh) -> str:
     """Return "bf16" if matrix products are faster in bf16 than in fp32 on rank 0 (measured there), else "fp32"; equal
-    on all ranks. Collective over `mesh`."""
+    on all ranks, which must all call it."""
     faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
 
 
 def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
-    """Return a collective's duration in seconds: the median over batches of the slowest rank's time. by_rank: seconds
-    per call, [ranks][batches]. waits: seconds per call, of those in by_rank, in which the rank waited for a CPU core,
-    [ranks][batches]. If these waits, summed over ranks, exceed half of a batch's time, they are subtracted from it."""
+    """Return a collective's duration in seconds: the median over batches of the slowest rank's time.
+
+    by_rank: seconds per call, [ranks][batches]. waits: the part of these seconds in which the rank waited for a CPU
+    core, [ranks][batches]. In a batch in which these waits, summed over ranks, exceed half of the slowest time, they
+    are subtracted from it.
+    """
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):
         slowest, lost = max(times), sum(waited)

@@ -1,8 +1,8 @@
 """Detection of slow ranks and nodes. Free of torch.
 
-At each point (a product of one shape, a memory pass of one size) a rank's time is divided by the median of the others'.
-The rank's ratio is the median over all points; it is slow above `THRESHOLD`. A node's time at a point is the median of
-its ranks', compared likewise. The ranks of a slow node are compared with one another.
+A measurement point is one matrix product or memory pass at one size. At each, a rank's time is divided by the median of
+the other ranks' times; the rank's ratio is the median over all points, and it is slow above `THRESHOLD`. Nodes are
+compared likewise, by the median time of their ranks. The ranks of a slow node are compared with one another.
 """
 
 from __future__ import annotations

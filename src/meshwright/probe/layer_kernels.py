@@ -1,7 +1,7 @@
 """Elementwise kernels, attention and loss of a transformer layer on CPUs, as measurement points, forward and backward.
 
-Each is counted as the planner counts it: number of kernels, and bytes that one of them reads and writes; attention in
-bytes of scores.
+They have the planner's units of work: the number of kernels and the bytes that each reads and writes; for attention,
+the bytes of its scores.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Memory traffic (read + written) in bytes: of one execution of an elementwise memory pass; for a layer
-        operation, of each single device kernel that it launches (an average)."""
+        """Bytes read and written: by one run of a memory pass; for a layer operation, by each of the device kernels
+        that it launches, on average."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -60,8 +60,8 @@ class MeasurementPlan:
         disk_bytes: Bytes written to the disk (0: not measured).
         point_seconds: Seconds of measuring for each measurement point.
         kernel_sizes: Numbers of elements of the tensors of layer operations (norm, attention ...).
-        steps: Training steps of the reference model under each layout.
-        rounds: Repetitions of these, in which the layouts alternate.
+        steps: Training steps of the reference model under each layout, in all rounds together.
+        rounds: Number of rounds into which these steps are split; in each, all layouts take turns.
         axes: Mesh axes under which the reference model is trained, of "tp" and "cp"; without "cp" no ring attention is
             timed.
         single_rank: True to also measure one rank alone.
@@ -153,8 +153,8 @@ class MeasurementPlan:
 
 
 class ReferenceKernel:
-    """Small matrix product (256 x 512 by 512 x 512, float32) timed beside every measurement, to correct it for the
-    CPU's current speed: cores shared with other tenants can lose a third of theirs for seconds.
+    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed next to every measurement, to correct the
+    measured time for the CPU's current speed, which other tenants of the machine may reduce by a third for seconds.
 
     device: device of the measurements; on other devices than CPUs the product is not timed.
     """
@@ -219,8 +219,9 @@ def time_point(point: MeasurementPoint, device: torch.device, seconds: float) ->
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Return the seconds of one `call()`: the median of at least three batches, in about `seconds` of measuring; of a
-    single call if it takes longer than that. A batch repeats the call between two synchronizations with `device`."""
+    """Return the seconds of one `call()`, measured in about `seconds`: the median of at least three batches of calls,
+    or the time of a single call if it takes longer than that. A batch repeats the call between two synchronizations
+    with `device`."""
     call()  # kernels are chosen and packed here
     once = _time_batch(call, device, 1)
     if once > seconds:

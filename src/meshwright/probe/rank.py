@@ -54,7 +54,8 @@ def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: f
 @dataclass(frozen=True, slots=True)
 class Host:
     """Facts about this rank's host. cores: number of CPU cores that its ranks share. directory: directory on the disk
-    to be measured. starts: name of a start-up phase -> its seconds, measured before."""
+    to be measured. starts: seconds of start-up phases measured before, by name ("rank": start of the process,
+    "meeting": initialization of the process group)."""
 
     cores: int
     directory: Path
@@ -69,11 +70,11 @@ def measure(
     kernels: Sequence[MeasurementPoint] = (),
     steps: Callable[[ReferenceKernel, float], Sequence[ReferenceStep]] = lambda kernel, usual_seconds: (),
 ) -> dict[str, Any]:
-    """Measure the machine as `plan` says; collective call of all ranks, with the result on each.
+    """Measure the machine as `plan` says. All ranks must call it.
 
     mesh: from `make_probe_mesh`. host: this rank's host. log: receives progress lines on rank 0. kernels: measurement
-    points of layer operations, timed with all ranks at once. steps: function (reference kernel, its usual seconds) ->
-    measured training steps of the reference model.
+    points of layer operations, timed with all ranks at once. steps: measures training steps of the reference model,
+    given the reference kernel and its seconds at the CPU's usual speed.
 
     Returns JSON: "measured" (`Measured.tables`), "hosts" [ranks], "ratios" ("products" and "memory" -> slowdown of each
     rank, [ranks]), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and memory_bytes) and "seconds"
@@ -156,11 +157,11 @@ def _time_points(
     mesh: Mesh, points: list[MeasurementPoint], busy: int, threads: int, seconds: float, kernel: ReferenceKernel
 ) -> tuple[list[list[float]], float]:
     """Time every measurement point while the first `busy` ranks of each host compute, with `threads` threads each, and
-    the others idle.
+    the other ranks idle.
 
-    seconds: time for each point. kernel: reference matrix product, timed beside to correct for the CPU's current speed.
-    Returns (seconds of one run [ranks][points], empty for idle ranks, corrected to the usual speed; usual seconds of
-    the reference product).
+    seconds: time for each point. kernel: reference matrix product, timed after each point to correct for the CPU's
+    current speed. Returns (seconds of one run, [ranks][points], corrected to the CPU's usual speed, [] for idle ranks;
+    seconds of the reference product at the usual speed).
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -181,7 +182,7 @@ def _time_points(
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
     """Time matrix products and memory passes on all ranks of `mesh`, to find slow ones; return {"products" or "memory":
-    seconds, [ranks][points]}, {} if `plan.compare_seconds` is 0.
+    seconds, [ranks][measurements]}, {} if `plan.compare_seconds` is 0.
 
     Short rounds over all points repeat for `plan.compare_seconds`: a shared machine slows one rank after another for
     half a second at a time, which would distort one long measurement of a point.
@@ -206,8 +207,8 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
 
 
 def _smooth(times: list[float]) -> list[float]:
-    """Return the running median over five consecutive times of the reference matrix product, in seconds: interference
-    by other load lasts seconds, a single outlier is noise."""
+    """Return the running median over five consecutive times of the reference matrix product, in seconds. It removes
+    single outliers and keeps interference by other load, which lasts seconds."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 

@@ -88,8 +88,8 @@ def probe(
 
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
     """Measure the machine as one of the ranks that torchrun, Kubernetes or SLURM started; return the result of `probe`
-    on every rank, with "rank" set to its own number. device: "auto", "cpu" or "cuda". directory: on the disk to
-    measure."""
+    on every rank, with "rank" set to its own number. device: "auto", "cpu" or "cuda". directory: where the disk is
+    measured."""
     start = rendezvous.read_place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
@@ -154,8 +154,8 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Callable that runs the last measurement, the reference training steps, so that the other results are kept if it
-    fails.
+    """Callable that runs the last measurement, the reference training steps, and catches its errors, so that the other
+    results are kept.
 
     measure: function that does the measurement. start: this rank. store: key-value store of the process group, None for
     a single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix time)} of the first failure, None

@@ -93,8 +93,9 @@ def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
 
 
 def fit_link(curve: Curve) -> tuple[float, float]:
-    """Fit bandwidth and latency of a link; return (bytes per second, seconds). The latency is the shortest time; the
-    bandwidth is that of the largest message after the latency is subtracted. curve: seconds over message bytes."""
+    """Estimate bandwidth and latency of a link from timed messages; return (bytes per second, seconds). The latency is
+    the shortest time; the bandwidth is that of the largest message after the latency is subtracted. curve: seconds over
+    message bytes."""
     latency = min(curve.seconds)
     beyond = max(curve.seconds[-1] - latency, 0.05 * curve.seconds[-1])
     return curve.sizes[-1] / beyond, latency

@@ -27,10 +27,10 @@ def measure_reference_steps(
     mesh: Mesh, plan: MeasurementPlan, kernel: ReferenceKernel, usual_seconds: float
 ) -> list[ReferenceStep]:
     """Measure the step time of the reference model (a small transformer for calibration) under each reference layout;
-    return one result per layout, equal on all ranks. Collective.
+    return one result per layout, equal on all ranks. All ranks must call it.
 
     mesh: from `probe.rank.make_probe_mesh`. kernel: reference matrix product, timed between steps to correct for the
-    CPU's current speed. usual_seconds: its duration on the undisturbed machine. Layouts alternate in `plan.rounds`
+    CPU's current speed. usual_seconds: its duration at the CPU's usual speed. Layouts alternate in `plan.rounds`
     rounds, so that disturbances affect all of them.
     """
     found, steps = [], plan.steps
@@ -68,16 +68,16 @@ class _ReferenceRun:
         self.batch = self._make_batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
 
     def _make_batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
-        """Return [one micro-batch] for this rank: `rows` random sequences of `sequence` tokens. vocabulary: number of
-        distinct token ids."""
+        """Return a list with one micro-batch for this rank: `rows` random sequences of `sequence` tokens. vocabulary:
+        number of distinct token ids."""
         generator = torch.Generator().manual_seed(self.mesh.dp.rank)
         tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
         return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, kernel: ReferenceKernel, usual_seconds: float) -> list[float]:
-        """Train `steps` steps after one warm-up step; return the seconds of each on its slowest rank, [steps],
-        without those for which other programs had its core, scaled to the reference kernel's usual speed
-        (`usual_seconds`). world: mesh of all ranks."""
+        """Train one warm-up step and `steps` steps; return the seconds of each of the latter on the slowest rank,
+        [steps]. Left out is time in which other programs had a rank's CPU core; the rest is scaled to the CPU's usual
+        speed, at which the reference `kernel` takes `usual_seconds`. world: mesh of all ranks."""
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = [], [kernel.seconds()]
         for _ in range(1 + steps):

@@ -1,4 +1,4 @@
-"""Stopwatch of measurements that leaves out the time in which other programs had the cores."""
+"""Stopwatch for measurements that leaves out the time in which other programs used this process's CPU cores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _THREADS = Path("/proc/self/task")
 
 
 def read_waiting_times(threads: int) -> dict[str, int]:
-    """Return the nanoseconds for which each thread of this process was ready to run while others had the cores: thread
-    id -> sum since its start. {} where the kernel does not count it (`schedstat`, Linux alone). threads: that compute;
-    of a single one only the calling thread is read."""
+    """Return for how many nanoseconds each thread of this process has been ready to run but waiting for a CPU core:
+    thread id -> sum since the thread's start. {} where the kernel does not count it (needs Linux `schedstat`). threads:
+    number of computing threads; if it is 1, only the calling thread is read."""
     names = [_THREADS / name for name in os.listdir(_THREADS)] if threads > 1 else [Path("/proc/thread-self")]
     found = {}
     for name in names:
@@ -29,12 +29,11 @@ def read_waiting_times(threads: int) -> dict[str, int]:
 
 
 class Stopwatch:
-    """Seconds since it was made. A program that is scheduled instead of a measured one doubles a duration at will and
-    says nothing about the machine; the kernel counts how long each thread waited for its core. With one computing
-    thread, waits for the process's own communication threads stay a part of the duration, as in a run.
+    """Stopwatch that runs from its creation and leaves out the time in which a computing thread waited for a core that
+    other programs used; Linux counts these waits. With one computing thread, waits caused by the process's own
+    communication threads are not left out, as they occur in training too.
 
-    shared: True if the processes of this measurement have to share cores, so that waiting is a part of what they take:
-    nothing is left out then.
+    shared: True if there are more computing threads than cores, or on GPUs: then nothing is left out.
     """
 
     shared = False  # for all measurements of this process; set by `measure`
@@ -46,18 +45,19 @@ class Stopwatch:
         self._begun = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds passed, those of them for which a thread waited for a core: of several threads, the one that
-        waited longest)."""
+        """Return (seconds passed, seconds of these in which a thread waited for a core): of several threads, the one
+        that waited longest."""
         passed = time.perf_counter() - self._begun
         now = read_waiting_times(self._threads) if self._waiting else {}
         waited = max((value - self._waiting.get(thread, value) for thread, value in now.items()), default=0) / 1e9
         return passed, max(0.0, min(waited - (self._helper_seconds() - self._helped), 0.9 * passed))
 
     def _helper_seconds(self) -> float:
-        """Return the processor seconds of this process's threads beside the single one that computes; 0 of several."""
+        """Return the CPU seconds that this process's other threads have used, if a single thread computes; 0 if several
+        do."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
     def seconds(self) -> float:
-        """Return the seconds passed without those for which other programs had a thread's core."""
+        """Return the seconds passed, without the waits for cores if these exceed the share `DISTURBED`."""
         passed, waited = self.read()
         return passed - (waited if waited > DISTURBED * passed else 0.0)

@@ -25,7 +25,8 @@ class Verification:
         loss_error: Largest relative error of a loss.
         gradient_norm_error: Largest relative error of a gradient norm.
         layouts: One record per layout and model: layout, model, passed, worst, cases, seconds.
-        mutations: Faults planted, caught, neutral and missed; None unless asked for.
+        mutations: Numbers of planted faults (deliberate bugs), of those caught and neutral (without effect on results),
+            and list of those missed; None without `mutate`.
         failure: First disagreement or missed fault in one line; None if all passed.
         seconds: Wall time.
         document: All of this and more as JSON, the document of `meshwright verify --json`.
@@ -44,7 +45,7 @@ class Verification:
     document: Mapping[str, Any]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the document of `meshwright verify --json`: the content of `document`."""
+        """Return the JSON document of `meshwright verify --json`, which is the content of `document`, as a new dict."""
         return to_json_dict(self.document)
 
 
@@ -67,7 +68,8 @@ def verify(
         model: Preset, Hugging Face directory, config.json, configuration or recipe; it is scaled down with all its
             features. Default: representative models.
         dtype: `"float64"`, in which relative errors up to 1e-10 pass, or `"float32"`, up to 1e-5.
-        mutate: Plant faults at every collective call site and in local code, one at a time; each must be detected.
+        mutate: Plant faults (deliberate bugs) at every collective call site and in local code, one at a time; each must
+            be detected.
         thorough: Run the slow cases, too; without `model`, on three models.
         log: Called with a line for each layout.
 
@@ -96,8 +98,8 @@ def verify(
 
 
 def _failure(document: Mapping[str, Any]) -> str | None:
-    """Return the first failure in a result document as one line: that of the first layout that disagrees with one
-    device, else the first missed fault; None if all passed."""
+    """Return the first failure in a result document as one line: the first layout that disagrees with one device, else
+    the first planted bug that was not detected; None if all passed."""
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]

@@ -18,9 +18,9 @@ from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Named verification run. name: such as "updates". problem: model, data and optimizer that are trained.
-    resume_layout: layout of the last steps, which resume from the checkpoint of the first ones; None: all steps run on
-    one layout."""
+    """Verification case: a training problem with a name, such as "updates". problem: model, data and optimizer.
+    resume_layout: layout on which the last steps run, resumed from the checkpoint of the first steps on the verified
+    layout; None: all steps run on the verified layout."""
 
     name: str
     problem: Problem
@@ -43,8 +43,8 @@ class CaseBuilder:
     batch: int = 8
 
     def default(self) -> list[Case]:
-        """Return the cases that always run: AdamW updates, SGD on sequences of several attention tiles, and parameters
-        in a narrower dtype than their master weights."""
+        """Return the three default cases: "updates" (optimizer updates with clipping and resumes), "long sequences"
+        (SGD, several attention tiles) and "dtypes" (parameters in a narrower dtype than their master weights)."""
         return [Case("updates", self.updates()), Case("long sequences", self.long()), Case("dtypes", self.dtypes())]
 
     def thorough(self) -> list[Case]:
@@ -66,10 +66,10 @@ class CaseBuilder:
         return self._checked(Problem(config, self._batch(), self.dtype, sequence, preference=self.preference))
 
     def updates(self, ranks: int = 1, layers: int = 5) -> Problem:
-        """Return a problem of four steps with AdamW, weight decay, active clipping, a dynamic loss scale, one
-        non-finite step, and two resumes: one right after the skipped step, one before the loss scale has counted enough
-        finite steps to grow. In float32, SGD replaces AdamW, whose updates of near-zero gradients depend on rounding.
-        ranks: the batch becomes a multiple of this number; layers: minimum number of layers."""
+        """Return a problem of four steps with weight decay and active clipping, one non-finite step, and two resumes:
+        right after the skipped step, and one step later. In float64: AdamW with a dynamic loss scale; in float32: SGD,
+        as AdamW's updates of near-zero gradients depend on rounding. ranks: the batch becomes a multiple of this
+        number. layers: minimum number of layers."""
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
         plain = self.plain(layers)
         batch = math.lcm(plain.batch, ranks)
@@ -92,8 +92,8 @@ class CaseBuilder:
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
 
     def dtypes(self) -> Problem:
-        """Return a problem of two SGD steps whose parameters have half the width of their master weights, so that a
-        parameter that is not its rounded master weight differs in every bit."""
+        """Return a problem of two SGD steps whose parameters have half the width of their master weights, which shows
+        parameters that were not rounded from their master weights."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
         plain = dataclasses.replace(self.plain(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)

@@ -24,7 +24,8 @@ BF16_MIXTURE_TOLERANCE = 0.5  # rounding sends tokens that are near to two exper
 
 
 def tolerance_of(problem: Problem) -> float:
-    """Return the largest relative error that passes for a problem, which depends on its parameter dtype alone."""
+    """Return the largest relative error at which a problem passes. It depends on the parameter dtype and, in bf16, on
+    whether the model has experts."""
     mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
     return BF16_MIXTURE_TOLERANCE if mixture else TOLERANCES[problem.dtype]
 
@@ -68,8 +69,8 @@ Difference = tuple[str, int | None]  # what differs, and in which step, from 0
 
 
 class _LayoutComparison:
-    """Comparison of the results of all ranks of one layout with the reference, in the order of computation; records the
-    largest errors."""
+    """Comparison of the results of all ranks of one layout with the reference, in the order of computation. Attributes
+    `worst_name`, `worst`, `loss_error`, `norm_error`: largest relative errors so far."""
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
         """Start with no errors. results: of each rank."""
@@ -78,8 +79,8 @@ class _LayoutComparison:
         self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0
 
     def differences(self) -> Iterator[Difference]:
-        """Yield every difference beyond the tolerance as (description, step from 0 or None), in the order of
-        computation."""
+        """Yield every difference beyond the tolerance as (description, step), in the order of computation. step: from
+        0; None if the difference belongs to no single step."""
         for step in sorted(self.results[0].steps):
             yield from self._compare_counters(step)
             if step == self.reference.problem.nan_step:
@@ -98,7 +99,8 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield the checkpoint counters (steps, samples ...) after `steps` steps that differ from the reference."""
+        """Yield a difference for each checkpoint counter (steps, samples ...) that is not the reference's after `steps`
+        steps."""
         for name, right in self.reference.counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
@@ -186,7 +188,8 @@ class _LayoutComparison:
         return result.steps[max(result.steps)].weights
 
     def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """Update the largest error so far by `errors` (parameter -> relative error); return `errors` unchanged."""
+        """Record the largest of these relative errors (parameter -> error) as the worst if it exceeds the worst so far;
+        return `errors` unchanged."""
         name, error = max(errors.items(), key=lambda item: item[1])
         if error > self.worst:
             self.worst_name, self.worst = name, error
@@ -203,11 +206,12 @@ class _LayoutComparison:
 def relative_errors(
     values: ParameterValues, truth: ParameterValues, grains: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Return the relative error of each parameter, |a - b| / max(|b|, 1e-3 sqrt(n) x root mean square of all elements
-    of `truth`), where the second term covers true gradients of zero (a key bias); infinite if a value is not finite.
+    """Return the relative error of each parameter's tensor a in `values` against b in `truth`: ‖a-b‖ / max(‖b‖, floor),
+    infinite if it is not finite.
 
-    values, truth: parameter -> tensor (a, b); n: elements of b. grains: parameter -> norm of the rounding error that is
-    subtracted from |a - b| first; None: nothing.
+    floor: 1e-3 sqrt(elements of b) x root mean square over all parameters in `truth`, for gradients that are zero in
+    exact arithmetic (such as a key bias). grains: parameter -> norm of the rounding error, which is subtracted from
+    ‖a-b‖ (down to 0); None: nothing is.
     """
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
@@ -223,11 +227,11 @@ def relative_errors(
 
 
 def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
-    """Return the groups of ranks (tuples of global ranks) that together hold one full copy of gradients and master
-    weights.
+    """Return the groups of global ranks that together hold one full copy of the gradients and master weights.
 
-    A group consists of the ranks among which ZeRO shards a buffer, on all pipeline stages, each with the other ranks of
-    its tp group or, for `part` "experts", of its ep x etp block. part: kind of flat buffer, "dense" or "experts".
+    Each group consists of a ZeRO sharding group (one rank without ZeRO), extended by the other ranks of each member's
+    tp group (for experts: of its block of ep x etp consecutive ranks) and by the pipeline ranks of all of these. part:
+    kind of flat buffer, "dense" or "experts".
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -247,11 +251,11 @@ def _assemble_copies(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
 ) -> list[ParameterValues]:
     """Assemble every full copy of all parameters from the ranks' slices; return one dict (parameter -> values) per
-    copy, in which elements that no rank holds are NaN. slices: [rank][slice]. reference: single-device run, gives the
-    shapes.
+    copy, with NaN for elements that no rank holds. slices: [rank][slice]. reference: gives the shapes.
 
-    Values that several tp or pp ranks hold appear in one copy for each of them. If there are fewer copies of the
-    experts than of the other parameters, or the reverse, the shorter list repeats.
+    Each group of `list_copy_groups` gives one copy for each pp rank (and, except for experts, each tp rank), whose own
+    values are taken where several ranks hold the same elements. If experts and other parameters have different numbers
+    of copies, those of the shorter list are used repeatedly.
     """
     parts: tuple[BufferKind, BufferKind] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
@@ -284,8 +288,8 @@ def _assemble_copies_of(
 def _worst_errors(
     copies: Iterable[ParameterValues], truth: ParameterValues, grains: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Return the largest relative error of each parameter over several full copies of the values. truth: expected
-    values; grains: parameter -> rounding error (norm) that is subtracted first."""
+    """Return each parameter's largest relative error (see `relative_errors`) over several full copies of the
+    parameters. truth: expected values; grains: parameter -> norm of the rounding error that is tolerated, None: 0."""
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
         for name, error in relative_errors(copy, truth, grains).items():
@@ -306,5 +310,6 @@ def _first_unequal(copies: Sequence[ParameterValues]) -> str | None:
 
 
 def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors are bitwise equal, or if `a` has values that are not finite."""
+    """Return True if two tensors have equal values, or if `a` contains non-finite values, which are reported
+    elsewhere."""
     return torch.equal(a, b) or not bool(a.isfinite().all())

@@ -19,8 +19,9 @@ MIXTURES = (
 
 
 def build_layout_grid() -> list[Layout]:
-    """Return layouts of up to 8 ranks that cover every feature (axis, ZeRO stage, schedule ...) alone and every pair of
-    features, each on as few ranks as possible, and the layouts in `MIXTURES`."""
+    """Return the default layouts, of up to 8 ranks: the `MIXTURES`, and layouts chosen greedily from the candidates, by
+    newly covered features per rank, until every feature (axis, ZeRO stage, schedule ...) and every pair of features is
+    covered."""
     chosen = list(MIXTURES)
     brings = {layout: _features(layout) for layout in _candidates()}
     missing = set().union(*brings.values())
@@ -33,8 +34,8 @@ def build_layout_grid() -> list[Layout]:
 
 
 def _features(layout: Layout) -> set[tuple[str, ...]]:
-    """Return the sets of features (tuples of names such as "tp2", "zero1") that a layout covers: each single one, each
-    pair, and the full set if it has at most two."""
+    """Return the combinations of features that a layout covers, as tuples of names such as ("tp2",) or ("tp2",
+    "zero1"): each feature, each pair, and ("alone", features ...) if it has at most two."""
     sets = {f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp") if getattr(layout, axis) > 1}
     sets |= {name for name in ("ep", "etp", "micro_batches") if getattr(layout, name) > 1}
     sets |= {f"zero{layout.zero}"} if layout.zero else set()
@@ -80,7 +81,7 @@ def _is_runnable(layout: Layout) -> bool:
 
 
 def _remaining_pairs() -> list[Layout]:
-    """Return layouts for pairs of features that none of the other lists of candidates covers."""
+    """Return layouts for the pairs of features that the other lists of candidate layouts do not cover."""
     ulysses: dict[str, Any] = {"cp": 2, "cp_method": "ulysses"}
     nosp: dict[str, Any] = {"tp": 2, "tensor_sequence_parallel": False}
     sharded: dict[str, Any] = {"dp": 4, "hybrid": 2}
@@ -109,7 +110,8 @@ def _remaining_pairs() -> list[Layout]:
 
 
 def _tensor_layouts() -> list[Layout]:
-    """Return layouts of tp with and without sequence parallelism; from tp4 on, key-value heads are fewer than ranks."""
+    """Return layouts of tp with and without sequence parallelism. From tp4 on, the scaled-down model has fewer
+    key-value heads than tp ranks."""
     layouts = [Layout(tp=tp, tensor_sequence_parallel=parallel) for tp in (2, 3, 4) for parallel in (True, False)]
     layouts += [Layout(tp=4, recompute=recompute, micro_batches=2) for recompute in ("none", "selective", "full")]
     layouts += [
@@ -142,8 +144,8 @@ def _expert_layouts() -> list[Layout]:
 
 
 def _context_layouts() -> list[Layout]:
-    """Return layouts of context parallelism with ring attention and Ulysses; from cp4 on, key-value heads are fewer
-    than ranks."""
+    """Return layouts of context parallelism with ring attention and Ulysses. From cp4 on, the scaled-down model has
+    fewer key-value heads than cp ranks."""
     layouts = []
     for method in ("ring", "ulysses"):
         layouts += [Layout(cp=cp, cp_method=method) for cp in (2, 3, 4)]

@@ -1,7 +1,8 @@
 """Deliberate bugs (faults) in code without collectives: while a fault is planted, one function of the engine is
-replaced by a buggy one, and the verification must fail.
+replaced by a buggy stand-in, and the verification must fail.
 
-A fault counts only where it changes a result, so that a fault without effect on a layout is not counted.
+A stand-in is called with a counter, the original function, and the arguments of the call. A fault counts only where it
+changes a result, so that a fault without effect on a layout is not counted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class FaultCounter:
         self._met: list[object] = []  # kept: the id of a freed object would be used again
 
     def record_if(self, changed: bool) -> bool:
-        """Add 1 to the count if `changed`, which says that the fault altered a value; return `changed`."""
+        """Count one changed value if `changed` is True; return `changed`."""
         self.count += bool(changed)
         return bool(changed)
 
@@ -99,40 +100,41 @@ class LocalFault:
 
 
 def _overwritten(counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
-    """Replace `UnshardedGradient.view` (`original`) by a buggy version: micro-batches overwrite the gradient instead of
-    accumulating. `counter` counts each changed result."""
+    """Buggy stand-in for `UnshardedGradient.view` (`original`): micro-batches overwrite the gradient instead of
+    accumulating into it. Returns (view number `index` of the gradient, True: overwrite). `counter` counts the results
+    that this changes."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
     return view, True
 
 
 def _unclipped(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Replace `Trainer._gradient_scale` (`original`) by a buggy version: it returns the factor without clipping.
-    `counter` counts each changed result; `verdict`: outcome of the step."""
+    """Buggy stand-in for `Trainer._gradient_scale` (`original`): returns the factor on gradients without clipping, 1 /
+    loss scale. `counter` counts the results that this changes. `verdict`: outcome of the step."""
     scale = 1.0 / verdict.loss_scale
     counter.record_if(scale != original(self, verdict))
     return scale
 
 
 def _clipped_twice(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Replace `Trainer._gradient_scale` (`original`) by a buggy version: the clipping factor is squared. `counter`
-    counts each changed result; `verdict`: outcome of the step."""
+    """Buggy stand-in for `Trainer._gradient_scale` (`original`): the clipping factor in the returned factor is squared.
+    `counter` counts the results that this changes. `verdict`: outcome of the step."""
     clipped = original(self, verdict) * verdict.loss_scale
     counter.record_if(clipped != 1.0)
     return float(clipped**2 / verdict.loss_scale)
 
 
 def _clipped_locally(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Replace `Trainer._gradient_scale` by a buggy version: it clips by this rank's gradient norm instead of the global
-    one. `counter` counts each changed result; `verdict`: outcome of the step."""
+    """Buggy stand-in for `Trainer._gradient_scale` (`original`): clips by the norm of this rank's gradient shard
+    instead of the global norm. `counter` counts the results that this changes. `verdict`: outcome of the step."""
     norm = math.sqrt(float(self.parallel.squared_norm_share())) / verdict.loss_scale
     counter.record_if(not math.isclose(norm, verdict.gradient_norm))
     return min(1.0, self.recipe.train.clip / (norm + 1e-6)) / verdict.loss_scale
 
 
 def _decay_moved(by: int) -> FaultyFunction:
-    """Return a buggy version of `FsdpUnit.__init__` in which weight decay applies to `by` more elements of the flat
-    buffer (by < 0: fewer)."""
+    """Return a buggy stand-in for `FsdpUnit.__init__`: weight decay applies to `by` more elements of the unit's shard
+    than it should (by < 0: fewer)."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit, *arguments: Any) -> None:
         """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each
@@ -147,22 +149,21 @@ def _decay_moved(by: int) -> FaultyFunction:
 
 
 def _next_rate(counter: FaultCounter, original: FaultyFunction, step: int, train: Any) -> float:
-    """Replace `learning_rate` (`original`) by a buggy version: it returns that of the next step. `counter` counts each
-    changed result."""
+    """Buggy stand-in for `learning_rate` (`original`): returns the learning rate of the next step. `counter` counts the
+    results that this changes."""
     counter.record_if(original(step + 1, train) != original(step, train))
     return float(original(step + 1, train))
 
 
 def _more_terms(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> int:
-    """Replace `count_terms` (`original`) by a buggy version: it counts one loss term too many. `counter` counts each
-    call."""
+    """Buggy stand-in for `count_terms` (`original`): returns one loss term too many. `counter` counts each call."""
     counter.record_if(True)
     return int(original(*arguments)) + 1
 
 
 def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Replace `Trainer._agree` (`original`) by a buggy version: a non-finite step is reported as finite and not
-    skipped. `counter` counts each changed result."""
+    """Buggy stand-in for `Trainer._agree` (`original`): returns an outcome that calls a non-finite step finite, so that
+    it is not skipped. `counter` counts the results that this changes."""
     verdict = original(*arguments)
     verdict.finite = verdict.finite or counter.record_if(True)
     return verdict
@@ -172,8 +173,8 @@ def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: 
 
 
 def _not_rounded(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Replace `FsdpUnit.update_parameters` (`original`) by a buggy version: from its second call on a unit, parameters
-    are not copied from the master weights. `counter` counts each changed call."""
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from its second call on a unit, master weights are
+    not copied to the parameters. `counter` counts the calls in which a copy is omitted."""
     master = self.master
     if counter.seen_before(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
@@ -182,8 +183,8 @@ def _not_rounded(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit
 
 
 def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Replace `FsdpUnit.update_parameters` (`original`) by a buggy version: from its second call on a unit, parameters
-    are not all-gathered (ZeRO-1 and 2). `counter` counts each changed call."""
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from its second call on a unit, parameters are not
+    all-gathered under ZeRO-1 and 2. `counter` counts the calls in which an all-gather is omitted."""
     zero = self.zero
     if counter.seen_before(self) and counter.record_if(zero in (1, 2)):
         self.unshard()
@@ -196,24 +197,24 @@ def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUni
 
 
 def _next_samples(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
-    """Replace `LanguageModelTask.samples_of_step` by a buggy version: sample numbers are off by one. `counter` counts
-    each call."""
+    """Buggy stand-in for `LanguageModelTask.samples_of_step` (`original`): sample numbers are off by one. `counter`
+    counts each call."""
     counter.record_if(True)
     share = self.recipe.train.batch // self.mesh.dp.size
     return self.order.sample(step * self.recipe.train.batch + self.mesh.dp.rank * share + 1 + np.arange(share))
 
 
 def _samples_of_rank_0(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
-    """Replace `LanguageModelTask.samples_of_step` by a buggy version: every rank reads rank 0's samples. `counter`
-    counts each changed result."""
+    """Buggy stand-in for `LanguageModelTask.samples_of_step` (`original`): returns the samples of dp rank 0 on every
+    rank. `counter` counts the calls on other dp ranks."""
     share = self.recipe.train.batch // self.mesh.dp.size
     counter.record_if(self.mesh.dp.rank > 0)
     return self.order.sample(step * self.recipe.train.batch + np.arange(share))
 
 
 def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
-    """Replace `SampleOrder.sample` (`original`) by a buggy version: every epoch repeats the first one's permutation.
-    `counter` counts each changed result."""
+    """Buggy stand-in for `SampleOrder.sample` (`original`): every epoch repeats the permutation of the first epoch.
+    `counter` counts the results that this changes."""
     wanted = np.asarray(numbers)
     counter.record_if(bool((wanted >= self.sequences).any()))
     return original(self, wanted % self.sequences)
@@ -223,11 +224,12 @@ def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrde
 
 
 def _restored_without(key: str) -> FaultyFunction:
-    """Return a buggy version of `Trainer.restore` that ignores the entry `key` of `state.json`, so that its initial
-    value remains."""
+    """Return a buggy stand-in for `Trainer.restore`: the entry `key` of the checkpoint's `state.json` is ignored and
+    keeps its initial value."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
-        """Restore the trainer from `state` with the initial value of the key. `counter` counts each changed call."""
+        """Restore the trainer from `state` with the initial value of the key. `counter` counts the calls in which the
+        two values differ."""
         fresh: Any = None if key == "loss_scale" else 0
         counter.record_if(state.get(key) != fresh)
         original(self, {**state, key: fresh})
@@ -238,8 +240,8 @@ def _restored_without(key: str) -> FaultyFunction:
 def _finite_steps_forgotten(
     counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]
 ) -> None:
-    """Replace `Trainer.restore` (`original`) by a buggy version: the loss scale's count of finite steps restarts at 0.
-    `counter` counts each changed call."""
+    """Buggy stand-in for `Trainer.restore` (`original`): the loss scale's count of finite steps restarts at 0.
+    `counter` counts the calls in which it was not 0. `state`: content of the checkpoint's `state.json`."""
     scale = state.get("loss_scale")
     if scale is not None and counter.record_if(scale["finite_steps"] != 0):
         state = {**state, "loss_scale": {**scale, "finite_steps": 0}}
@@ -247,8 +249,8 @@ def _finite_steps_forgotten(
 
 
 def _optimizer_forgotten(counter: FaultCounter, original: FaultyFunction, self: Optimizer, step_count: int) -> None:
-    """Replace `Optimizer.restore_step_count` (`original`) by a buggy version: it also zeroes the optimizer state.
-    `counter` counts each tensor that was not zero."""
+    """Buggy stand-in for `Optimizer.restore_step_count` (`original`): also sets the optimizer state to zero. `counter`
+    counts the tensors that were not zero."""
     original(self, step_count)
     for tensors in self.state_tensors().values():
         for tensor in tensors:
@@ -260,8 +262,8 @@ def _optimizer_forgotten(counter: FaultCounter, original: FaultyFunction, self: 
 
 
 def _no_documents(counter: FaultCounter, original: FaultyFunction, cls: type[Documents], ids_BS: Any) -> Documents:
-    """Replace `Documents.from_ids` (`original`) by a buggy version: attention crosses document boundaries. `counter`
-    counts each changed result."""
+    """Buggy stand-in for `Documents.from_ids` (`original`): attention crosses document boundaries. `counter` counts the
+    results that this changes."""
     found = original(cls, ids_BS)
     counter.record_if(found.starts_BS is not None)
     return cls(None)
@@ -270,8 +272,9 @@ def _no_documents(counter: FaultCounter, original: FaultyFunction, cls: type[Doc
 def _sees_next(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Replace `tiles_of` (`original`: tiles of an attention with their masks) by a buggy version: the causal mask lets
-    each token see the next one. `counter` counts each changed result; the other arguments are those of `tiles_of`."""
+    """Buggy stand-in for `tiles_of` (`original`), which cuts attention into tiles with masks: the causal mask
+    `triangle` lets each token see the next one. `counter` counts the results that this changes. Other arguments: as
+    `tiles_of`."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
@@ -279,8 +282,8 @@ def _sees_next(
 def _tile_forgets(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Replace `tiles_of` (`original`: tiles of an attention with their masks) by a buggy version: every tile but the
-    first misses its first key. `counter` counts each changed tile; the other arguments are those of `tiles_of`."""
+    """Buggy stand-in for `tiles_of` (`original`), which cuts attention into tiles with masks: all tiles of queries but
+    the first miss their first key. `counter` counts the changed tiles. Other arguments: as `tiles_of`."""
     found = []
     for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask
@@ -293,8 +296,9 @@ def _tile_forgets(
 
 
 def _ring_forgets(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Replace `spans` (`original`: KV blocks that a ring-attention step reads) by a buggy version: the last KV block of
-    another rank is left out. `counter` counts each changed result."""
+    """Buggy stand-in for `spans` (`original`), which lists the pairs of query chunk and key chunk that a ring-attention
+    step computes: the last pair is left out if the KV block is another rank's. `counter` counts the results that this
+    changes."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 

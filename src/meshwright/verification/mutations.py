@@ -49,15 +49,17 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
     planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Plant every kind of fault at every collective call site of the layout, at all its calls and at a single one, and
-    every local fault that changes something there. Return {"planted", "caught", "neutral": numbers of faults, "missed":
-    descriptions, "faults": one record each}.
+    """Plant every kind of fault at every collective call site of the layout, once in all calls of the site and once in
+    a single call, and every local fault (bug in code without collectives). Faults that change no value on this layout
+    are left out of the report.
 
     maker: builds the training problems. reference: returns the single-device results of a problem. ranks: processes
     that train. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms.
-    planted: keys of faults that were already planted on this layout with another model, which are skipped; new ones are
-    added. Faults are first tried on a single training step, and only those that it does not show on all steps of the
-    problem.
+    planted: keys of faults to skip, as they were planted on another model; extended by the new ones. A fault in a
+    collective call is tried on one training step first, and on all steps of the problem if that does not show it.
+
+    Returns "planted", "caught", "neutral" (without effect on any result, see `explain_neutral_fault`): numbers of
+    faults; "missed": descriptions of the others; "faults": one record for each.
     """
     planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
@@ -73,8 +75,8 @@ def plant_all(
 
 
 def explain_neutral_fault(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
-    """Return the reason why the fault cannot change a result on the layout; None if it must be detected. paired: True
-    if training is on preference pairs."""
+    """Return why the fault cannot change a result on the layout, as text; None if it must be detected. paired: True if
+    training is on preference pairs."""
     sharing = layout.tp * (layout.cp if paired else 1)
     known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
@@ -148,14 +150,15 @@ class _FaultRuns:
 
 
 def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
-    """Yield consecutive batches of at most `BATCH` faults, between which progress is reported."""
+    """Split faults into consecutive batches of at most `BATCH`, the number that the ranks run in one request; yield
+    them."""
     for start in range(0, len(faults), BATCH):
         yield faults[start : start + BATCH]
 
 
 def _fault_key(fault: Fault) -> tuple[str, ...]:
-    """Return the key of a fault in a collective call, by which it is planted only once: (site, operation, kind, "True"
-    if the fault is at all calls of the site, else "False")."""
+    """Return the key that identifies a fault in a collective call, so that it is planted only once: (site, operation,
+    kind, "True" if the fault is in all calls of the site, else "False")."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
@@ -175,8 +178,9 @@ def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], l
 
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
-    """Return all faults that a layout's collective calls can have: each kind at each site and operation, once at all
-    calls and once at a single call in the middle of the first step. results: one per rank, of a run without fault."""
+    """Return all faults that a layout's collective calls can have: each kind (`KINDS`: "skip", "stale" ...) at each
+    site and operation, once in all calls and, if the first step has several, once in the middle one. results: one per
+    rank, of a run without fault."""
     faults = []
     calls_first_step, calls = _merge_calls(results)
     in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}

@@ -40,9 +40,9 @@ def list_in_backward_order(reference: Reference) -> list[str]:
 def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
-    """Return text on how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the reference,
-    such as "contribution of rank 1 missing", by a least-squares fit of how often each rank's contribution is in it.
-    slices: gradients by rank, [rank][slice]."""
+    """Describe as text how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the
+    reference, such as "contribution of rank 1 missing". A least-squares fit tells how many times the gradient contains
+    each rank's contribution. slices: gradients by rank, [rank][slice]."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _is_unsummed_over_tp(reference, mine, layout, truth, name):
@@ -84,9 +84,9 @@ def describe_pattern(
 def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Return True if the ranks' gradients of the parameter `name` add up to `truth` over tp but none equals it alone.
-    reference: single-device run, which knows how parameters are sharded. slices: gradients by rank, [rank][slice].
-    truth: correct gradient of the whole parameter."""
+    """Return True if the tp ranks hold partial gradients of the parameter `name` that were not summed: their sum is
+    `truth`, the correct gradient of the whole parameter, but a single one is not. reference: tells how the parameter is
+    sharded. slices: its gradients by rank, [rank][slice]."""
     entry = reference.table.entry(name)
     if "tp" not in entry.gradient_axes(layout):
         return False
@@ -102,9 +102,9 @@ def _is_unsummed_over_tp(
 
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
-    """Return True if the gradients of the pipeline ranks that share a parameter (tied embeddings) add up to `truth`,
-    the correct gradient of the whole parameter, but none equals it alone. slices: gradients of the parameter by rank,
-    [rank][slice]."""
+    """Return True if the pipeline ranks that share a parameter (tied embeddings) hold partial gradients that were not
+    summed: their sum is `truth`, the correct gradient of the whole parameter, but a single one is not. slices: its
+    gradients by rank, [rank][slice]."""
     size = float(truth.norm())
     for group in layout.groups("pp"):
         holding = [slices[rank] for rank in group if slices[rank]]
@@ -119,8 +119,8 @@ def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout
 
 
 def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> str | None:
-    """Return "the gradient of NAME" if the slice `item` holds the gradient, in step `step`, of another parameter of the
-    same size; else None."""
+    """Return "the gradient of NAME" if the slice `item` holds the gradient, in step `step` (from 0), of another
+    parameter with as many elements; else None."""
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
         alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()

@@ -36,9 +36,8 @@ class BatchLoss(NamedTuple):
 
 
 def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
-    """Run the forward pass of a batch of full sequences and return its losses. weights: engine tensors (as the training
-    engine fuses and names them) in float64, by name. preference: the loss of response pairs; None: next-token
-    prediction."""
+    """Run the forward pass of a batch of full sequences and return its losses. weights: float64 tensors by the training
+    engine's names, fused as there (qkv; gate and up). preference: loss of response pairs; None: next-token loss."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )
@@ -89,8 +88,9 @@ def _preference_loss(
 
 
 class _Forward:
-    """Forward pass of one batch; collects the load-balancing losses and excess loads of its mixtures of experts.
-    ids_BS: document number of each token. weights: engine tensors by name."""
+    """Forward pass of one batch. ids_BS: document number of each token. weights: float64 tensors by the training
+    engine's names. Attributes: `balance_losses`: load-balancing loss [B] of each mixture of experts; `excess_loads`: as
+    in `BatchLoss`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
         """Compute attention visibility and position ids from the document numbers."""

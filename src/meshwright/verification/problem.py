@@ -84,8 +84,8 @@ class Problem:
         return 2 * self.batch + 3
 
     def recipe(self, layout: Layout) -> Recipe:
-        """Return the recipe of a run on `layout`; its model and data source are placeholders, as both are passed to the
-        trainer separately."""
+        """Return the recipe of a run on `layout`. Its [model] and [data] source are placeholders: the trainer gets the
+        model configuration and the data as separate arguments."""
         training = {key: value for key, value in dataclasses.asdict(self.training).items() if "loss_scale" not in key}
         preference = {}
         if self.preference is not None:
@@ -123,9 +123,13 @@ def choose_sequence_length(layout: Layout, tokens: int = SEQUENCE) -> int:
 def scale_down_config(
     config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
-    """Return a model of a few thousand parameters with every feature of `config`, in sizes that divide as badly as
-    possible over `tp`, `ulysses` (context parallelism over heads) and `ep` x `etp` ranks. layers: number of layers.
-    With grouped-query attention, key-value heads are fewer than ranks from four ranks on."""
+    """Return a model of a few thousand parameters with every feature of `config`. Its sizes are irregular (such as a
+    vocabulary of 499) and barely divisible over `tp`, `ulysses` (cp ranks that divide heads) and `ep` x `etp` ranks, to
+    expose errors in sharding.
+
+    layers: number of layers. With grouped-query attention, there are fewer key-value heads than ranks from four ranks
+    on.
+    """
     grouped = config.kv_heads < config.heads
     heads, kv_heads = _choose_heads(tp, ulysses)
     own_head_dim = config.head_dim * config.heads != config.hidden
@@ -160,8 +164,9 @@ def scale_down_config(
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
-    """Return the smallest (heads, key-value heads), at least (4, 2), that `tp` tensor-parallel and `ulysses`
-    context-parallel ranks can divide."""
+    """Return the smallest (query heads, key-value heads), at least (4, 2), for `tp` tensor-parallel and `ulysses`
+    context-parallel ranks: query heads are divisible by tp x ulysses, key-value heads are divided or replicated
+    evenly."""
     for heads in itertools.count(4):
         for kv_heads in range(2, heads):
             on_rank = max(1, kv_heads // tp)
@@ -173,8 +178,9 @@ def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
 
 
 def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
-    """Return the mixture-of-experts fields of a scaled-down configuration by name: about five experts that ep divides,
-    three per token, and one dense layer if the model has dense layers; empty without experts."""
+    """Return the mixture-of-experts fields of a scaled-down configuration by name: at most five experts (rounded up to
+    a multiple of ep), at most three per token, and one dense layer if the model has dense layers. Empty without
+    experts."""
     if not config.experts:
         return {}
     cut = tp if ep == etp == 1 else etp

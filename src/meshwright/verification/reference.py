@@ -124,8 +124,8 @@ class Reference:
     def _differentiate(
         self, weights: ParameterValues, batch: Batch, terms: int | None = None
     ) -> tuple[float, ParameterValues]:
-        """Return (mean loss, gradients by parameter) of a batch at the master weights `weights`, rounded to the
-        parameter dtype. terms: number of loss terms by which both are divided (None: that of the batch)."""
+        """Return (mean loss, gradients by parameter) of a batch for the master weights `weights`, which are rounded to
+        the parameter dtype first. terms: number of loss terms by which both are divided; None: that of the batch."""
         problem = self.problem
         tensors = self._engine_tensors(self.parameters(weights))
         for leaf in tensors.values():
@@ -165,7 +165,7 @@ class Reference:
         return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
 
     def _split_batch(self, batch: Batch) -> list[Batch]:
-        """Split a batch into batches of fewer sequences, whose attention scores and logits fit into memory."""
+        """Split a batch into batches of fewer sequences each, so that attention scores and logits fit into memory."""
         config, (rows, sequence) = self.problem.config, batch.tokens.shape
         at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
         return [batch.slice_sequences(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
@@ -175,8 +175,8 @@ class Reference:
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
     def _engine_tensors(self, parameters: ParameterValues) -> dict[str, torch.Tensor]:
-        """Return the tensors of the training engine (fused qkv, gate and up ...) by name, in float64, each concatenated
-        from its parameters."""
+        """Return the float64 tensors that the training engine names, some of them fused (qkv, gate and up), by name;
+        each is concatenated from its parameters."""
         return {
             tensor.name: torch.cat([parameters[entry.name] for entry in tensor.entries]).double().view(tensor.shape)
             for tensor in self.table.tensors

@@ -53,9 +53,9 @@ def run_verification(
     """Compare layouts with one device on small models and return the document of `meshwright verify --json`.
 
     layout: layout, notation, recipe or its file; None: a grid of layouts. model: preset, path, configuration or recipe;
-    None: representative models. dtype: "float64" or "float32". mutate: plant faults, each of which must be detected.
-    thorough: run the slow cases, too. log: called with a line for each layout. `UserError` if a name is unknown or the
-    layout cannot run.
+    None: representative models. dtype: "float64" or "float32". mutate: plant faults (deliberate bugs), each of which
+    must be detected. thorough: run the slow cases, too. log: called with a line for each layout. `UserError` if a name
+    is unknown or the layout cannot run.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
@@ -92,10 +92,11 @@ def run_verification(
 
 
 class _Verifier:
-    """Runner of verification cases on local ranks, which are reused for layouts with equally many ranks; caches the
+    """Runner of verification cases on local ranks, which are kept for the next layout with as many ranks. Caches the
     single-device references.
 
-    Attribute `many`: True if a whole grid is verified, so that each layout runs only its most relevant cases.
+    Attributes: `many`: True if a whole grid is verified, so that each layout runs only its most relevant cases;
+    `entries`: result of each layout so far, as in the JSON document.
     """
 
     many = False
@@ -178,16 +179,16 @@ class _Verifier:
         return entry
 
     def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
-        """Plant every fault that this layout can have, one at a time; return the report of `plant_all` (numbers of
-        faults caught and missed). planted: keys of faults already planted with another model, which are skipped."""
+        """Plant every fault (deliberate bug) that this layout can have, one at a time; return the report of
+        `plant_all`. planted: keys of faults that were already planted with another model, which are skipped."""
         layout = scale_down_layout(wanted)
         ranks = self.ranks(layout.world_size)
         maker = CaseBuilder(layout, config, self.dtype, self.preference)
         return plant_all(maker, self.reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
-        """Run one case on the layout and compare it with the reference; with a `resume_layout`, that layout continues
-        from the checkpoint of the first."""
+        """Run one case on `layout` and compare it with the reference. If the case has a `resume_layout`, the last steps
+        run on that layout, from the checkpoint that `layout` saved."""
         problem = case.problem
         reference = self.reference(problem)  # the first one while the server of local ranks loads torch
         ranks = self.ranks(layout.world_size)
@@ -216,8 +217,8 @@ class _Verifier:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
-        """Return `world_size` running local rank processes; if there are ranks of another number, they are
-        ended first."""
+        """Return `world_size` running local rank processes: those of the last call if there are as many, else new ones,
+        for which the old ones are stopped."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()

@@ -40,9 +40,9 @@ class Batch:
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
-    """Generate the sequences with these numbers as a batch, each a function of (seed, number) alone; the training split
-    has the first numbers, from 0, the validation split the following. problem: gives seed, length, vocabulary and loss.
-    """
+    """Generate the sequences with the given numbers as a batch. Each is a function of (seed, number) alone; the
+    training split has the numbers from 0, the validation split the numbers after it. problem: gives seed, length,
+    vocabulary, loss."""
     make = _make_sequence if problem.preference is None else _make_pairs
     made = [make(problem, number) for number in numbers]
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
@@ -50,9 +50,11 @@ def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
 
 
 def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """Return (tokens [S], targets [S], document numbers [S], empty array) of sequence number `number`, a function of
-    it and the problem's seed alone. It has one, two, a few or many documents in turn; some targets are -100
-    (ignored), in every eighth sequence all. The empty array stands in for reference log-probabilities.
+    """Generate sequence number `number` from it and the problem's seed: (tokens [S], targets [S], document numbers [S],
+    empty array in place of `_make_pairs`' log-probabilities).
+
+    With the number vary the documents (one to many) and the share of targets that are ignored (-100); in every eighth
+    sequence all are.
     """
     random = np.random.default_rng([problem.seed, number])
     sequence, kind, turn = problem.sequence, number % 4, number // 4
@@ -123,8 +125,8 @@ class SyntheticSplit:
         return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
-        """Return the log-probability, summed over tokens in nats, that the reference policy of DPO gives each response
-        of the split."""
+        """Return the generated log-probability of each response of the split, summed over its tokens, in nats: the
+        reference policy's in DPO."""
         found = Responses.zeros(self.examples_by_row)
         known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
         assert known is not None
@@ -155,6 +157,6 @@ class SyntheticData:
         return SampleOrder(self.problem.seed, self.problem.train_sequences)
 
     def response_reference(self) -> ResponseReference:
-        """Return random reference log-probabilities for the responses of both splits, as preference training computes
-        them."""
+        """Return the reference log-probabilities of the responses of both splits, in the form in which preference
+        training computes them. They are generated, not computed by a model."""
         return ResponseReference({name: rows.responses() for name, rows in self._splits.items()}, {})
