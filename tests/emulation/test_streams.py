@@ -19,17 +19,17 @@ from meshwright.checkpoint.snapshot import Snapshot, SnapshotBuffers
 from meshwright.comm import backend, collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.emulation.ranks import EmulatedRanks
-from meshwright.emulation.streams import StreamFault, StreamRanks
+from tests.emulation.streams import StreamFault, StreamRanks
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
-from meshwright.flight_recorder.circular_wait import find_circular_wait
+from tests.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.parallel import context, pipeline, zero
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.spec.presets import preset
 from meshwright.training import trainer
 from meshwright.verification.cases import CaseBuilder
-from meshwright.verification.grid import build_layout_grid
+from meshwright.verification.grid import GRID
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, run_rank
 from tests.conftest import exhaustive
@@ -98,7 +98,7 @@ def test_step_on_streams_has_the_bits_of_one_that_blocks(text: str):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_step_on_streams_has_the_bits_of_one_that_blocks_for_the_whole_grid():
-    for seed, layout in enumerate(build_layout_grid()):
+    for seed, layout in enumerate(GRID):
         check(str(layout), seed)
 
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from meshwright.comm.local import LocalRanks
-from meshwright.flight_recorder.circular_wait import find_circular_wait
+from tests.flight_recorder.circular_wait import find_circular_wait
 from tests.training import training_cases as cases
 
 CHANGES = {

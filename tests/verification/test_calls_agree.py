@@ -3,7 +3,7 @@ circle."""
 
 from __future__ import annotations
 
-from meshwright.flight_recorder.circular_wait import find_circular_wait
+from tests.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.recipe import CollectivesRecipe
 from meshwright.verification.run import _default_models, _Verifier

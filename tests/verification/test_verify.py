@@ -28,7 +28,7 @@ from meshwright.spec.refuse import refuse
 from meshwright.verification import mutations
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.compare import compare, relative_errors
-from meshwright.verification.grid import MIXTURES, build_layout_grid
+from meshwright.verification.grid import GRID, MIXTURES
 from meshwright.verification.local_faults import LOCAL_FAULTS
 from meshwright.verification.mutations import NEUTRAL
 from meshwright.verification.patterns import list_in_backward_order
@@ -260,16 +260,16 @@ def features(layout: Layout) -> set[str]:
 
 
 def test_the_grid_meets_every_axis_and_every_pair(repository: Path):
-    layouts = build_layout_grid()
-    assert f"{len(layouts)} layouts of up to 8 ranks" in (repository / "docs" / "verify.md").read_text()
-    assert len({str(layout) for layout in layouts}) == len(layouts)
-    assert max(layout.world_size for layout in layouts) == 8
-    assert len(layouts) < 120 and sum(layout.world_size == 8 for layout in layouts) < 25  # minutes, not more
-    assert {layout.tp for layout in layouts} == {layout.cp for layout in layouts} == {1, 2, 3, 4, 8}
-    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
-    assert {layout.schedule for layout in layouts} >= {*SCHEDULE_CHUNKS} - {*ASYNCHRONOUS_SCHEDULES}
-    met = {pair for layout in layouts for pair in itertools.combinations(sorted(features(layout)), 2)}
-    everything = sorted(set().union(*map(features, layouts)))
+    assert f"{len(GRID)} layouts of up to 8 ranks" in (repository / "docs" / "verify.md").read_text()
+    assert len({str(layout) for layout in GRID}) == len(GRID)
+    sizes = [layout.world_size for layout in GRID]
+    assert sizes == sorted(sizes) and sizes[-1] == 8
+    assert len(GRID) < 120 and sizes.count(8) < 25  # minutes, not more
+    assert {layout.tp for layout in GRID} == {layout.cp for layout in GRID} == {1, 2, 3, 4, 8}
+    assert {layout.zero for layout in GRID} == {0, 1, 2, 3}
+    assert {layout.schedule for layout in GRID} >= {*SCHEDULE_CHUNKS} - {*ASYNCHRONOUS_SCHEDULES}
+    met = {pair for layout in GRID for pair in itertools.combinations(sorted(features(layout)), 2)}
+    everything = sorted(set().union(*map(features, GRID)))
     axes = {"dp", "zero", "hs", "tp", "cp", "pp", "mb", "ep", "etp", "ac"}
     assert {name.partition(":")[0] for name in everything} == axes and len(everything) == 17
     for pair in itertools.combinations(everything, 2):
@@ -280,7 +280,7 @@ def test_the_grid_meets_every_axis_and_every_pair(repository: Path):
 def test_grid_includes_mixtures_without_expert_parallelism():
     for axis in ("dp", "tp", "cp", "pp"):
         layout = next(layout for layout in MIXTURES if getattr(layout, axis) > 1)
-        assert layout in build_layout_grid() and not layout.expert_parallel
+        assert layout in GRID and not layout.expert_parallel
         assert all(config.experts for _, config in _default_models(layout, mixture=True))
         assert not any(config.experts for _, config in _default_models(layout, mixture=False))
     assert any(layout.zero == 3 for layout in MIXTURES)

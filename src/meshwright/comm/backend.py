@@ -20,7 +20,7 @@ def group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream on which this rank computes, None on a device without streams. The simulator of streams
-    (emulation/streams.py) replaces this function."""
+    (tests/emulation/streams.py) replaces this function."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 

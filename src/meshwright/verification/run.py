@@ -24,7 +24,7 @@ from meshwright.spec.config_json import config_from_path
 from meshwright.spec.presets import preset
 from meshwright.verification.cases import Case, CaseBuilder
 from meshwright.verification.compare import TOLERANCES, Comparison, compare, tolerance_of
-from meshwright.verification.grid import MIXTURES, build_layout_grid
+from meshwright.verification.grid import GRID, MIXTURES
 from meshwright.verification.mutations import plant_all
 from meshwright.verification.problem import Problem, scale_down_layout
 from meshwright.verification.ranks import WHOLE, StepRange, run_rank
@@ -65,7 +65,7 @@ def run_verification(
     with _Verifier(dtype, log, collectives, preference, thorough) as bench:
         bench.many = len(layouts) > 1
         planted: set[tuple[str, ...]] = set()
-        for number, wanted in enumerate(sorted(layouts, key=lambda each: each.world_size)):
+        for number, wanted in enumerate(layouts):
             # Over a grid the models take turns, so that each meets every size and stage.
             one = len(layouts) == 1 and not thorough
             fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES, one)
@@ -245,7 +245,7 @@ def _resolve_arguments(
     if isinstance(layout, Recipe):
         layouts, model = [layout.parsed_layout], model if model is not None else layout
     elif layout is None:
-        layouts = build_layout_grid()
+        layouts = list(GRID)
     else:
         layouts = [layout if isinstance(layout, Layout) else Layout.parse(str(layout))]
     for each in layouts:

@@ -1,7 +1,7 @@
 """Simulator of CUDA streams on emulated ranks, in which a program fails if it uses memory that a kernel in flight still
 reads or writes.
 
-A rank computes on one stream, in program order. Each communicator has a stream of its own, as under NCCL: its kernels
+A rank computes on one stream, in program order. Each communicator has its own stream, as under NCCL: its kernels
 run in posted order, start when the tensors they read are computed, and end late: at a random later call of the rank, or
 only when they are waited for. From post to end, what a kernel writes is poisoned (filled with NaN), and what it reads
 must not change. The host runs ahead of both: it sees a copy to host memory only after waiting for its event.
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import backend
+from meshwright.emulation import board
 from meshwright.emulation.board import Board, EmulatedWork, GroupKey, describe_place, find_caller
 from meshwright.emulation.exchange import Part, Tensors, unseen_by_modes
 from meshwright.emulation.ranks import EmulatedRanks
@@ -259,6 +260,7 @@ class StreamRanks(EmulatedRanks):
             (dist, "batch_isend_irecv", self.board.post_together),
             (backend, "current_stream", lambda device: self.board.stream),
             (torch.Tensor, "copy_", copy_late),
+            (board, "_INTERNAL", (*board._INTERNAL, __file__)),  # events name the code that posts a call, not this file
         ):
             stack.enter_context(mock.patch.object(where, name, value))
 
