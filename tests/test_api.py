@@ -204,7 +204,7 @@ def test_verify_equals_the_command(command_line, monkeypatch: pytest.MonkeyPatch
     found = mw.verify("dp2", mutate=True)
     outcome = command_line("verify", "--layout", "dp2", "--mutate", "--json")
     assert found.to_json_dict() == json.loads(outcome.output) and outcome.code == 1
-    assert found.failure == "not noticed: a (and 1 more)" and found.failure in outcome.errors
+    assert found.failure == "not detected: a (and 1 more)" and found.failure in outcome.errors
     assert not found.passed and found.worst == worst and found.loss_error == 0.5
 
 

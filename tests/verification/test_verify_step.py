@@ -122,7 +122,7 @@ def test_failed_or_missing_checkpoint_is_one_error_line(tmp_path: Path, monkeypa
         run_rank(PROBLEMS["updates"], str(LAYOUT), None, [None], str(tmp_path))
     monkeypatch.undo()
     monkeypatch.setattr(Checkpointer, "save", lambda *arguments, **options: None)
-    with pytest.raises(UserError, match="verify cannot load its checkpoint: there is none in"):
+    with pytest.raises(UserError, match="verify cannot load its checkpoint: none found in"):
         run_rank(PROBLEMS["updates"], str(LAYOUT), None, [None], str(tmp_path / "other"))
 
 

@@ -88,7 +88,7 @@ def verify(
     """
     from meshwright.comm.local import start_server
 
-    start_server()  # loads torch while this process does
+    start_server()  # it loads torch in parallel with this process
     from meshwright.verification import run
 
     document = run.run_verification(layout, model=model, dtype=dtype, mutate=mutate, thorough=thorough, log=log)
@@ -103,4 +103,4 @@ def _failure(document: Mapping[str, Any]) -> str | None:
     if document["passed"] or document["failure"]:
         return document["failure"]
     missed = document["mutations"]["missed"]
-    return f"not noticed: {missed[0]} (and {len(missed) - 1} more)"
+    return f"not detected: {missed[0]} (and {len(missed) - 1} more)"

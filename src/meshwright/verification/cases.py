@@ -113,7 +113,7 @@ class CaseBuilder:
         """Return the model scaled down for the layout. layers: minimum number of layers; with pipeline stages there is
         at least one layer more than stages."""
         layout = self.layout
-        layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # one stage longer than the others
+        layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # uneven: one stage has a layer more
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
         return scale_down_config(self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 

@@ -19,8 +19,8 @@ from meshwright.verification.ranks import RankResult
 from meshwright.verification.reference import ParameterValues, Reference
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 0.1}
-"""By the dtype of the parameters."""
-BF16_MIXTURE_TOLERANCE = 0.5  # rounding sends tokens that are near to two experts to the other one
+"""Largest relative error that passes, by parameter dtype."""
+BF16_MIXTURE_TOLERANCE = 0.5  # rounding changes the routing of tokens between two nearly equal experts
 
 
 def tolerance_of(problem: Problem) -> float:
@@ -45,7 +45,7 @@ class Comparison:
     loss_error: float
     gradient_norm_error: float
     failure: str | None
-    step: int | None = None  # to which the failure belongs, from 0
+    step: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -65,7 +65,7 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
     return Comparison(comparing.worst_name, comparing.worst, comparing.loss_error, comparing.norm_error, text, step)
 
 
-Difference = tuple[str, int | None]  # what differs, and in which step, from 0
+Difference = tuple[str, int | None]  # (description, step from 0; None: no single step)
 
 
 class _LayoutComparison:
@@ -85,13 +85,8 @@ class _LayoutComparison:
             yield from self._compare_counters(step)
             if step == self.reference.problem.nan_step:
                 if any(math.isfinite(result.steps[step].norm) for result in self.results):
-                    yield (
-                        (
-                            f"step {step + 1}: ranks disagree on whether the gradient is finite "
-                            "(overflow check not all-reduced)"
-                        ),
-                        None,
-                    )
+                    disagree = "ranks disagree on whether the gradient is finite (overflow check not all-reduced)"
+                    yield f"step {step + 1}: {disagree}", None
             else:
                 yield from self._compare_gradients(step)
             yield from self._compare_weights(step)
@@ -120,12 +115,12 @@ class _LayoutComparison:
         ratio = f"ratio to reference {farthest / truth:.9g}" if math.isfinite(farthest) else "not finite"
         if (first := self._first_wrong(errors)) is not None:
             pattern = describe_pattern(reference, slices, self.layout, step, first)
-            beside = f"; the loss is off by {loss:.1e} ({ratio})" if loss > self.tolerance else ""
-            yield f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern}){beside}", step
+            also = f"; the loss is off by {loss:.1e} ({ratio})" if loss > self.tolerance else ""
+            yield f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern}){also}", step
         if loss > self.tolerance:
             yield f"step {step + 1}: the loss is off by {loss:.1e} ({ratio})", step
         if norm > self.tolerance:
-            yield f"step {step + 1}: the gradient norm is off by {norm:.1e} though every gradient is right", step
+            yield f"step {step + 1}: the gradient norm is off by {norm:.1e} although every gradient is right", step
         if any(result.scale != reference.scales[step] for result in results):
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
@@ -136,7 +131,7 @@ class _LayoutComparison:
         start, end = reference.weights[0], reference.weights[step + 1]
         copies = _assemble_copies(self.layout, [result.steps[step].weights for result in self.results], reference)
         made = [{name: after - start[name] for name, after in copy.items()} for copy in copies]
-        # Adding an update to a weight rounds it, on both sides; that rounding says nothing of the update.
+        # Adding an update to a weight rounds, here and in the reference; that rounding is not an error of the update.
         rounding = (step + 1) * torch.finfo(getattr(torch, problem.resolved_master_dtype)).eps
         grains = {name: rounding * float(weights.norm()) for name, weights in start.items()}
         updates = {name: after - start[name] for name, after in end.items()}
@@ -153,18 +148,18 @@ class _LayoutComparison:
         reference, results = self.reference, self.results
         slices = [result.optimizer for result in results]
         kinds = {held.kind for of_rank in slices for held in of_rank}
+        # Router biases have their own update rule.
+        optimized = {entry.name for entry in reference.table.entries if not entry.balances}
         if kinds != set(reference.optimizer):
-            yield f"the optimizer keeps {sorted(kinds)}, not {sorted(reference.optimizer)}", None
+            yield f"the optimizer state has {sorted(kinds)}, not {sorted(reference.optimizer)}", None
         for kind in sorted(kinds & set(reference.optimizer)):
             of_kind = [[held for held in of_rank if held.kind == kind] for of_rank in slices]
             copies = _assemble_copies(self.layout, of_kind, reference)
-            truth = {
-                name: state for name, state in reference.optimizer[kind].items() if name in self._optimized_names()
-            }
+            truth = {name: state for name, state in reference.optimizer[kind].items() if name in optimized}
             errors = self._track_worst(_worst_errors(copies, truth))
             if (first := self._first_wrong(errors)) is not None:
                 yield f"the optimizer state {kind} of {first} is off by {errors[first]:.1e}", None
-        last_weights = [self._last_weights(result) for result in results]
+        last_weights = [result.steps[max(result.steps)].weights for result in results]
         masters = next(iter(_assemble_copies(self.layout, last_weights, reference)))
         for rank, result in enumerate(results):
             for held in result.parameters:
@@ -177,15 +172,6 @@ class _LayoutComparison:
         self.loss_error = max(self.loss_error, loss)
         if loss > self.tolerance:
             yield f"the validation loss after the last update is off by {loss:.1e}", None
-
-    def _optimized_names(self) -> set[str]:
-        """Return the names of the parameters that the optimizer updates: all but the router biases that balance
-        experts, which have their own rule."""
-        return {entry.name for entry in self.reference.table.entries if not entry.balances}
-
-    def _last_weights(self, result: RankResult) -> list[TensorSlice]:
-        """Return a rank's slices of the master weights after its last step."""
-        return result.steps[max(result.steps)].weights
 
     def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
         """Record the largest of these relative errors (parameter -> error) as the worst if it exceeds the worst so far;
@@ -237,13 +223,13 @@ def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[i
     block = layout.ep * layout.etp
     stages = {rank: group for group in layout.groups("pp") for rank in group}
     if part == "dense":
-        axis, beside = "shard", {rank: group for group in layout.groups("tp") for rank in group}
+        axis, same = "shard", {rank: group for group in layout.groups("tp") for rank in group}
     else:
-        axis, beside = "expert_shard", {rank: tuple(everyone[rank // block * block :][:block]) for rank in everyone}
+        axis, same = "expert_shard", {rank: tuple(everyone[rank // block * block :][:block]) for rank in everyone}
     sharing = layout.groups(axis) if layout.zero else [(rank,) for rank in everyone]
-    first = [ranks for ranks in sharing if beside[ranks[0]][0] == stages[ranks[0]][0] == ranks[0]]
+    first = [ranks for ranks in sharing if same[ranks[0]][0] == stages[ranks[0]][0] == ranks[0]]
     return [
-        tuple(member for rank in ranks for neighbour in beside[rank] for member in stages[neighbour]) for ranks in first
+        tuple(member for rank in ranks for neighbour in same[rank] for member in stages[neighbour]) for ranks in first
     ]
 
 

@@ -33,7 +33,7 @@ class FaultCounter:
     def __init__(self) -> None:
         """Start at a count of 0."""
         self.count = 0
-        self._met: list[object] = []  # kept: the id of a freed object would be used again
+        self._met: list[object] = []  # referenced, as the id of a freed object can be reused
 
     def record_if(self, changed: bool) -> bool:
         """Count one changed value if `changed` is True; return `changed`."""
@@ -55,10 +55,10 @@ class LocalFaultSpec:
     """Definition of a deliberate bug: the method or function `owner.name` is replaced by `wrong`, which is called with
     a counter, the original, and the arguments of the call. case: name of the verification case that exposes it."""
 
-    case: str
     owner: Any
     name: str
     wrong: FaultyFunction
+    case: str = "updates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,6 @@ class LocalFault:
     def __str__(self) -> str:
         """Return the fault's name."""
         return self.name
-
-    @property
-    def case(self) -> str:
-        """Name of the verification case that exposes the fault: "updates", "dtypes" or "long sequences"."""
-        return LOCAL_FAULTS[self.name].case
 
     @contextmanager
     def planted(self) -> Iterator[FaultCounter]:
@@ -108,28 +103,25 @@ def _overwritten(counter: FaultCounter, original: FaultyFunction, gradient: Unsh
     return view, True
 
 
-def _unclipped(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Buggy stand-in for `Trainer._gradient_scale` (`original`): returns the factor on gradients without clipping, 1 /
-    loss scale. `counter` counts the results that this changes. `verdict`: outcome of the step."""
-    scale = 1.0 / verdict.loss_scale
-    counter.record_if(scale != original(self, verdict))
-    return scale
+def _clipped_as(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunction:
+    """Return a buggy stand-in for `Trainer._gradient_scale` that clips gradients by another factor. factor: computes it
+    from the trainer, the outcome of the step and the right factor."""
+
+    def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
+        """Return the factor on gradients: the wrong clipping factor / loss scale. `counter` counts the results that
+        this changes. `verdict`: outcome of the step."""
+        right = original(self, verdict) * verdict.loss_scale
+        clipped = factor(self, verdict, right)
+        counter.record_if(not math.isclose(clipped, right))
+        return clipped / float(verdict.loss_scale)
+
+    return wrong
 
 
-def _clipped_twice(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Buggy stand-in for `Trainer._gradient_scale` (`original`): the clipping factor in the returned factor is squared.
-    `counter` counts the results that this changes. `verdict`: outcome of the step."""
-    clipped = original(self, verdict) * verdict.loss_scale
-    counter.record_if(clipped != 1.0)
-    return float(clipped**2 / verdict.loss_scale)
-
-
-def _clipped_locally(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
-    """Buggy stand-in for `Trainer._gradient_scale` (`original`): clips by the norm of this rank's gradient shard
-    instead of the global norm. `counter` counts the results that this changes. `verdict`: outcome of the step."""
-    norm = math.sqrt(float(self.parallel.squared_norm_share())) / verdict.loss_scale
-    counter.record_if(not math.isclose(norm, verdict.gradient_norm))
-    return min(1.0, self.recipe.train.clip / (norm + 1e-6)) / verdict.loss_scale
+def _clip_locally(trainer: Trainer, verdict: Any, right: float) -> float:
+    """Return the clipping factor by the norm of this rank's gradient shard instead of the global norm."""
+    norm = math.sqrt(float(trainer.parallel.squared_norm_share())) / verdict.loss_scale
+    return min(1.0, trainer.recipe.train.clip / (norm + 1e-6))
 
 
 def _decay_moved(by: int) -> FaultyFunction:
@@ -196,20 +188,17 @@ def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUni
 # --- samples
 
 
-def _next_samples(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
-    """Buggy stand-in for `LanguageModelTask.samples_of_step` (`original`): sample numbers are off by one. `counter`
-    counts each call."""
-    counter.record_if(True)
-    share = self.recipe.train.batch // self.mesh.dp.size
-    return self.order.sample(step * self.recipe.train.batch + self.mesh.dp.rank * share + 1 + np.arange(share))
+def _samples_from(offset: Callable[[LanguageModelTask, int], int]) -> FaultyFunction:
+    """Return a buggy stand-in for `LanguageModelTask.samples_of_step` that reads this rank's samples at a wrong place.
+    offset: computes from the task and the rank's number of samples how far its first one is from that of the batch."""
 
+    def wrong(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
+        """Return this rank's samples of `step`. `counter` counts the calls in which they are wrong ones."""
+        share, first = self.recipe.train.batch // self.mesh.dp.size, step * self.recipe.train.batch
+        counter.record_if(offset(self, share) != self.mesh.dp.rank * share)
+        return self.order.sample(first + offset(self, share) + np.arange(share))
 
-def _samples_of_rank_0(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
-    """Buggy stand-in for `LanguageModelTask.samples_of_step` (`original`): returns the samples of dp rank 0 on every
-    rank. `counter` counts the calls on other dp ranks."""
-    share = self.recipe.train.batch // self.mesh.dp.size
-    counter.record_if(self.mesh.dp.rank > 0)
-    return self.order.sample(step * self.recipe.train.batch + np.arange(share))
+    return wrong
 
 
 def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
@@ -220,7 +209,7 @@ def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrde
     return original(self, wanted % self.sequences)
 
 
-# --- what a checkpoint restores
+# --- resuming from a checkpoint
 
 
 def _restored_without(key: str) -> FaultyFunction:
@@ -304,40 +293,37 @@ def _ring_forgets(counter: FaultCounter, original: FaultyFunction, *arguments: A
 
 
 LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
-    "gradient accumulation overwrites instead of adding": LocalFaultSpec(
-        "updates", UnshardedGradient, "view", _overwritten
+    "gradient accumulation overwrites instead of adding": LocalFaultSpec(UnshardedGradient, "view", _overwritten),
+    "gradient clipping missing": LocalFaultSpec(Trainer, "_gradient_scale", _clipped_as(lambda *_: 1.0)),
+    "gradient clipping applied twice": LocalFaultSpec(
+        Trainer, "_gradient_scale", _clipped_as(lambda trainer, verdict, right: right**2)
     ),
-    "gradient clipping missing": LocalFaultSpec("updates", Trainer, "_gradient_scale", _unclipped),
-    "gradient clipping applied twice": LocalFaultSpec("updates", Trainer, "_gradient_scale", _clipped_twice),
-    "gradient clipping uses the local norm": LocalFaultSpec("updates", Trainer, "_gradient_scale", _clipped_locally),
-    "weight-decay range one element too long": LocalFaultSpec("updates", FsdpUnit, "__init__", _decay_moved(1)),
-    "weight-decay range one element too short": LocalFaultSpec("updates", FsdpUnit, "__init__", _decay_moved(-1)),
-    "weight decay applied to norms and biases": LocalFaultSpec("updates", FsdpUnit, "__init__", _decay_moved(1 << 40)),
-    "learning rate off by one step": LocalFaultSpec("updates", trainer, "learning_rate", _next_rate),
-    "loss normalized by one target too many": LocalFaultSpec("updates", LanguageModelTask, "count_terms", _more_terms),
-    "non-finite step not skipped": LocalFaultSpec("updates", Trainer, "_agree", _never_skipped),
-    "parameters not rounded from master weights": LocalFaultSpec("dtypes", FsdpUnit, "update_parameters", _not_rounded),
-    "parameters not all-gathered after the update": LocalFaultSpec(
-        "updates", FsdpUnit, "update_parameters", _not_gathered
+    "gradient clipping uses the local norm": LocalFaultSpec(Trainer, "_gradient_scale", _clipped_as(_clip_locally)),
+    "weight-decay range one element too long": LocalFaultSpec(FsdpUnit, "__init__", _decay_moved(1)),
+    "weight-decay range one element too short": LocalFaultSpec(FsdpUnit, "__init__", _decay_moved(-1)),
+    "weight decay applied to norms and biases": LocalFaultSpec(FsdpUnit, "__init__", _decay_moved(1 << 40)),
+    "learning rate off by one step": LocalFaultSpec(trainer, "learning_rate", _next_rate),
+    "loss normalized by one target too many": LocalFaultSpec(LanguageModelTask, "count_terms", _more_terms),
+    "non-finite step not skipped": LocalFaultSpec(Trainer, "_agree", _never_skipped),
+    "parameters not rounded from master weights": LocalFaultSpec(FsdpUnit, "update_parameters", _not_rounded, "dtypes"),
+    "parameters not all-gathered after the update": LocalFaultSpec(FsdpUnit, "update_parameters", _not_gathered),
+    "sample index off by one": LocalFaultSpec(
+        LanguageModelTask, "samples_of_step", _samples_from(lambda task, share: task.mesh.dp.rank * share + 1)
     ),
-    "sample index off by one": LocalFaultSpec("updates", LanguageModelTask, "samples_of_step", _next_samples),
     "all ranks read rank 0's samples": LocalFaultSpec(
-        "updates", LanguageModelTask, "samples_of_step", _samples_of_rank_0
+        LanguageModelTask, "samples_of_step", _samples_from(lambda task, share: 0)
     ),
-    "every epoch uses the first epoch's permutation": LocalFaultSpec("updates", SampleOrder, "sample", _one_epoch),
-    "step counter not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("step")),
-    "update counter not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("optimizer_steps")),
-    "skipped-step counter not restored": LocalFaultSpec(
-        "updates", Trainer, "restore", _restored_without("skipped_steps")
-    ),
-    "consecutive-skip counter not restored": LocalFaultSpec(
-        "updates", Trainer, "restore", _restored_without("skipped_in_a_row")
-    ),
-    "finite-step counter not restored": LocalFaultSpec("updates", Trainer, "restore", _finite_steps_forgotten),
-    "loss scale not restored": LocalFaultSpec("updates", Trainer, "restore", _restored_without("loss_scale")),
-    "optimizer state not restored": LocalFaultSpec("updates", Optimizer, "restore_step_count", _optimizer_forgotten),
-    "attention not masked across documents": LocalFaultSpec("updates", Documents, "from_ids", _no_documents),
-    "causal mask off by one": LocalFaultSpec("long sequences", tiled_attention, "tiles_of", _sees_next),
-    "attention tile drops a key": LocalFaultSpec("long sequences", tiled_attention, "tiles_of", _tile_forgets),
-    "ring attention drops a KV block": LocalFaultSpec("long sequences", context, "spans", _ring_forgets),
+    "every epoch uses the first epoch's permutation": LocalFaultSpec(SampleOrder, "sample", _one_epoch),
+    "step counter not restored": LocalFaultSpec(Trainer, "restore", _restored_without("step")),
+    "update counter not restored": LocalFaultSpec(Trainer, "restore", _restored_without("optimizer_steps")),
+    "skipped-step counter not restored": LocalFaultSpec(Trainer, "restore", _restored_without("skipped_steps")),
+    "consecutive-skip counter not restored": LocalFaultSpec(Trainer, "restore", _restored_without("skipped_in_a_row")),
+    "finite-step counter not restored": LocalFaultSpec(Trainer, "restore", _finite_steps_forgotten),
+    "loss scale not restored": LocalFaultSpec(Trainer, "restore", _restored_without("loss_scale")),
+    "optimizer state not restored": LocalFaultSpec(Optimizer, "restore_step_count", _optimizer_forgotten),
+    "attention not masked across documents": LocalFaultSpec(Documents, "from_ids", _no_documents),
+    "causal mask off by one": LocalFaultSpec(tiled_attention, "tiles_of", _sees_next, "long sequences"),
+    "attention tile drops a key": LocalFaultSpec(tiled_attention, "tiles_of", _tile_forgets, "long sequences"),
+    "ring attention drops a KV block": LocalFaultSpec(context, "spans", _ring_forgets, "long sequences"),
 }
+"""Name of each local fault -> what it replaces, and the case that exposes it."""

@@ -20,15 +20,15 @@ from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, run_rank
 from meshwright.verification.reference import Reference
 
-_SHIFT = "the log of a sum of exponentials does not depend on what is subtracted from all of them"
+_SHIFT = "log-sum-exp does not depend on the value that is subtracted from all logits"
 NEUTRAL: dict[tuple[str, str, str], str] = {
-    ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same"
+    ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same value"
     for kind in ("double", "drop", "stale")
 } | {
-    ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient stays",
+    ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient does not change",
     ("start.program", "all_reduce", "double"): "equal digests of the pipeline's program stay equal",
 }
-"""(site, operation, kind) -> why that fault changes nothing. A test checks that the table is complete."""
+"""(site, operation, kind) -> reason why the fault changes no result. A test checks that the table is complete."""
 NEUTRAL_WHERE_LOSSES_AGREE: dict[tuple[str, str, str], str] = {
     ("validation.loss", "all_reduce", kind): "all ranks have the same quotient of loss and targets before the sum"
     for kind in ("skip", "drop")
@@ -37,8 +37,8 @@ NEUTRAL_WHERE_LOSSES_AGREE: dict[tuple[str, str, str], str] = {
 preference pairs, one tp x cp group."""
 
 AnyFault = TypeVar("AnyFault", Fault, LocalFault)
-SECONDS_OF_A_BATCH = 600.0  # on a machine with much else to do
-BATCH = 12  # faults for which the ranks are asked at once
+SECONDS_OF_A_BATCH = 600.0  # time limit on a busy machine
+BATCH = 12  # faults per request to the ranks
 
 
 def plant_all(
@@ -107,7 +107,8 @@ class _FaultRuns:
         every = [fault for fault in list_possible_faults(self.maker.layout, healthy) if _fault_key(fault) not in before]
         for batch in _batches(every):
             found = self._compare_effective(short, batch)
-            # Those that no step showed, and stale results: one step may have no earlier one of the same size.
+            # Run all steps for faults not detected in one, and for stale results, which may need an earlier call of equal
+            # size.
             again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
             if again:
                 found |= self._compare_effective(problem, again)
@@ -190,11 +191,11 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
             groups: tuple[tuple[int, ...], ...] = ()
             if kind == "wrong group":
                 if operation == "transfer":
-                    continue  # between two ranks; a message of another micro-batch is a stale one
+                    continue  # a message of the wrong micro-batch is covered by "stale"
                 alike = [_call_signature(result, site, operation) for result in results]
                 groups = tuple(make_wrong_groups(layout, call["axis"], operation != "all_reduce", alike))
                 if not groups and operation in ("all_reduce", "rotate"):
-                    continue  # the same ranks in another order have the same sum, and make the same ring
+                    continue  # reordering the ranks changes neither a sum nor a ring
             fault = Fault(site, operation, kind, axis=call["axis"], groups=groups)
             faults.append(fault)
             single = in_first_step.get((site, operation), 0)
@@ -230,6 +231,6 @@ def _report_fault(
         report["missed"].append(f"{layout}: {fault}")
     else:
         report[outcome] += 1
-    said = failure or neutral or "nothing was noticed"
-    report["faults"].append({"layout": str(layout), "fault": fault, "outcome": outcome, "said": said})
-    log(f"  {fault:<62} {outcome}: {said}")
+    reason = failure or neutral or "no difference detected"
+    report["faults"].append({"layout": str(layout), "fault": fault, "outcome": outcome, "said": reason})
+    log(f"  {fault:<62} {outcome}: {reason}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from meshwright.flight_recorder.verdict import name_ranks
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.verification.reference import Reference
@@ -20,7 +21,7 @@ _FORWARD = (
     *("attention.output", "mlp_norm", "mlp.router", "mlp.up", "mlp.experts.up", "mlp.experts.down", "mlp.shared_gate"),
     *("mlp.shared.up", "mlp.shared.down", "mlp.down", "final_norm", "head"),
 )
-"""The engine's tensors in the order in which a forward pass comes to them, those of each layer together."""
+"""Modules of the engine in the order of the forward pass; those of a layer without its prefix."""
 
 
 def list_in_backward_order(reference: Reference) -> list[str]:
@@ -49,7 +50,7 @@ def describe_pattern(
         return "partial gradients were not summed over tp"
     if _is_unsummed_over_pp(mine, layout, truth):
         return "partial gradients of shared parameters were not summed over pp"
-    # Ranks of cp have tokens of the same rows: what each contributes is not a gradient that one device can tell.
+    # cp ranks share sequences, and the reference has gradients of whole sequences only: contributions are those of dp.
     parts = reference.share_gradients(step, layout.dp * layout.micro_batches)
     contributions = torch.stack([rows[name] for rows in parts]).double()
     replicas = {rank: group for group in layout.groups("dp") for rank in group}
@@ -73,48 +74,42 @@ def describe_pattern(
     next(iter(found.values())).extend(too_short)
     wrong = sorted({rank for ranks in found.values() for rank in ranks})
     everywhere = len(wrong) == sum(bool(of_rank) for of_rank in mine)
-    where = "" if everywhere else f", on {_format_ranks(wrong)} alone"
+    where = "" if everywhere else f", on {name_ranks(wrong)} alone"
     if not everywhere and [*found] == [NO_PATTERN]:
-        return f"differs on {_format_ranks(wrong)} alone"
+        return f"differs on {name_ranks(wrong)} alone"
     if len(found) == 1:
         return next(iter(found)) + where
-    return "; ".join(f"on {_format_ranks(ranks)} {what}" for what, ranks in found.items())
+    return "; ".join(f"on {name_ranks(ranks)} {what}" for what, ranks in found.items())
 
 
 def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Return True if the tp ranks hold partial gradients of the parameter `name` that were not summed: their sum is
-    `truth`, the correct gradient of the whole parameter, but a single one is not. reference: tells how the parameter is
-    sharded. slices: its gradients by rank, [rank][slice]."""
+    """Return True if the tp ranks hold partial gradients of the parameter `name` that were not summed. truth: its
+    correct gradient. reference: tells how the parameter is sharded. slices: its gradients by rank, [rank][slice]."""
     entry = reference.table.entry(name)
     if "tp" not in entry.gradient_axes(layout):
         return False
-    size, copies = float(truth.norm()), entry.replicas(layout)
-    for group in layout.groups("tp"):
-        for first in range(0, len(group), copies):
-            for same in zip(*(slices[rank] for rank in group[first : first + copies]), strict=True):
-                right = same[0].of(truth)
-                total = torch.stack([item.tensor for item in same]).sum(dim=0)
-                if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
-                    return False
-    return True
+    copies = entry.replicas(layout)
+    sharing = [group[at : at + copies] for group in layout.groups("tp") for at in range(0, len(group), copies)]
+    return all(_are_partial([slices[rank] for rank in ranks], truth) for ranks in sharing)
 
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
     """Return True if the pipeline ranks that share a parameter (tied embeddings) hold partial gradients that were not
-    summed: their sum is `truth`, the correct gradient of the whole parameter, but a single one is not. slices: its
-    gradients by rank, [rank][slice]."""
-    size = float(truth.norm())
-    for group in layout.groups("pp"):
-        holding = [slices[rank] for rank in group if slices[rank]]
-        if len(holding) == 1:
+    summed. truth: its correct gradient. slices: its gradients by rank, [rank][slice]."""
+    holding = [[slices[rank] for rank in group if slices[rank]] for group in layout.groups("pp")]
+    return all(len(ranks) != 1 and _are_partial(ranks, truth) for ranks in holding)
+
+
+def _are_partial(slices: Sequence[Sequence[TensorSlice]], truth: torch.Tensor) -> bool:
+    """Return True if the sum of the ranks' slices of a gradient is `truth`, but the first rank's alone is not. slices:
+    [rank][slice], of the same elements on each rank."""
+    for same in zip(*slices, strict=True):
+        right = same[0].of(truth)
+        total = torch.stack([item.tensor for item in same]).sum(dim=0)
+        if not float((total - right).norm()) <= 1e-6 * float(truth.norm()) or torch.equal(same[0].tensor, right):
             return False
-        for same in zip(*holding, strict=True):
-            right = same[0].of(truth)
-            total = torch.stack([item.tensor for item in same]).sum(dim=0)
-            if not float((total - right).norm()) <= 1e-6 * size or torch.equal(same[0].tensor, right):
-                return False
     return True
 
 
@@ -171,18 +166,12 @@ def _describe_counts(often: dict[tuple[int, int], float]) -> str:
         alone = next(rank for rank in ranks if rank not in gone)
         return f"only the contribution of rank {alone}: not summed"
     if missing and all(rank in gone for rank, _ in missing):
-        return f"contribution of {_format_ranks(gone)} missing"
+        return f"contribution of {name_ranks(gone)} missing"
     if missing:
         rank, micro_batch = min(missing)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return f"contribution of rank {rank}, micro-batch {micro_batch + 1}{more} missing"
     extra = sorted({rank for (rank, _), times in often.items() if times > 1 + 1e-4})
     if extra:
-        return f"contribution of {_format_ranks(extra)} counted more than once"
+        return f"contribution of {name_ranks(extra)} counted more than once"
     return "contributions of the ranks summed with wrong weights"
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    """Format rank numbers: "rank 3", "ranks 0, 1 and 2"."""
-    text = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))
-    return f"rank{'s' * (len(ranks) > 1)} {text}"

@@ -204,7 +204,7 @@ class _Forward:
             gate_BSF, up_BSF = (x_BSH @ up.T).chunk(2, dim=-1)
             y_BSH = y_BSH + weights_BSE[..., expert, None] * ((self.activate(gate_BSF) * up_BSF) @ down.T)
         load_BE = chosen_BSE.sum(dim=1)
-        # Fedus et al. 2021, arXiv:2101.03961, eq. 4, of each sequence.
+        # Fedus et al. 2021, arXiv:2101.03961, eq. 4, per sequence.
         self.balance_losses.append(config.experts * (load_BE / x_BSH.shape[1] * scores_BSE.mean(dim=1)).sum(dim=1))
         if config.router_bias:
             load_E = load_BE.sum(dim=0)

@@ -31,7 +31,7 @@ class Training:
     weight_decay: float = 0.0
     momentum: float = 0.0
     betas: tuple[float, float] = (0.8, 0.9)
-    epsilon: float = 1e-4  # far above the rounding of a gradient that is zero: AdamW divides by little more than it
+    epsilon: float = 1e-4  # far above the rounding error of zero gradients, which AdamW would normalize to full-size updates
     clip: float = 0.0
     schedule: str = "constant"
     warmup: int = 0
@@ -42,11 +42,11 @@ class Training:
 
 
 SGD = Training(momentum=0.9, weight_decay=0.05, clip=1e6, schedule="linear")
-"""Momentum, decay added to the gradient, and a clip that no gradient reaches."""
+"""SGD with momentum and coupled weight decay; no gradient reaches the clip."""
 ADAMW = Training(
     *("adamw", 0.02, 0.3), clip=0.05, schedule="cosine", warmup=1, loss_scale=256.0, loss_scale_every=2
 )  # fmt: skip
-"""Decoupled decay, a clip that every gradient exceeds, and a loss scale that changes between steps."""
+"""AdamW with decoupled weight decay; every gradient exceeds the clip, and the loss scale changes between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def scale_down_config(
         windowed = tuple(layer % 2 == 0 if mixed else windowed[0] for layer in range(layers))
     scaling = config.rope_scaling
     if scaling is not None and scaling.original_max_positions is not None:
-        scaling = dataclasses.replace(scaling, original_max_positions=8)  # so that it matters within the sequence
+        scaling = dataclasses.replace(scaling, original_max_positions=8)  # so that scaling affects positions within the sequence
     experts = _scaled_experts(config, tp, ep, etp)
     intermediate = experts.get("expert_intermediate", 0) if config.family == "mixtral" else -(-37 // tp) * tp
     return dataclasses.replace(
@@ -159,7 +159,7 @@ def scale_down_config(
         bos_token=None,
         eos_token=None,
         more_eos_tokens=(),
-        initializer_range=0.15,  # far from the linear regime, so that every gradient depends on every other
+        initializer_range=0.15,  # large: far from the linear regime, an error in one gradient shows in others
     )
 
 
@@ -196,7 +196,7 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
         "expert_intermediate": width,
         "shared_intermediate": 2 * width if config.shared_intermediate else 0,
         "dense_layers": (0,) if config.dense_layers else (),
-        "router_loss": 0.1 if config.router_loss else 0.0,  # enough to be seen
+        "router_loss": 0.1 if config.router_loss else 0.0,  # large enough to affect the gradients visibly
     }
 
 
@@ -211,7 +211,7 @@ def scale_down_layout(layout: Layout) -> Layout:
     if layout.world_size > MOST_RANKS and pp > 1:
         pp = min(pp, MOST_RANKS if layout.world_size == pp else 2)
         ranks = MOST_RANKS // pp
-    most = max(MOST_MICRO_BATCHES, 2 * pp if pp > 1 else 0)  # schedules fill and drain with as many
+    most = max(MOST_MICRO_BATCHES, 2 * pp if pp > 1 else 0)  # a schedule needs as many to fill and drain
     layout = layout.with_(pp=pp, micro_batches=min(layout.micro_batches, most))
     if layout.world_size <= MOST_RANKS:
         return layout

@@ -106,11 +106,11 @@ def run_rank(
             planted = fault.planted() if isinstance(fault, LocalFault) else nullcontext()
             mesh.inject(None if isinstance(fault, LocalFault) else fault)
             mesh.record.clear()
-            below = None if directory is None else Path(directory) / (str(number) if fault else "")
+            subdirectory = None if directory is None else Path(directory) / (str(number) if fault else "")
             with planted as strikes:
                 try:
-                    result = _VerificationRun(problem, layout, mesh, below).run(span)
-                except (RanksDisagree, UserError) as error:  # on all of them, and nobody waits for anybody
+                    result = _VerificationRun(problem, layout, mesh, subdirectory).run(span)
+                except (RanksDisagree, UserError) as error:  # raised on all ranks, so that none waits for another
                     if fault is None and isinstance(error, UserError):
                         raise
                     result = RankResult(refused=str(error))
@@ -169,7 +169,7 @@ class _VerificationRun:
         if span.stop is not None:
             self._save_checkpoint(trainer)
             return result
-        result.final_loss = trainer.validate().loss  # of the parameters as the model sees them
+        result.final_loss = trainer.validate().loss  # with parameters in the model's dtype
         result.calls = self.mesh.record.table()
         result.optimizer = [item for item in _clone_slices(trainer.slices(owned=False)) if item.kind != "master"]
         result.parameters = trainer.parallel.parameter_slices()
@@ -181,7 +181,7 @@ class _VerificationRun:
         be loaded."""
         problem, training = self.problem, self.problem.training
         data = SyntheticData(problem)
-        # 0: as in large models, whose wgrad kernels accumulate into the gradient buffer themselves.
+        # 0: wgrad kernels accumulate into the gradient buffer, as in large models.
         fused = 0 if problem.fused_gradient_accumulation else WORTH_ADDING_AT_ONCE
         dtypes = getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype)
         task = LanguageModelTask(
@@ -206,7 +206,7 @@ class _VerificationRun:
         trainer = self._make_trainer(initialise=False)
         loaded = self._checkpointer.load_newest(trainer.slices(owned=False))
         if loaded is None:
-            raise UserError(f"verify cannot load its checkpoint: there is none in {self.directory}")
+            raise UserError(f"verify cannot load its checkpoint: none found in {self.directory}")
         trainer.restore(loaded[1])
         return trainer
 

@@ -18,7 +18,7 @@ from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, Train
 from meshwright.verification.samples import Batch, make_sequences
 
 ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, entry-major
-SCORES_AT_ONCE = 1 << 23  # attention scores and logits of the sequences that are computed together
+SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one forward pass
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Reference:
             if step != problem.nan_step:
                 weights = self._update(weights, gradients, norm, step)
             self.weights.append(weights)
-            # Micikevicius et al. 2018, arXiv:1710.03740, section 3.2: halved by an overflow, doubled after some steps.
+            # Micikevicius et al. 2018, arXiv:1710.03740, section 3.2: halved on overflow, doubled after finite steps.
             finite_in_a_row = 0 if step == problem.nan_step else finite_in_a_row + 1
             if training.loss_scale_every and finite_in_a_row == 0:
                 scale /= 2
@@ -142,7 +142,7 @@ class Reference:
         gradients = {}
         for tensor in self.table.tensors:
             gradient = excess_loads.get(tensor.name, tensors[tensor.name].grad)
-            assert gradient is not None, f"{tensor.name} took no part in the loss"
+            assert gradient is not None, f"{tensor.name} does not contribute to the loss"
             for entry in tensor.entries:
                 gradients[entry.name] = (
                     gradient[entry.offset : entry.offset + entry.engine_shape[0]].reshape(-1).clone()

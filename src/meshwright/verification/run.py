@@ -32,13 +32,13 @@ from meshwright.verification.reference import Reference
 
 DTYPES = ("float64", "float32")
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
-"""Verified in turn over a grid, and all with `thorough`, when no model is named: an untied head; a tied one with query
-and key norms; biases, learned positions."""
+"""Models if none is named: one per layout in turn over the grid, all with `thorough`. They cover an untied head; a tied
+head with query and key norms; biases and learned positions."""
 EXPERT_MODELS = ("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "dots-llm1")
-"""Verified on expert-parallel layouts, and on `MIXTURES`: routed experts only; a gated shared expert; a router that
-balances by its bias."""
+"""Models for expert-parallel layouts and `MIXTURES`. They cover routed experts only; a gated shared expert; a router
+that balances by its bias."""
 MODEL_OF_ONE_LAYOUT, EXPERT_MODEL_OF_ONE_LAYOUT = "qwen3-0.6b", "qwen1.5-moe-a2.7b"
-"""Verified when one layout but no model is named: on every layout they make all calls that any of the others makes."""
+"""Models if one layout but no model is named. On every layout they make all collective calls that the others make."""
 
 
 def run_verification(
@@ -66,7 +66,7 @@ def run_verification(
         bench.many = len(layouts) > 1
         planted: set[tuple[str, ...]] = set()
         for number, wanted in enumerate(layouts):
-            # Over a grid the models take turns, so that each meets every size and stage.
+            # Over the grid, models alternate, so that each is verified on every number of ranks.
             one = len(layouts) == 1 and not thorough
             fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES, one)
             for name, config in fitting if len(layouts) == 1 else fitting[number % len(fitting) :][:1]:
@@ -143,7 +143,7 @@ class _Verifier:
             started = time.monotonic()
             found = self.compare(case, layout)
             cases.append((case, found, time.monotonic() - started))
-        # What is worst is said of those in the asked dtype; the others have other tolerances.
+        # The reported errors are those of cases in the requested dtype; the others have other tolerances.
         main = [found for case, found, _ in cases if case.problem.dtype == self.dtype]
         worst = max(main, key=lambda found: found.worst_error)
         failed = next(((case, found) for case, found, _ in cases if not found.passed), None)
@@ -190,7 +190,7 @@ class _Verifier:
         """Run one case on `layout` and compare it with the reference. If the case has a `resume_layout`, the last steps
         run on that layout, from the checkpoint that `layout` saved."""
         problem = case.problem
-        reference = self.reference(problem)  # the first one while the server of local ranks loads torch
+        reference = self.reference(problem)  # before the ranks: their server is still loading torch
         ranks = self.ranks(layout.world_size)
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
 
@@ -209,7 +209,7 @@ class _Verifier:
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
         """Return the cases to run. wanted: the user's layout; layout: the same scaled down to few ranks; config: the
         model."""
-        # Over a grid one batch for as many layouts as possible, so that one device has to answer once.
+        # Over the grid, one batch size that suits most layouts, so that references are shared.
         maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8)
         if self.thorough:
             return maker.thorough()
@@ -250,7 +250,7 @@ def _resolve_arguments(
         layouts = [layout if isinstance(layout, Layout) else Layout.parse(str(layout))]
     for each in layouts:
         each.refuse_unbuilt()
-        if recipe is not None:  # refused before ranks are started
+        if recipe is not None:  # check before ranks are started
             named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
     models = [] if model is None else [_resolve_model(model)]
     collectives = CollectivesRecipe() if recipe is None else recipe.collectives
@@ -273,7 +273,7 @@ def _resolve_model(model: Any) -> tuple[str, ModelConfig]:
         return model.family, model
     if isinstance(model, Recipe):
         name = model.model.preset or model.model.family or str(model.model.from_path)
-        # The vocabulary is replaced anyway: no tokenizer need be trained to verify a layout.
+        # The vocabulary is replaced later, so no tokenizer needs to be trained.
         return name, config_from_recipe(model.model, model.data.sequence, tokenizer_vocabulary=1)
     if Path(model).exists():
         return str(model), config_from_path(model)

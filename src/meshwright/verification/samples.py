@@ -19,7 +19,7 @@ from meshwright.training.reference import Responses
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem
 
 IGNORED = -100
-MOST_PAIRS = 2  # of responses in a sequence
+MOST_PAIRS = 2  # preference pairs per sequence
 
 
 @dataclass(frozen=True, slots=True)
