@@ -219,10 +219,10 @@ def test_deadlock_names_who_waits_for_whom_and_where(emulated: EmulatedRanks):
     with pytest.raises(EmulationFailed) as caught:
         emulated.run(wait)
     lines = str(caught.value).splitlines()
-    assert lines[0] == "deadlock: no rank can go on" and len(lines) == 5
+    assert lines[0] == "deadlock: no rank can continue" and len(lines) == 5
     assert "rank 0 waits in recv from rank 1 (its call" in lines[1] and "test_emulation.py:" in lines[1]
     assert "rank 1 waits in recv from rank 0" in lines[2]
-    assert "rank 2 waits in all_reduce over ranks 0, 1, 2, 3" in lines[3]
+    assert "rank 2 waits in all_reduce over ranks 0-3" in lines[3]
     assert lines[3].endswith("ranks 0, 1, 3 have not called it") and lines[4] == "  rank 3 has ended"
 
 
@@ -341,8 +341,8 @@ def test_second_emulation_inside_one_is_refused(emulated: EmulatedRanks):
     ("truth", "held", "said"),
     [
         ({}, {}, "one_device() returns no tensor"),
-        (None, {}, "one_device() returns None: it must return a dictionary"),
-        ({"w": torch.ones(4)}, None, "distributed() returns on rank 0 None: it must return"),
+        (None, {}, "one_device() returns None: return a dictionary"),
+        ({"w": torch.ones(4)}, None, "distributed() returns on rank 0 None: return a dictionary"),
         ({"w": torch.ones(4)}, {"w": 1.0}, 'distributed() returns on rank 0 1.0 for "w"'),
         ({"w": torch.ones(4)}, {"w": (torch.ones(1), 7)}, 'on rank 0 an index for "w" that does not fit shape [4]'),
     ],

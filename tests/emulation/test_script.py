@@ -138,7 +138,7 @@ def test_breakpoint_stops_the_rank_that_meets_it(
     [
         (["--show"], "need --emulate"),
         (["--emulate", "2", "--ranks", "2"], "no --ranks"),
-        (["--emulate", "2", "--break", "2"], "there are ranks 0 to 1"),
+        (["--emulate", "2", "--break", "2"], "ranks are 0 to 1"),
         (["--emulate", "2", "--break", "x"], "give RANK or RANK:CALL"),
         (["--emulate", "2", "--check"], "has no function one_device()"),
     ],

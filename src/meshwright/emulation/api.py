@@ -44,7 +44,7 @@ def emulate(ranks: int, *, initialized: bool = True) -> EmulatedRanks:
         [10.0, 10.0, 10.0, 10.0]
     """
     if not isinstance(ranks, int) or isinstance(ranks, bool):
-        raise UserError(f"cannot emulate {shorten_repr(ranks)} ranks: give a whole number")
+        raise UserError(f"cannot emulate {shorten_repr(ranks)} ranks: give an integer")
     if not 1 <= ranks <= MOST_RANKS:
         raise UserError(f"cannot emulate {ranks} ranks: give 1 to {MOST_RANKS}")
     from meshwright.emulation.ranks import EmulatedRanks

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from meshwright.emulation.exchange import Part, Tensors, compute_results, copy_results, unseen_by_modes
 from meshwright.emulation.scheduler import EmulationFailed, Scheduler
+from meshwright.flight_recorder.verdict import choose_has, name_ranks
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "emulation"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
-GroupKey = tuple[int, str]  # number of the world on this rank, name of the group in it
+GroupKey = tuple[int, str]  # (generation of the default group on this rank, name of the group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,13 @@ class Meeting:
 
     def __init__(self, operation: str, ranks: tuple[int, ...]) -> None:
         self.operation, self.ranks = operation, ranks
-        self.parts: dict[int, Part] = {}  # by rank in the group
+        self.parts: dict[int, Part] = {}
         self.results: list[list[torch.Tensor]] | None = None
 
     def describe_missing(self) -> str:
         """Return text on the ranks that have not made the call, such as "rank 2 has not called it"."""
         missing = [rank for at, rank in enumerate(self.ranks) if at not in self.parts]
-        return f"rank{'s' * (len(missing) > 1)} {_list_ranks(missing)} {'have' if missing[1:] else 'has'} not called it"
+        return f"{name_ranks(missing)} {choose_has(missing)} not called it"
 
 
 @dataclass(slots=True)
@@ -167,7 +168,7 @@ class Board:
                 each.inputs = ()  # free
 
         def describe() -> str:
-            where = f"{operation} over ranks {_list_ranks(group.ranks)} (its call {part.number}, {part.place})"
+            where = f"{operation} over {name_ranks(group.ranks)} (its call {part.number}, {part.place})"
             return f"{where}: {meeting.describe_missing()}"
 
         def finish() -> Tensors:
@@ -224,7 +225,7 @@ class Board:
         source, target = sent.part.inputs[0], received.part.outputs[0]
         if source.numel() != target.numel() or source.dtype != target.dtype:
             raise EmulationFailed(
-                f"a message does not fit: sent {describe_tensor(source)} ({sent.part.place}), received into "
+                f"a message does not match: sent {describe_tensor(source)} ({sent.part.place}), received into "
                 f"{describe_tensor(target)} ({received.part.place})"
             )
         received.sender = sent.sender
@@ -262,7 +263,7 @@ class Board:
         for at, other in meeting.parts.items():
             if (meeting.operation, other.form) != (operation, part.form):
                 raise EmulationFailed(
-                    f"ranks of the group {_list_ranks(group.ranks)} make different calls: "
+                    f"different calls in the group of {name_ranks(group.ranks)}: "
                     f"rank {group.ranks[at]} {meeting.operation} {other.form} ({other.place}), "
                     f"rank {group.ranks[group.rank()]} {operation} {part.form} ({part.place})"
                 )
@@ -287,8 +288,3 @@ def describe_place(frame: FrameType | None) -> str:
         return "?"
     file = frame.f_code.co_filename
     return f"{file.removeprefix(_PACKAGE) if file.startswith(_PACKAGE) else os.path.basename(file)}:{frame.f_lineno}"
-
-
-def _list_ranks(ranks: Any) -> str:
-    """Return ranks as text, such as "0, 1"."""
-    return ", ".join(map(str, ranks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pdb  # noqa: T100 - it is offered to users
+import pdb  # noqa: T100 - a feature for users
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -16,7 +16,7 @@ class RankDebugger(pdb.Pdb):
     `sys.stdout`, whose lines get the rank as prefix."""
 
     def __init__(self, rank: int, output: IO[str]) -> None:
-        # Readline serves a terminal alone; signal handlers belong to the main thread, in which no rank runs.
+        # Readline needs a terminal; signal handlers need the main thread, and ranks run in others.
         terminal = sys.stdin.isatty()
         super().__init__(stdin=None if terminal else sys.stdin, stdout=output, nosigint=True)
         self.use_rawinput = terminal
@@ -29,7 +29,7 @@ class RankDebugger(pdb.Pdb):
         while frames[-1].f_back is not None:
             frames.append(frames[-1].f_back)
         self.botframe = frames[-1]
-        self.set_continue()  # what a command such as "next" replaces
+        self.set_continue()  # unless a command such as "next" changes it
         self.interaction(frame, None)
         if self.quitting or self.breaks or self.stoplineno != -1:
             for each in frames:
@@ -46,7 +46,7 @@ def parse_breakpoint(text: str, ranks: int) -> tuple[int, int]:
     if not rank.isdecimal() or (_ and not call.isdecimal()) or call == "0":
         raise UserError(f'--break {text}: give RANK or RANK:CALL, such as "2" or "2:5" (calls count from 1)')
     if int(rank) >= ranks:
-        raise UserError(f"--break {text}: there are ranks 0 to {ranks - 1}")
+        raise UserError(f"--break {text}: ranks are 0 to {ranks - 1}")
     return int(rank), int(call or 1)
 
 

@@ -41,8 +41,8 @@ class Part:
     number: int = 0
 
 
-# A real backend copies and adds outside PyTorch's dispatcher. Here the last rank to come does it for all: its dispatch
-# modes must not see it, such as the one that matches a selective recomputation's operators with those of the forward.
+# A real backend copies and adds outside PyTorch's dispatcher. Here the last rank to call does it for all ranks, and its
+# dispatch modes (such as that of selective activation checkpointing) must not see these operations.
 unseen_by_modes = _disable_current_modes
 
 
@@ -87,7 +87,7 @@ def compute_results(operation: str, parts: Sequence[Part], op: str, root: int) -
         totals = [_reduce(tensors, op) for tensors in zip(*inputs, strict=True)]
         return [totals if operation == "all_reduce" or rank == root else [] for rank in ranks]
     if operation == "reduce_scatter":
-        # A rank's own part first, as where comm/ adds up what it received.
+        # A rank's own part first, the order in which comm/ sums.
         orders = [[rank, *(other for other in ranks if other != rank)] for rank in ranks]
         return [[_reduce([inputs[source][rank] for source in order], op)] for rank, order in enumerate(orders)]
     copies = [[tensor.clone() for tensor in tensors] for tensors in inputs]

@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.limits import shorten_repr
 
 TOLERANCE = 1e-10
-"""Largest relative error that passes: rounding in float64 stays far below."""
+"""Largest relative error that passes, far above float64 rounding."""
 
 Result = torch.Tensor | tuple[torch.Tensor, Any]
 
@@ -63,7 +63,7 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
     function = namespace.get(name)
     if not callable(function):
         raise UserError(
-            f"{script} has no function {name}(): a script for --check has one_device() and distributed(), which return "
+            f"{script} has no function {name}(): a script for --check needs one_device() and distributed(), which return "
             "the tensors to compare by name"
         )
     return function  # type: ignore[no-any-return]
@@ -79,7 +79,7 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
     """
     _check_returned("one_device() returns", truth, None)
     if not truth:
-        raise UserError("one_device() returns no tensor: there is nothing to compare")
+        raise UserError("one_device() returns no tensor to compare")
     for rank, results in enumerate(ranks):
         _check_returned(f"distributed() returns on rank {rank}", results, truth)
         if unknown := sorted(set(results) - set(truth)):
@@ -114,15 +114,15 @@ def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] 
     tensor.
     """
     if not isinstance(returned, Mapping):
-        raise UserError(f"{says} {shorten_repr(returned)}: it must return a dictionary of tensors by name")
+        raise UserError(f"{says} {shorten_repr(returned)}: return a dictionary of tensors by name")
     for name, held in returned.items():
         if not isinstance(name, str):
-            raise UserError(f"{says} a tensor under {shorten_repr(name)}: names are strings")
+            raise UserError(f"{says} a tensor under the key {shorten_repr(name)}: keys must be strings")
         is_pair = truth is not None and isinstance(held, tuple) and len(held) == 2
         part, index = held if is_pair else (held, ...)
         if not isinstance(part, torch.Tensor):
             wanted = "a tensor" if truth is None else "a tensor or (part, index)"
-            raise UserError(f'{says} {shorten_repr(held)} for "{name}": give {wanted}')
+            raise UserError(f'{says} {shorten_repr(held)} for "{name}": return {wanted}')
         if truth is not None and name in truth:
             try:
                 truth[name][index]

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from meshwright.emulation.board import describe_tensor
+from meshwright.flight_recorder.call_log import format_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def format_holdings(holdings: list[Holding]) -> str:
     """Return a table as text: one line for each tensor name, with the ranks and checksum of each distinct value."""
     names = list(dict.fromkeys(holding.name for holding in holdings))
     width = max((len(name) for name in names), default=0)
-    lines = ["who holds what (ranks with equal checksums hold equal values)"]
+    lines = ["tensors by rank (ranks with equal checksums hold equal values)"]
     for name in names:
         copies = [holding for holding in holdings if holding.name == name]
         shapes = list(dict.fromkeys(holding.shape for holding in copies))
@@ -118,10 +119,3 @@ def format_holdings(holdings: list[Holding]) -> str:
         shared = f"{shapes[0]}  " if len(shapes) == 1 else ""
         lines.append(f"  {name:<{width}}  {shared}{'; '.join(texts)}")
     return "\n".join(lines)
-
-
-def format_ranks(ranks: tuple[int, ...]) -> str:
-    """Return ranks as text: "0-3" for three or more consecutive ones, else "0,2"."""
-    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks))

@@ -13,7 +13,7 @@ from meshwright.emulation.board import Board, EmulatedWork, GroupKey, describe_t
 from meshwright.emulation.exchange import Part, name_reduction
 from meshwright.errors import UserError
 
-# Their stubs declare overloads for arguments that torch.distributed's functions never pass.
+# Typed as Any: the stubs declare overloads for arguments that torch.distributed never passes.
 _ProcessGroup: Any = dist.ProcessGroup
 _Store: Any = dist.Store  # type: ignore[attr-defined]
 
@@ -55,10 +55,7 @@ class EmulatedGroup(_ProcessGroup):
         backend object."""
         return "emulated"
 
-    def name(self) -> str:
-        """Return the backend's name. It must not be one that torch knows, such as "gloo": torch would look for a C++
-        backend object."""
-        return "emulated"
+    name = getBackendName
 
     def shutdown(self) -> None:
         """Do nothing: there are no connections to close."""

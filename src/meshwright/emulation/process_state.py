@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 from meshwright.comm import mesh
 from meshwright.flight_recorder import call_ring
 
-_numpy: Any = np.random  # whose stubs do not export get_bit_generator
+_numpy: Any = np.random  # Any: the stubs do not export get_bit_generator
 
 TORCH_SEED = 67280421310721  # of a new process (c10::detail default_rng_seed_val)
 PYTHON = tuple(
@@ -44,7 +44,7 @@ class World:
         self.pg_to_tag: dict[Any, str] = {}
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
         self.comms: list[Any] = []
-        self.generation = 0  # number of default groups made so far
+        self.generation = 0  # default groups made so far
 
 
 class ProcessState:
@@ -138,7 +138,7 @@ def _is_below(module: ModuleType, directory: str) -> bool:
     """Return True if a module was imported from a file below the script's `directory` and is the user's own: not of
     Python, installed packages or meshwright."""
     file = getattr(module, "__file__", None) or ""
-    python = (path for path in PYTHON if path.startswith(directory))  # not one in which the script itself lies
+    python = (path for path in PYTHON if path.startswith(directory))  # excludes one that contains the script
     installed = (
         "site-packages" in file
         or (module.__name__ or "").partition(".")[0] == "meshwright"
@@ -174,7 +174,7 @@ class NumpyRandom:
     def read_again(self) -> NumpyRandom:
         """Return the current state of NumPy's global generator; this same object if no number was drawn since it was
         written."""
-        # A drawn normal leaves a second one for the next call, which takes it without a change of the memory.
+        # NumPy draws normals in pairs: the second call returns the cached one without changing the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]
         return self if same and _numpy.get_bit_generator() is self.generator else self.read()

@@ -36,7 +36,7 @@ class EmulatedRanks:
     each rank, [rank].
     """
 
-    backend: str | None = None  # of every group, in place of the one that is asked for
+    backend: str | None = None  # reported backend of every group; None: the requested one
 
     def __init__(self, world_size: int, *, initialized: bool = True) -> None:
         self.world_size, self.initialized = world_size, initialized
@@ -47,12 +47,12 @@ class EmulatedRanks:
 
     def __enter__(self) -> EmulatedRanks:
         if _emulations:
-            raise UserError("ranks are emulated already: one emulation at a time")
+            raise UserError("another emulation is running: one emulation at a time")
         outside = ProcessState.of_process()
         self.states = [ProcessState.of_rank(rank, self.world_size) for rank in range(self.world_size)]
         self.scheduler = Scheduler(self.states, outside)
         self.board = self._make_board()
-        self._store = EmulatedStore(self.board)  # held: torch's own objects hold its C++ half alone
+        self._store = EmulatedStore(self.board)  # referenced here: torch's objects reference only its C++ half
         with contextlib.ExitStack() as stack:
             _emulations.append(self)
             stack.callback(_emulations.clear)
@@ -99,7 +99,7 @@ class EmulatedRanks:
         that each rank's thread can run code written for a process; closing `stack` undoes it."""
         threads = torch.get_num_threads()
         stack.callback(torch.set_num_threads, threads)
-        torch.set_num_threads(1)  # as the ranks that Meshwright starts
+        torch.set_num_threads(1)  # like ranks started by Meshwright
         for where, name, value in (
             (c10d, "_new_process_group_helper", self._make_group),
             (c10d, "rendezvous", self._meet),
@@ -163,7 +163,7 @@ class EmulatedRanks:
             """Wait for an event, or for a time-out in seconds; return True if it is set."""
             rank = scheduler.running
             if timeout is None or rank is None or rank.thread is not threading.current_thread():
-                return wait(event, timeout)  # without a time-out: for a thread of its own, which needs no rank
+                return wait(event, timeout)  # without a timeout, another thread of the program sets the event
             if not event.is_set():
                 scheduler.sleep(timeout)
             return event.is_set()
@@ -190,7 +190,7 @@ class EmulatedRanks:
         """Return a model or function unchanged, with one message. Stand-in for `torch.compile`."""
         if not self._uncompiled:
             self._uncompiled = True
-            print_message("meshwright: torch.compile is not emulated: what it is given runs uncompiled")
+            print_message("meshwright: torch.compile is not emulated: the model runs uncompiled")
         return (lambda function: function) if model is None else model
 
 
@@ -204,8 +204,8 @@ def _refuse_rendezvous(*_: Any, **__: Any) -> None:
     """Raise UserError. Stand-in for torch.distributed's `rendezvous` and `TCPStore`: ranks meet in `init_process_group`
     alone."""
     raise UserError(
-        "emulated ranks meet in torch.distributed.init_process_group alone; mw.fit and mw.train set up processes: "
-        "start such a script with meshwright run --ranks N"
+        "emulated ranks support no rendezvous but torch.distributed.init_process_group; mw.fit and mw.train start "
+        "processes: start such a script with meshwright run --ranks N"
     )
 
 
@@ -222,6 +222,6 @@ def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
 def _refuse_spawn(*_: Any, **__: Any) -> None:
     """Raise UserError. Stand-in for `torch.multiprocessing.spawn`, as emulated ranks are threads."""
     raise UserError(
-        "the script starts processes (torch.multiprocessing.spawn); emulated ranks are threads: write it for torchrun, "
-        "which starts the script once for each rank"
+        "the script starts processes (torch.multiprocessing.spawn), but emulated ranks are threads: write it for "
+        "torchrun, which starts the script once per rank"
     )

@@ -14,9 +14,10 @@ from meshwright.errors import CheckFailed
 
 _sleep = time.sleep
 
-GRACE = 5.0  # seconds that a rank has to end after an interrupt
+GRACE = 5.0  # seconds that a rank may take to end after an interrupt
 MOST_POLLS = 1000
-"""Polls of one rank during which no rank makes a call, after which that is a deadlock if no other rank can go on."""
+"""Number of polls of one rank without any rank making a call, after which a run in which no other rank can run is a
+deadlock."""
 
 
 class EmulationFailed(CheckFailed):
@@ -63,7 +64,7 @@ class RankThread:
         self.task: Callable[[], Any] | None = None
         self.result: Any = None
         self.calls = 0  # communication calls so far
-        self.polls, self.calls_at_poll = 0, -1  # polls since all ranks together had made so many calls
+        self.polls, self.calls_at_poll = 0, -1  # polls since the last call of any rank; all ranks' calls at that time
         self.thread: threading.Thread | None = None
 
 
@@ -80,10 +81,10 @@ class Scheduler:
         self.outside = outside
         self.running: RankThread | None = None
         self.failure: Failure | None = None
-        self.turns = 0  # of all ranks so far
+        self.turns = 0  # turns of all ranks so far
         self._idle = threading.Event()
         self._closed = False
-        self._abandoned = False  # interrupted while a rank computed: its thread must leave the process's state alone
+        self._abandoned = False  # interrupted while a rank computed: its thread must not change the process state
         self._lock = threading.Lock()
 
     def run(self, tasks: list[Callable[[], Any]]) -> list[Any]:
@@ -93,7 +94,7 @@ class Scheduler:
         rank computed.
         """
         if self._abandoned:
-            raise EmulationFailed("the ranks were interrupted: make new ones")
+            raise EmulationFailed("the ranks were interrupted: create new ones")
         for rank, task in zip(self.ranks, tasks, strict=True):
             rank.task, rank.wait, rank.result = task, None, None
             rank.polls = 0
@@ -125,7 +126,7 @@ class Scheduler:
         rank = self.running
         if rank is None or rank.thread is not threading.current_thread():
             raise RuntimeError(
-                "a communication call from a thread that is no emulated rank's: threads that a rank starts cannot "
+                "communication call from a thread that is not an emulated rank: threads started by a rank cannot "
                 "communicate under emulation"
             )
         return rank
@@ -177,7 +178,7 @@ class Scheduler:
             return
         turn = self.turns
         self.yield_baton()
-        if self.turns == turn + 1:  # it was this rank's own
+        if self.turns == turn + 1:  # no other rank ran
             _sleep(seconds)
 
     def check_stopped(self) -> None:
@@ -251,7 +252,7 @@ class Scheduler:
 
     def _describe_deadlock(self) -> str:
         """Return the report of a deadlock: one line for each rank, with the call in which it waits or polls."""
-        lines = ["deadlock: no rank can go on"]
+        lines = ["deadlock: no rank can continue"]
         for rank in self.ranks:
             does = "has ended"
             if rank.wait is not None:

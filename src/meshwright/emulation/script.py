@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import pdb  # noqa: T100 - it is offered to users
+import pdb  # noqa: T100 - a feature for users
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,10 +20,11 @@ import torch
 from meshwright.emulation.board import Event
 from meshwright.emulation.debugger import break_before, make_breakpoint_hook, parse_breakpoint
 from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function
-from meshwright.emulation.holdings import Holding, ModuleLog, format_holdings, format_ranks, list_holdings
+from meshwright.emulation.holdings import Holding, ModuleLog, format_holdings, list_holdings
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed, Failure
 from meshwright.errors import MeshwrightError, UserError
+from meshwright.flight_recorder.call_log import format_ranks
 from meshwright.terminal import print_message
 
 
@@ -65,8 +66,8 @@ class ScriptReport:
             return ""
         wrong, compared = self.exercise.wrong, self.exercise.compared
         if not wrong:
-            return f"passed: {compared} tensors as on one device (worst relative error {self.exercise.worst:.1e})"
-        after = f"; {len(wrong) - 1} of the {compared - 1} others are wrong, too" if wrong[1:] else ""
+            return f"passed: {compared} tensors equal one device's (worst relative error {self.exercise.worst:.1e})"
+        after = f"; {len(wrong) - 1} of the {compared - 1} others are wrong as well" if wrong[1:] else ""
         return f"FAILED: the first wrong tensor is {wrong[0]}{after}"
 
     def to_json_dict(self, show: bool) -> dict[str, Any]:
@@ -99,8 +100,12 @@ class RankOutput(io.TextIOBase):
         rank = self._current()
         *lines, self._lines[rank] = (self._lines.get(rank, "") + text).split("\n")
         for line in lines:
-            self.output.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
+            self._write_line(rank, line)
         return len(text)
+
+    def _write_line(self, rank: int | None, line: str) -> None:
+        """Write a complete line with the rank as prefix; None: no prefix."""
+        self.output.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
 
     def flush(self) -> None:
         """Flush the output stream; incomplete lines are kept until they end."""
@@ -116,9 +121,9 @@ class RankOutput(io.TextIOBase):
 
     def finish(self) -> None:
         """Write the incomplete last lines of all ranks."""
-        for rank, line in list(self._lines.items()):
+        for rank, line in self._lines.items():
             if line:
-                self.output.write(f"[rank {rank}] {line}\n" if rank is not None else f"{line}\n")
+                self._write_line(rank, line)
         self._lines.clear()
         self.output.flush()
 
