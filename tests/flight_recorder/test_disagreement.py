@@ -86,7 +86,7 @@ def test_absent_rank_is_named_with_missing_call(count, calls, data):
     assert f"(all_reduce {site} over axis), where rank" in verdict.line and said in verdict.line
     if calls:
         assert (
-            f"its last was call {calls} (all_reduce {STEP[(calls - 1) % len(STEP)]} over axis), 29.5 s ago"
+            f"its last completed call was call {calls} (all_reduce {STEP[(calls - 1) % len(STEP)]} over axis), 29.5 s ago"
             in verdict.line
         )
 
@@ -232,7 +232,7 @@ def test_late_rank_is_distinguished_from_dead_network():
     verdict = diagnose([rank.seen() for rank in ranks], ranks[0].clock + 25)
     assert (verdict.kind, verdict.odd) == ("late", (1,)) and "20.0 s after rank 0" in verdict.line
     verdict = diagnose([rank.seen() for rank in ranks], ranks[0].clock + 125)
-    assert (verdict.kind, verdict.odd) == ("link", ()) and "nothing passes between them" in verdict.line
+    assert (verdict.kind, verdict.odd) == ("link", ()) and "the network carries no data between them" in verdict.line
 
 
 @pytest.mark.parametrize("state, ended, kind", [("T", "", "stopped"), ("X", "", "dead"), ("S", "", "behind")])
@@ -249,7 +249,7 @@ def test_rank_with_fewest_queued_calls_is_named(state, ended, kind):
     assert (verdict.kind, verdict.odd, verdict.index) == (kind, (1,), 5)
     assert re.match(
         r"rank 1 has not entered call 5 of ranks 0,1 \(all_reduce gradients over axis\), which rank 0 queued "
-        r"25\.0 s ago at gradients\.py:1 \(f\); its last was call 4",
+        r"25\.0 s ago at gradients\.py:1 \(f\); its last completed call was call 4",
         verdict.line,
     ), verdict.line
     assert Snapshot(seen, now=30.0).format_report(verdict.line)
@@ -266,7 +266,7 @@ def test_ranks_of_another_host_are_reported_as_unknown():
     for rank in ranks[:2]:
         rank.call("norm", Group((0, 1, 2, 3)), done=False)
     verdict = diagnose([rank.seen() for rank in ranks[:2]], 99.0)
-    assert verdict.odd == (2, 3) and "ranks 2, 3, whose calls cannot be read from here" in verdict.line
+    assert verdict.odd == (2, 3) and "ranks 2, 3, whose calls cannot be read on this host" in verdict.line
     left_behind = diagnose([ranks[0].seen(), ranks[2].seen("T")], 99.0)
     assert left_behind.odd == (2,), "who is here and behind, before who is elsewhere"
 

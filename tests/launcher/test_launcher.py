@@ -97,7 +97,7 @@ def test_missing_rank_prints_its_stack_while_alive(tmp_path):
         start(tmp_path, "rank 0 is elsewhere", log=log)
     assert log == [f"full report: {tmp_path / 'rank-lost.txt'}"]
     assert re.search(
-        r"where it is, innermost first:\n +File .*launcher_ranks.py\", line \d+ in case_rank_0_is_else",
+        r"stack, innermost frame first:\n +File .*launcher_ranks.py\", line \d+ in case_rank_0_is_else",
         (tmp_path / "rank-lost.txt").read_text(),
     )
 
@@ -110,7 +110,7 @@ def test_hang_of_a_device_is_reported_though_the_host_is_stuck(tmp_path):
         start(tmp_path, "device of rank 0 hangs")
     assert time.monotonic() - begun < 30, "both would have slept for a minute"
     report = (tmp_path / "rank-lost.txt").read_text()
-    assert re.search(r"  rank 0 \(process \d+, gave up\): has been waiting for .* in call 1 of", report), report
+    assert re.search(r"  rank 0 \(process \d+, timed out\): has been waiting for .* in call 1 of", report), report
 
 
 def test_stopped_waiting_rank_without_report_is_still_named(tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_stopped_rank_outside_calls_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(launcher, "STOPPED_SECONDS", 0.2)
     begun = time.monotonic()
-    with pytest.raises(RankLost, match=r"^rank 0 is stopped \(state T\), in no call; its last was call 1 \(all_reduce"):
+    with pytest.raises(RankLost, match=r"^rank 0 is stopped \(state T\), in no call; its last completed call was call 1 \(all_reduce"):
         start(tmp_path, "stopped outside calls", collective_timeout=0.5)
     assert time.monotonic() - begun < 40, "rank 1 would have slept for a minute"
     assert not any(map(alive, processes(tmp_path)))

@@ -25,7 +25,7 @@ from zlib import crc32
 
 from meshwright.flight_recorder.call_log import Call, Group, RankCalls
 
-CAPACITY = 2048  # records: a step or two of a deep model
+CAPACITY = 2048  # records: one or two steps of a deep model
 GROUPS = 512  # groups and pairs of ranks whose calls are counted
 HEAP_BYTES = 2**17
 FORM_BYTES = HEAP_BYTES // 2  # part of the heap for dtypes and shapes, whose number is unbounded; other names are few
@@ -71,7 +71,7 @@ def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
     """Create the ring buffer file of one rank at `path`, replacing an old one; return its open file descriptor. rank:
     global rank. ranks: world size. Raises OSError if the disk is full."""
     with suppress(FileNotFoundError):
-        os.unlink(path)  # not overwritten: another process may still map the old one
+        os.unlink(path)  # instead of overwriting it: another process may have it mapped
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         _prepare_file(descriptor, rank, ranks)
@@ -87,7 +87,7 @@ def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
     rank: global rank. ranks: world size."""
     size = compute_file_bytes()
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)  # now: a full disk would kill the writer later, by SIGBUS
+        os.posix_fallocate(descriptor, 0, size)  # else a full disk would kill the writer later, by SIGBUS
     else:
         os.ftruncate(descriptor, size)
     os.pwrite(descriptor, _HEADER.pack(_MAGIC, rank, ranks, CAPACITY, GROUPS, 0), 0)
@@ -110,7 +110,7 @@ class CallWriter:
             assert magic == _MAGIC, magic
         _HEADER.pack_into(self._memory, 0, _MAGIC, rank, ranks, capacity, groups, os.getpid())
         self.descriptor = descriptor
-        self._words: Any = memoryview(self._memory).cast("Q")  # one store a word
+        self._words: Any = memoryview(self._memory).cast("Q")  # a word is written by one store
         self._capacity, self._records = capacity, _compute_records_offset(groups)
         self._heap = self._records + capacity * _RECORD_BYTES
         self._number = 0
@@ -118,12 +118,12 @@ class CallWriter:
         self._names = 0
         self._groups: dict[Hashable, int] = {}
         self._counts: list[int] = []
-        self._numbers: dict[Hashable, int] = {}  # of names that are on the heap, and of kinds
+        self._numbers: dict[Hashable, int] = {}  # numbers of names on the heap and of (site, operation, axis)
         self._forms: dict[Hashable, int] = {}
         self._form_bytes = 0
         self._places: dict[tuple[int, int], int] = {}
         self._skipped: set[int] = set()
-        self._seen: list[CodeType] = []  # kept: their ids must not be others'
+        self._seen: list[CodeType] = []  # referenced, so that ids of code objects are not reused
         self._add_name("")
 
     @property
@@ -152,7 +152,7 @@ class CallWriter:
         which call records refer to it, 0 if the space for such texts is full."""
         text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
-            self._form_bytes = FORM_BYTES  # permanently, else small shapes would be named and large ones not
+            self._form_bytes = FORM_BYTES  # permanently: else shapes with shorter text would still be stored
             return 0
         self._form_bytes += len(text) + _NAME.size
         number = self._forms[dtype, shape] = self._add_name(text)
@@ -296,7 +296,7 @@ def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
             torn += 1
             continue
         if body != later[start : start + _BODY.size]:
-            continue  # overwritten meanwhile: one of the oldest
+            continue  # overwritten since: one of the oldest
         number, kind, group, form, place, index, payload, posted = _BODY.unpack(body)
         if max(kind, form, place) >= len(names):
             torn += 1
@@ -306,12 +306,12 @@ def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
             Call(
                 number, site, operation, axis, known.get(group, Group(())), index, payload,
                 names[form].removeprefix("form\t"), names[place].removeprefix("place\t"), posted / 1e9,
-                # Times from before `posted` are those of the record that lay here before.
+                # Times before `posted` belong to the overwritten record.
                 waited / 1e9 if waited >= posted else None, done / 1e9 if done >= posted else None,
             )
         )  # fmt: skip
     calls.sort(key=lambda call: call.number)
-    for at in range(len(calls) - 1, 0, -1):  # what is missing is either just being written or older than all of this
+    for at in range(len(calls) - 1, 0, -1):  # keep the newest consecutive calls
         if calls[at].number != calls[at - 1].number + 1:
             del calls[:at]
             break
@@ -337,9 +337,9 @@ def _parse_names(data: bytes, start: int) -> list[str]:
     return names
 
 
-# --- of this process
+# --- recorder of this process
 
-_of_process: list[CallWriter] = []  # one at most; forked processes that attach their own file drop the parent's
+_of_process: list[CallWriter] = []  # at most one; a forked process that attaches its own file drops its parent's
 
 
 def get_process_writer() -> CallWriter:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from meshwright.flight_recorder.call_ring import CallWriter
 
-LOOK_SECONDS = 0.1  # between looks at the device
+LOOK_SECONDS = 0.1  # between checks of the device
 
 
 class Event(Protocol):
@@ -37,8 +37,8 @@ class DeviceCalls:
     ) -> None:
         self._calls, self._make_event, self.seconds, self._overdue = calls, make_event, seconds, overdue
         self._queued: deque[tuple[int, Event]] = deque()
-        self._passed: deque[Event] = deque()  # to be recorded again
-        self._since: float | None = None  # when the device came to the first of them
+        self._passed: deque[Event] = deque()  # events for reuse
+        self._since: float | None = None  # time at which the device reached the oldest queued call
         self._closed = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +64,7 @@ class DeviceCalls:
         number = self._queued[0][0]
         if self._since is None:
             self._since = now
-            self._calls.wait(number)  # it waits since now: before, the device was busy with others
+            self._calls.wait(number)  # from now on: before, the device ran earlier calls
         return number if now - self._since > self.seconds else None
 
     def watch(self) -> None:
@@ -73,7 +73,7 @@ class DeviceCalls:
             try:
                 number = self.find_overdue(time.monotonic())
             except RuntimeError:
-                return  # an error of the device, which the computing thread meets too
+                return  # a device error, which the computing thread raises as well
             if number is not None:
                 self._calls.give_up()
                 self._overdue(number)

@@ -163,12 +163,12 @@ class _Divergence:
             line, kind = line + wrong.place, "skipped"
         elif self._has_extra_call(first, expected):
             line = (
-                f"{who} made a call more, call {self.index}{of_group} ({wrong.what}), at {wrong.place}; due was {due}"
+                f"{who} made an extra call: call {self.index}{of_group} ({wrong.what}), at {wrong.place}; expected: {due}"
             )
             kind = "extra"
         else:
-            line = f"{name_ranks(odd)} {choose_is(odd)} in {wrong.what} in place of call {self.index}{of_group} ({due})"
-            line, kind = f"{line}{where}; it is at {wrong.place}", "other"
+            line = f"{name_ranks(odd)} {choose_is(odd)} in {wrong.what} instead of call {self.index}{of_group} ({due})"
+            line, kind = f"{line}{where}; its call is at {wrong.place}", "other"
         stuck = [rank for rank in right if self.here[rank].waiting]
         if stuck:
             line += f"; {name_ranks(stuck)} {format_wait(stuck, self.here, now)}"

@@ -83,13 +83,13 @@ class Snapshot:
         """Return the text of the hang report: `first_line` (the conclusion), a paragraph for each rank, and the calls
         in which they differ."""
         verdict = self.verdict
-        lines = [first_line, "", f"{self.when}, what each rank was doing:", ""]
+        lines = [first_line, "", f"{self.when}, activity of each rank:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
         for each in self.seen:
             if each.rank in shown:
                 lines += self._format_rank(each, verdict is not None and each.rank in verdict.odd)
         if len(shown) < len(self.seen):
-            lines.append(f"... and {len(self.seen) - len(shown)} ranks more")
+            lines.append(f"... and {len(self.seen) - len(shown)} more ranks")
         if verdict is not None and verdict.group is not None:
             lines += ["", *self._format_calls(verdict.group, verdict.index)]
         return "\n".join(lines) + "\n"
@@ -111,16 +111,16 @@ class Snapshot:
         else:
             lines = [f"{head}{'has made' if calls.last is None else 'waits in'} no call"]
         stack = self.stacks.get(seen.rank, [])
-        lines += ["    where it is, innermost first:"] if stack else []
+        lines += ["    stack, innermost frame first:"] if stack else []
         lines += [f"      {line}" for line in stack[:STACK_LINES]]
         done = calls.last_done
         if done is not None:
-            lines.append(f"    last done, {self._format_ago(done.done)} ago: {_describe_call(done)}")
+            lines.append(f"    last completed, {self._format_ago(done.done)} ago: {_describe_call(done)}")
             if done.place != (waiting.place if waiting else ""):
                 lines.append(f"    at {done.place}")
-        under_way = [call for call in calls.calls if call.done is None and call is not waiting and call.waited is None]
-        if under_way:
-            lines.append(f"    under way: {len(under_way)}, the oldest {_describe_call(under_way[0])}")
+        in_flight = [call for call in calls.calls if call.done is None and call is not waiting and call.waited is None]
+        if in_flight:
+            lines.append(f"    in flight: {len(in_flight)} calls, the oldest {_describe_call(in_flight[0])}")
         return lines
 
     def _format_ago(self, moment: float | None) -> str:
@@ -171,12 +171,12 @@ def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
 
 def write_hang_report(path: Path, text: str) -> bool:
     """Write the text of a hang report to `path` atomically; return False if that fails."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text)
-        os.replace(beside, path)
+        temporary.write_text(text)
+        os.replace(temporary, path)
         return True
     except OSError:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return False

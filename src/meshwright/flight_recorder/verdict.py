@@ -51,9 +51,17 @@ class RankState:
         return self.state in _STOPPED
 
     @property
+    def blame(self) -> str:
+        """Kind of the verdict if other ranks wait for this one: "dead", "stopped", or "behind" if it runs its own code;
+        empty if it waits in a call itself."""
+        if self.dead or self.stopped:
+            return "dead" if self.dead else "stopped"
+        return "behind" if self.calls is None or self.calls.waiting is None else ""
+
+    @property
     def state_text(self) -> str:
         """Process state as text: `stopped (state T)`, `sleeping`, or how it ended."""
-        return self.ended or ("gave up" if self.gave_up else "") or _STATES.get(self.state, "state unknown")
+        return self.ended or ("timed out" if self.gave_up else "") or _STATES.get(self.state, "state unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ def list_calls(seen: RankState) -> tuple[Call, ...]:
     return () if seen.calls is None else seen.calls.calls
 
 
-# --- words
+# --- wording
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -130,8 +138,8 @@ def describe_activity(seen: RankState, now: float) -> str:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None
     if last is None or last.done is None:
-        return "it has not been through any call"
-    return f"its last was {last.name}, {now - last.done:.1f} s ago, at {last.place}"
+        return "it has completed no call"
+    return f"its last completed call was {last.name}, {now - last.done:.1f} s ago, at {last.place}"
 
 
 def describe_process(seen: RankState) -> str:

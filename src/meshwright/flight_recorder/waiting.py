@@ -6,6 +6,7 @@ A rank waits for those that have not entered its call; the end of a chain of wai
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from meshwright.flight_recorder.call_log import Call, Group, format_ranks
 from meshwright.flight_recorder.verdict import (
@@ -20,7 +21,7 @@ from meshwright.flight_recorder.verdict import (
     name_ranks,
 )
 
-LATE_SHARE = 0.5  # of the wait: who came later than this has kept the others waiting
+LATE_SHARE = 0.5  # share of the wait: a rank that entered the call later than this caused the wait
 
 
 def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
@@ -38,28 +39,13 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     stuck = [other for end in ends if end in waiting for other in waiting[end].group.members if other in ranks]
     ends = list(dict.fromkeys([*ends, *(other for other in stuck if ranks[other].dead or ranks[other].stopped)]))
     absent = sorted(rank for rank in ends if rank not in ranks)
-    for is_kind in (_is_dead, _is_stopped, _is_free):
-        odd = tuple(rank for rank in ends if rank in ranks and is_kind(ranks[rank]))
+    for kind in ("dead", "stopped", "behind"):
+        odd = tuple(rank for rank in ends if rank in ranks and ranks[rank].blame == kind)
         if odd:
             return _blame_missing(ranks, odd, waiting, blockers, now)
     if absent:
         return _blame_unreadable(absent, waiting, blockers, now)
     return _blame_late_or_link(ranks, [rank for rank in ends if rank in waiting], waiting, now)
-
-
-def _is_dead(seen: RankState) -> bool:
-    """Return True if the rank's process has died."""
-    return seen.dead
-
-
-def _is_stopped(seen: RankState) -> bool:
-    """Return True if the rank's process is suspended by SIGSTOP or a debugger (state T or t); it has not ended."""
-    return seen.stopped
-
-
-def _is_free(seen: RankState) -> bool:
-    """Return True if the rank does not wait in a collective call, but runs its own code. seen: the rank's state."""
-    return seen.calls is None or seen.calls.waiting is None
 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
@@ -103,24 +89,22 @@ def _blame_missing(
     of the monotonic clock.
     """
     first = ranks[odd[0]]
-    kind = "dead" if first.dead else "stopped" if first.stopped else "behind"
     left = [rank for rank in sorted(waiting) if odd[0] in blockers[rank]]
-    if not left:  # it has entered what the others wait in
+    if not left:  # it has entered the call in which the others wait
         stuck = waiting.get(odd[0]) or (first.calls.last if first.calls else None)
         assert stuck is not None
         left = [rank for rank, call in waiting.items() if call.group == stuck.group and rank not in odd]
-        line = f"{name_ranks(odd)} {choose_has(odd)} not come through {stuck.name}, at {stuck.place}"
+        line = f"{name_ranks(odd)} {choose_has(odd)} not completed {stuck.name}, at {stuck.place}"
         line += f"; {name_ranks(left)} {format_wait(left, waiting, now)}" if left else ""
-        return Verdict(f"{line}; {describe_process(first)}", kind, odd, stuck.group, stuck.index)
+        return Verdict(f"{line}; {describe_process(first)}", first.blame, odd, stuck.group, stuck.index)
     earliest = min((waiting[rank] for rank in left), key=lambda call: call.posted)
     left = [rank for rank in left if waiting[rank].group == earliest.group]
     odd = tuple(rank for rank in odd if rank in earliest.group.members and rank in blockers[left[0]])
     of_group = f"of ranks {format_ranks(earliest.group.members)} "
     line = f"{name_ranks(odd)} {choose_has(odd)} not entered call {earliest.index} {of_group}({earliest.what}), where "
     line += f"{name_ranks(left)} {format_wait(left, waiting, now)} at {earliest.place}"
-    return Verdict(
-        f"{line}; {describe_activity(first, now)}; {describe_process(first)}", kind, odd, earliest.group, earliest.index
-    )
+    line += f"; {describe_activity(first, now)}; {describe_process(first)}"
+    return Verdict(line, first.blame, odd, earliest.group, earliest.index)
 
 
 def _blame_unreadable(
@@ -135,7 +119,7 @@ def _blame_unreadable(
     call = waiting[left[0]]
     line = (
         f"{name_ranks(left)} {format_wait(left, waiting, now)} in {call.name}, at {call.place}, "
-        f"for {name_ranks(absent)}, whose calls cannot be read from here (another host reports its own ranks)"
+        f"for {name_ranks(absent)}, whose calls cannot be read on this host (their host reports them)"
     )
     return Verdict(line, "behind", tuple(absent), call.group, call.index)
 
@@ -160,10 +144,10 @@ def _blame_late_or_link(
     first, last = (pick(entered, key=lambda rank: entered[rank].posted) for pick in (min, max))
     late = entered[last].posted - entered[first].posted
     if late > LATE_SHARE * (now - entered[first].posted):
-        line = f"rank {last} came to {call.name} {late:.1f} s after rank {first}, at {entered[last].place}"
+        line = f"rank {last} entered {call.name} {late:.1f} s after rank {first}, at {entered[last].place}"
         return Verdict(f"{line}; {describe_process(ranks[last])}", "late", (last,), call.group, call.index)
-    line = f"{name_ranks(list(entered))} have all entered {call.name}, at {call.place}, and agree about it, but "
-    line += f"{name_ranks(stuck)} {format_wait(stuck, waiting, now)}: nothing passes between them"
+    line = f"{name_ranks(list(entered))} have all entered {call.name}, at {call.place}, with equal arguments, but "
+    line += f"{name_ranks(stuck)} {format_wait(stuck, waiting, now)}: the network carries no data between them"
     return Verdict(line, "link", (), call.group, call.index)
 
 
@@ -188,7 +172,7 @@ def _describe_circle(
     return Verdict(line, "circle", tuple(path), call.group, call.index)
 
 
-# --- where no host waits
+# --- hosts that do not wait (CUDA), and stopped processes
 
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
@@ -202,7 +186,7 @@ def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None
     groups = dict.fromkeys(group for seen in ranks.values() if seen.calls for group in seen.calls.counts)
-    slower: dict[int, dict[int, list[Group]]] = {}  # rank -> those that are behind it -> in what
+    slower: dict[int, dict[int, list[Group]]] = {}  # rank -> ranks behind it -> groups in which they are
     for group in groups:
         members = [rank for rank in group.members if rank in ranks]
         for rank in members:
@@ -211,8 +195,8 @@ def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
                     slower.setdefault(rank, {}).setdefault(other, []).append(group)
     blockers = {rank: list(others) for rank, others in slower.items()}
     ends = list(dict.fromkeys(end for rank in sorted(slower) for end in _find_chain_ends(rank, blockers)))
-    for is_kind, kind in ((_is_stopped, "stopped"), (_is_dead, "dead"), (_is_free, "behind")):
-        odd = [rank for rank in ends if is_kind(ranks[rank])]
+    for kind in ("stopped", "dead", "behind"):
+        odd = [rank for rank in ends if ranks[rank].blame == kind]
         if odd:
             return _blame_lagging(ranks, odd, kind, slower, now)
     return None
@@ -240,17 +224,15 @@ def _blame_lagging(
     for rank, others in slower.items():
         for group in others.get(first, ()):
             index = _count_calls(ranks[first], group) + 1
-            missing += [(c.posted, rank, c) for c in list_calls(ranks[rank]) if c.group == group and c.index >= index][
-                :1
-            ]
+            later = (c for c in list_calls(ranks[rank]) if c.group == group and c.index >= index)
+            missing += [(call.posted, rank, call) for call in islice(later, 1)]
     if not missing:
         ahead = next(rank for rank, others in slower.items() if first in others)
         group = slower[ahead][first][0]
         made = f"{_count_calls(ranks[first], group):,} calls of ranks {format_ranks(group.members)}"
         line = f"{name_ranks([first])} has made {made} and rank {ahead} {_count_calls(ranks[ahead], group):,}"
-        return Verdict(
-            f"{line}; {describe_activity(ranks[first], now)}; {describe_process(ranks[first])}", kind, (first,), group
-        )
+        line += f"; {describe_activity(ranks[first], now)}; {describe_process(ranks[first])}"
+        return Verdict(line, kind, (first,), group)
     posted, ahead, call = min(missing, key=lambda found: found[:2])
     alike = tuple(
         rank for rank in odd if rank in call.group.members and _count_calls(ranks[rank], call.group) < call.index
@@ -270,8 +252,5 @@ def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     if not odd:
         return None
     first = ranks[odd[0]]
-    return Verdict(
-        f"{name_ranks(odd)} {choose_is(odd)} {first.state_text}, in no call; {describe_activity(first, now)}",
-        "stopped",
-        odd,
-    )
+    line = f"{name_ranks(odd)} {choose_is(odd)} {first.state_text}, in no call; {describe_activity(first, now)}"
+    return Verdict(line, "stopped", odd)
