@@ -1,4 +1,4 @@
-"""What the tests of `test_probe.py` have ranks do."""
+"""Functions that ranks run in the tests of `test_probe.py`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ SMALL = MeasurementPlan(
     precisions=("fp32",),
     disk_bytes=2**20,
     point_seconds=0.004,
+    compare_seconds=1.5,
 )
 
 
 def measured(directory: str, host_ranks: int | None = None, slow: int | None = None) -> dict[str, Any]:
-    """Measure with all ranks; with `host_ranks`, each so many of them say that they are on another host. `slow`: a rank
-    that computes everything twice."""
+    """Measure with all ranks. host_ranks: number of ranks that report the same host name (None: all). slow: rank that
+    computes everything twice."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     host_ranks = host_ranks or ranks
     node, call_of = platform.node, points.make_call
@@ -35,9 +36,9 @@ def measured(directory: str, host_ranks: int | None = None, slow: int | None = N
         points.make_call = lambda *of: _twice(call_of(*of))
     try:
         mesh = probe_rank.make_probe_mesh(ranks, host_ranks, "cpu")
-        said: list[str] = []
-        found = probe_rank.measure(mesh, SMALL, probe_rank.Host(2, Path(directory), {"rank": 1.5}), said.append)
-        return {**found, "said": said, "threads": torch.get_num_threads()}
+        lines: list[str] = []
+        found = probe_rank.measure(mesh, SMALL, probe_rank.Host(2, Path(directory), {"rank": 1.5}), lines.append)
+        return {**found, "progress": lines, "threads": torch.get_num_threads()}
     finally:
         platform.node, points.make_call = node, call_of
 

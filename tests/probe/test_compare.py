@@ -1,4 +1,4 @@
-"""The slow one is named, and nobody else."""
+"""Detection of slow ranks and nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.probe.compare import THRESHOLD, SlowRank, compute_ratios, find_s
 
 
 def seconds(ranks: int, points: int, slow: dict[int, float], noise: float = 0.08) -> list[list[float]]:
-    """Times of points of very different size, with noise, some hiccups, and some ranks slower throughout."""
+    """Return times of points of very different sizes, with noise and outliers, [ranks][points]. slow: rank -> factor."""
     chance = random.Random(3)
     sizes = [10 ** chance.uniform(-6, 0) for _ in range(points)]
     return [
@@ -39,7 +39,7 @@ def test_slow_node_is_named_instead_of_its_ranks():
     hosts = ["a"] * 4 + ["b"] * 4 + ["c"] * 4
     found = find_slow("memory", seconds(12, 60, dict.fromkeys(range(4, 8), 1.4)), hosts)
     assert [(each.host, each.rank) for each in found] == [("b", None)]
-    assert "node b is slow: its passes over memory take 1." in found[0].line
+    assert "node b is slow: its memory passes take 1." in found[0].line
 
 
 def test_slow_rank_is_found_inside_slow_node():

@@ -1,4 +1,4 @@
-"""What the probe times of a layer is the layer's own work, with the names and the bytes of the planner's operations."""
+"""Layer kernels of the probe: they run the engine's operations, with the names and bytes of the planner's operations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_layer_kernel_sizes_increase(points: list[MeasurementPoint]):
 
 
 def test_attention_scores_match_tiles(points: list[MeasurementPoint]):
-    """Two heads; of a row's two tiles of 128 queries the first sees 128 keys, the second 256."""
+    """Two heads; of a sequence's two tiles of 128 queries, the first attends to 128 keys, the second to 256."""
     one = next(each for each in points if each.name == "attention-32")
     rows = one.sizes[0] // (256 * 2 * 32)
     assert one.bytes == pytest.approx(SCORE_BYTES * rows * 2 * 128 * (128 + 256), rel=0.01)
@@ -57,7 +57,7 @@ def test_planner_operations_have_names_of_timed_kernels(points: list[Measurement
 
 
 def test_loss_is_priced_by_bytes_of_planners_operation(points: list[MeasurementPoint]):
-    """Of as many logits, without the products that make them."""
+    """For equally many logits, without the matrix product that computes them."""
     config = replace(preset("llama-3-8b"), vocabulary=VOCABULARY)
     head = operations(config, Layout(), 1, 32, Stage(0, range(0), first=False, last=True), ENGINES["meshwright"])
     for phase, way in (("forward", ""), ("input", BACKWARD)):

@@ -1,4 +1,4 @@
-"""What the matrix-product probe concludes, whatever else the machine is doing."""
+"""Matrix product rates, and the choice between bf16 and fp32 on a loaded machine."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def test_bf16_is_not_chosen_without_instructions(monkeypatch):
 @pytest.mark.parametrize(("bf16_seconds", "expected"), [(0.5, True), (0.9, False)])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16])
 def test_precision_choice_is_robust_to_load(monkeypatch, loaded, bf16_seconds, expected):
-    """Nine products of ten of one type take ten times as long, because the machine is busy just then."""
+    """Nine of ten products in one dtype take ten times as long, as on a loaded machine."""
     slowness = cycle([10.0] * 9 + [1.0])
 
-    def timed(dtype, device, shapes, seconds):
-        alone = bf16_seconds if dtype is torch.bfloat16 else 1.0
-        return [(1.0, [alone * (next(slowness) if dtype is loaded else 1.0) for _ in range(4)]) for _ in shapes]
+    def time_products(dtype, device, shapes, seconds):
+        idle = bf16_seconds if dtype is torch.bfloat16 else 1.0
+        return [(1.0, [idle * (next(slowness) if dtype is loaded else 1.0) for _ in range(4)]) for _ in shapes]
 
     monkeypatch.setattr(matmul, "has_bf16_instructions", lambda: True)
-    monkeypatch.setattr(matmul, "_time_products", timed)
+    monkeypatch.setattr(matmul, "_time_products", time_products)
     assert matmul.bf16_is_faster("cpu") is expected
 
 

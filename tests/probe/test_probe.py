@@ -1,4 +1,4 @@
-"""A probe's file is what ranks measured together: `plan` reads it, and the rank that was slow is in it by name."""
+"""`meshwright probe`: measurements of all ranks, the hardware profile for `plan`, slow ranks, failures."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def test_every_measurement_has_all_ranks_and_one_rank_alone(found: dict[str, Any
         for what, ratios in found["ratios"].items()
         for rank, ratio in enumerate(ratios)
         if ratio > THRESHOLD
-    }  # none, unless others slow one of the two down while they are measured
+    }  # empty unless other load slows one of the two down
     assert {(each["what"], each["rank"]) for each in found["slow"]} == slower
     assert dict(measured.starts).keys() == {"rank", "operation", "differentiated_operation"}
     assert measured.disk_write > 0 and measured.disk_read > 0
-    assert found["threads"] == 1  # as before
-    assert found["said"][-1] == "the disk"
+    assert found["threads"] == 1  # restored
+    assert found["progress"][-1] == "disk"
 
 
 def test_measured_times_scale_with_work(found: dict[str, Any]):
-    """Wide limits: a machine has between a megaflop and a hundred teraflop, memory between 10 MB/s and 10 TB/s."""
+    """The limits are wide: 1 MFLOP/s to 100 TFLOP/s, memory 10 MB/s to 10 TB/s."""
     measured = read(found["measured"], "probe")
     for each in measured.products:
         for (tokens, out, inner), seconds in zip(each.shapes, each.seconds, strict=True):
@@ -88,7 +88,7 @@ def test_measured_times_scale_with_work(found: dict[str, Any]):
         assert 1e-6 < each.curve.seconds[0] < 0.5
 
 
-def test_the_file_is_a_cluster_that_plans_read(found: dict[str, Any], tmp_path: Path):
+def test_cluster_file_is_read_by_planner(found: dict[str, Any], tmp_path: Path):
     tables = make_cluster_tables(found, "cpu")
     path = tmp_path / "cluster.toml"
     path.write_text(format_cluster_file(tables, ["first line", "second line"]))
@@ -97,9 +97,10 @@ def test_the_file_is_a_cluster_that_plans_read(found: dict[str, Any], tmp_path: 
     assert (here.devices, here.devices_per_node, here.nodes) == (2, 2, 1)
     measured = read(found["measured"], "probe")
     assert here.measured is not None
-    for kept, seen in zip(here.measured.products, measured.products, strict=True):
-        assert (kept.form, kept.ranks, kept.threads, kept.shapes) == (seen.form, seen.ranks, seen.threads, seen.shapes)
-        assert kept.seconds == pytest.approx(seen.seconds, rel=1e-3)
+    for loaded, saved in zip(here.measured.products, measured.products, strict=True):
+        key = (loaded.form, loaded.ranks, loaded.threads, loaded.shapes)
+        assert key == (saved.form, saved.ranks, saved.threads, saved.shapes)
+        assert loaded.seconds == pytest.approx(saved.seconds, rel=1e-3)
     best = max(
         2 * a * b * c / seconds
         for each in measured.products
@@ -114,21 +115,21 @@ def test_the_file_is_a_cluster_that_plans_read(found: dict[str, Any], tmp_path: 
     assert 2**20 < here.device.memory_bytes < 2**44
 
 
-def test_progress_lines_cover_all_phases(found: dict[str, Any]):
+def test_summary_and_document_cover_every_measurement(found: dict[str, Any]):
     tables = make_cluster_tables(found, "cpu")
-    told = json.loads(json.dumps(make_document(found, tables, "here.toml"), allow_nan=False))
-    assert told["cluster_file"] == "here.toml"
-    assert {"devices", "device", "measured", "hosts", "ratios", "threshold", "slow", "seconds"} <= told.keys()
+    document = json.loads(json.dumps(make_document(found, tables, "here.toml"), allow_nan=False))
+    assert document["cluster_file"] == "here.toml"
+    assert {"devices", "device", "measured", "hosts", "ratios", "threshold", "slow", "seconds"} <= document.keys()
     busy = {**found, "measured": {**found["measured"], "disturbed": 0.204}}
     text = format_summary(busy, tables, "here.toml")
     for word in (
-        "products fp32",
+        "matmul fp32",
         "memory",
         "all-reduce 2",
         "send-receive 2",
         "disk",
-        "kept a rank from its core for 20% of the time",
-        "starting",
+        "a rank waited for a core 20% of the time",
+        "start-up",
         "slowest",
         "here.toml",
     ):
@@ -185,7 +186,7 @@ def test_three_products_match_linear_function(form: str):
     assert result.shape == {"forward": y, "input-gradient": x.grad, "weight-gradient": weight.grad}[form].shape
 
 
-def test_a_call_is_timed_by_the_median_of_batches(monkeypatch: pytest.MonkeyPatch):
+def test_call_time_is_median_of_batches(monkeypatch: pytest.MonkeyPatch):
     clock = {"now": 0.0, "calls": 0}
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock["now"])
     monkeypatch.setattr(stopwatch, "read_waiting_times", lambda threads: {})
@@ -197,9 +198,9 @@ def test_a_call_is_timed_by_the_median_of_batches(monkeypatch: pytest.MonkeyPatc
     assert time_call(call, torch.device("cpu"), 0.2) == pytest.approx(0.001)
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count it")
-def test_time_is_measured_without_that_of_other_programs():
-    """Beside two busy processes on one core, a third of the time is this process's."""
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count waiting times")
+def test_time_excludes_waits_for_other_programs():
+    """With two busy processes on the same core, this process gets a third of its time."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     x = torch.randn(256, 256)
     busy = []
@@ -209,12 +210,12 @@ def test_time_is_measured_without_that_of_other_programs():
         alone = time_call(lambda: x @ x, torch.device("cpu"), 0.05)
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
         begun, waited = time.perf_counter(), 0.0
-        while waited < 0.2 and time.perf_counter() < begun + 5:  # they have started
+        while waited < 0.2 and time.perf_counter() < begun + 5:  # until the busy processes have started
             watch = stopwatch.Stopwatch()
-            beside = time_call(lambda: x @ x, torch.device("cpu"), 0.2)
+            contended = time_call(lambda: x @ x, torch.device("cpu"), 0.2)
             passed, waited = watch.read()
         assert waited > 0.2 and passed > 1.3 * (passed - waited)
-        assert beside < 2 * alone  # three times as long by the wall clock
+        assert contended < 2 * alone  # wall-clock time is three times as long
     finally:
         for each in busy:
             each.kill()
@@ -223,7 +224,7 @@ def test_time_is_measured_without_that_of_other_programs():
         torch.set_num_threads(threads)
 
 
-def test_ranks_that_share_cores_are_timed_with_their_waits(monkeypatch: pytest.MonkeyPatch):
+def test_time_includes_waits_if_ranks_share_cores(monkeypatch: pytest.MonkeyPatch):
     waits = iter([{"7": 0}, {"7": 400_000_000}])
     monkeypatch.setattr(stopwatch, "read_waiting_times", lambda threads: next(waits))
     monkeypatch.setattr(stopwatch.time, "perf_counter", iter([1.0, 2.0, 1.0, 2.0]).__next__)
@@ -232,12 +233,12 @@ def test_ranks_that_share_cores_are_timed_with_their_waits(monkeypatch: pytest.M
     assert stopwatch.Stopwatch().seconds() == 1.0
 
 
-def test_collective_time_is_that_of_slowest_rank_without_waits_for_a_core():
+def test_collective_time_is_slowest_rank_without_waits_for_cores():
     assert slowest_median([[1, 9, 3], [2, 1, 8], [1, 1, 1]], [[0] * 3] * 3) == 8
     assert slowest_median([[5.0], [6.0]], [[1.0], [3.0]]) == 2.0
 
 
-def test_latency_is_smallest_message_time_and_bandwidth_the_slope():
+def test_link_latency_and_bandwidth_are_fitted_from_message_times():
     from meshwright.planner.measured import Curve
 
     sizes = tuple(float(2**exponent) for exponent in range(10, 25, 2))
@@ -246,12 +247,12 @@ def test_latency_is_smallest_message_time_and_bandwidth_the_slope():
     assert latency == pytest.approx(3e-5, rel=0.05)
 
 
-def test_times_are_corrected_by_yardstick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """More than half of the points are timed on a clock on which all, the yardstick too, takes twice as long."""
+def test_times_are_corrected_by_reference_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """From the sixth of twelve points on, points and reference kernel take twice as long."""
     from meshwright.probe import rank
 
     class Clock:
-        """Of the yardstick and the points: twice as slow from the sixth point on, of twelve."""
+        """Clock of reference kernel and points: half the speed from the sixth point on."""
 
         calls = 0
 
@@ -280,7 +281,7 @@ def test_times_are_corrected_by_yardstick(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_default_plan_fits_in_its_time_budget():
-    """Points times seconds, phases included: well under the five minutes that a probe may take."""
+    """Number of points x seconds x phases, well under the five minutes that a probe may take."""
     for device, phases in (("cpu", 3), ("cuda", 1)):
         plan = MeasurementPlan.default(device)
         assert (
@@ -289,10 +290,10 @@ def test_default_plan_fits_in_its_time_budget():
         )
 
 
-# --- started as ranks of a run are
+# --- ranks started by the launcher
 
 
-def test_launcher_measures_with_own_processes(tmp_path: Path):
+def test_launcher_starts_processes_that_measure(tmp_path: Path):
     small = {"shapes": [[16, 16, 16]], "pass_sizes": [256], "kernel_sizes": [4096], "vector_bytes": [1024]}
     plan = {**small, "precisions": ["fp32"], "point_seconds": 0.002}
     found = probe_ranks.probe(2, "cpu", tmp_path, {**plan, "disk_bytes": 2**16, "steps": 1}, log=lambda line: None)
@@ -305,7 +306,7 @@ def test_launcher_measures_with_own_processes(tmp_path: Path):
 
 
 def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
-    """Rank 1 fails, and rank 0 loses it in a call."""
+    """Rank 1 fails; rank 0 loses it in a collective call."""
     store = HashStore()
 
     def failing(error: Exception) -> Callable[..., Any]:
@@ -322,15 +323,15 @@ def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
     assert {(each.failed["rank"], each.failed["line"]) for each in steps} == {(1, "ValueError: no such instruction")}
     later = probe_ranks._GuardedSteps(failing(OSError("closed")), Place(0, 2, 0, "env://", "test"), store)
     assert later(None, 1.0) == [] and later.failed["rank"] == 1
-    told = {**found, "failed": steps[1].failed}
-    line = "failed on rank 1 (on host-0), and predicted times will be less sure; all else was measured: ValueError: no"
-    tables = make_cluster_tables(told, "cpu")
+    failed = {**found, "failed": steps[1].failed}
+    line = "on rank 1 (on host-0), so predicted times will be less accurate; everything else was measured: ValueError: no"
+    tables = make_cluster_tables(failed, "cpu")
     assert [
         row
-        for row in format_summary(told, tables, "here.toml").splitlines()
+        for row in format_summary(failed, tables, "here.toml").splitlines()
         if line in row and row.startswith("warning: ")
     ]
-    assert line in make_document(told, tables, "here.toml")["failed"]["line"]
+    assert line in make_document(failed, tables, "here.toml")["failed"]["line"]
     assert make_document(found, tables, "here.toml")["failed"] is None
     alone = probe_ranks._GuardedSteps(failing(MemoryError("too much")), Place(0, 1, 0, "env://", "test"), None)
     assert alone(None, 1.0) == [] and alone.failed["line"] == "MemoryError: too much"
@@ -346,20 +347,20 @@ def test_rank_lost_in_reference_steps_is_reported():
 
 
 def test_killed_rank_ends_probe_with_one_line(tmp_path: Path):
-    """Neither a checkpoint nor a report of the calls: both are of runs."""
-    said: list[str] = []
+    """The line mentions neither a checkpoint nor a hang report, which only training runs have."""
+    lines: list[str] = []
     command = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    spec = LaunchSpec({}, 2, tmp_path, command=command, trains=False, log=said.append)
+    spec = LaunchSpec({}, 2, tmp_path, command=command, trains=False, log=lines.append)
     with pytest.raises(
         RankLost, match=r"rank \d .*was killed by signal 9 \(SIGKILL\) before it was done; nothing was"
     ) as lost:
         launch(spec)
-    assert said == [] and "checkpoint" not in str(lost.value) and "\n" not in str(lost.value)
+    assert lines == [] and "checkpoint" not in str(lost.value) and "\n" not in str(lost.value)
 
 
 @pytest.mark.parametrize("ranks", [0, 65])
-def test_impossible_numbers_of_ranks_are_refused(ranks: int):
-    with pytest.raises(UserError, match="right would be 1 to 64"):
+def test_invalid_rank_counts_are_refused(ranks: int):
+    with pytest.raises(UserError, match="choose 1 to 64"):
         probe_ranks.probe(ranks, "cpu")
 
 
@@ -379,26 +380,26 @@ def test_hosts_with_unequal_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert size(["a", "b"]) == 1
     assert size(["a", "a"]) == 2
     for hosts in (["a", "a", "b"], ["a", "b", "a", "b"], ["a", "b", "b", "a"]):
-        with pytest.raises(UserError, match="equally many ranks, consecutive on each host; started were 2 on a"):
+        with pytest.raises(UserError, match="equally many, consecutive ranks; started: 2 on a"):
             size(hosts)
 
 
 # --- the command
 
 
-def test_the_command_writes_the_file_that_this_means(
+def test_probe_command_writes_file_that_cluster_this_reads(
     found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Callable[..., Any]
 ):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(probe_ranks, "probe", lambda *_: {**found, "kind": "cpu", "rank": 0})
-    said = command_line("probe", "--json")
-    assert said.code == 0, said.errors
-    told = json.loads(said.output)
-    assert (told["schema"], told["cluster_file"]) == (1, str(tmp_path / "config/meshwright/cluster.toml"))
+    outcome = command_line("probe", "--json")
+    assert outcome.code == 0, outcome.errors
+    document = json.loads(outcome.output)
+    assert (document["schema"], document["cluster_file"]) == (1, str(tmp_path / "config/meshwright/cluster.toml"))
     assert cluster("this").measured is not None
     other = tmp_path / "other.toml"
-    said = command_line("probe", "--output", other)
-    assert f"cluster file: {other}" in said.output
+    outcome = command_line("probe", "--output", other)
+    assert f"cluster file: {other}" in outcome.output
     assert cluster(str(other)).measured == cluster("this").measured
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -415,10 +416,10 @@ def test_the_command_writes_the_file_that_this_means(
     ],
 )
 def test_wrong_probe_command_is_one_error_line(arguments: tuple[str, ...], line: str, command_line: Callable[..., Any]):
-    said = command_line("probe", *arguments)
-    assert said.code == 2
-    assert line in said.errors
-    assert said.errors.count("\n") == 1
+    outcome = command_line("probe", *arguments)
+    assert outcome.code == 2
+    assert line in outcome.errors
+    assert outcome.errors.count("\n") == 1
 
 
 def test_other_torchrun_ranks_print_nothing(
@@ -429,6 +430,6 @@ def test_other_torchrun_ranks_print_nothing(
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(probe_ranks, "join", lambda *_: {"rank": 1})
-    said = command_line("probe", "--output", tmp_path / "cluster.toml")
-    assert (said.code, said.output, list(tmp_path.iterdir())) == (0, "", [])
+    outcome = command_line("probe", "--output", tmp_path / "cluster.toml")
+    assert (outcome.code, outcome.output, list(tmp_path.iterdir())) == (0, "", [])
     assert "leave it out" in command_line("probe", "--ranks", "2").errors

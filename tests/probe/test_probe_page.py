@@ -1,4 +1,4 @@
-"""docs/probe.md says what is: options, fields, shorthands, counts, the limit beyond which a rank is slow."""
+"""docs/probe.md matches the code: options, fields, shorthands, counts, the threshold of slow ranks."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "probe.md").read_text()
 
 
 def first_column(title: str, place: int) -> list[str]:
-    """What stands in back ticks in the first column of the table at `place` below a title."""
+    """Return the names in back ticks in the first column of the table number `place` (from 0) below a title."""
     below = PAGE[PAGE.index(title) :]
     table = re.findall(r"(?:^\|.*\|$\n?)+", below, re.MULTILINE)[place]
     return [name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])]
 
 
-def test_every_option_has_its_row():
+def test_every_option_is_documented():
     options = {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
     assert set(first_column("# Probe", 0)) == options
 
 
-def test_every_field_of_a_cluster_has_its_row():
+def test_every_cluster_field_is_documented():
     assert set(first_column("## Clusters", 1)) == set(FIELDS)
     for field in DEVICE_FIELDS:
         assert f"`{field}`" in PAGE, field
 
 
 @pytest.mark.parametrize("text", [name for name in first_column("## Clusters", 0) if name != "this"])
-def test_shorthands_of_the_page_are_clusters(text: str):
+def test_documented_shorthands_are_clusters(text: str):
     assert cluster(text).devices == {"64xh100-sxm": 64, "2x8xa100-80": 16, "72xgb200": 72}[text]
 
 

@@ -48,7 +48,7 @@ def time_collective(
     """
     device = mesh.device
     call, calls_each = _make_call(axis, operation, size, device)
-    for _ in range(2):  # the first ones make connections and buffers
+    for _ in range(2):  # warm-up: creates connections and buffers
         call()
     collectives.barrier(mesh.world, _SITE)
     begun = time.perf_counter()
@@ -116,7 +116,7 @@ def _ping_pong(message: torch.Tensor, axis: Axis) -> None:
     """Send `message` from the first rank of each pair of neighbours on `axis` (0 and 1, 2 and 3 ...) to the second, and
     back."""
     first, peer = axis.rank % 2 == 0, axis.rank ^ 1
-    if peer >= axis.size:  # the last of an odd number
+    if peer >= axis.size:  # the last rank of an odd number has no partner
         return
     for arrives in (not first, first):
         for handle in collectives.transfer([Message(message, peer, arrives, _SITE, "message")], axis):

@@ -31,7 +31,7 @@ class SlowRank:
     def line(self) -> str:
         """Warning about the slow rank or host for the user, one line."""
         named = f"node {self.host}" if self.rank is None else f"rank {self.rank} (on {self.host})"
-        doing = "matrix products take" if self.what == "products" else "passes over memory take"
+        doing = "matrix products take" if self.what == "products" else "memory passes take"
         return f"{named} is slow: its {doing} {self.ratio:.2f} times as long as the others' (limit {THRESHOLD:g})"
 
 
@@ -47,7 +47,7 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
         [statistics.median(point) for point in zip(*(seconds[r] for r in ranks), strict=True)] for ranks in of_host
     ]
     slow_nodes = [(name, ratio) for name, ratio in zip(names, compute_ratios(nodes), strict=True) if ratio > THRESHOLD]
-    if not any(len(ranks) > 1 for ranks in of_host):  # then a rank is its node
+    if not any(len(ranks) > 1 for ranks in of_host):  # one rank per node
         return [SlowRank(what, name, None, ratio) for name, ratio in slow_nodes]
     found = [SlowRank(what, name, None, ratio) for name, ratio in slow_nodes]
     named = {name for name, _ in slow_nodes}

@@ -33,14 +33,14 @@ from meshwright.probe.points import DTYPES, MeasurementPlan, MeasurementPoint
 
 HIDDEN, WIDTH, HEAD_SIZE = 256, 512, 64
 VOCABULARY = 2048
-HEADS, KV_HEADS, ROW = 2, 1, 256  # of attention: query heads, KV heads, tokens of a sequence
+HEADS, KV_HEADS, ROW = 2, 1, 256  # attention: query heads, KV heads, tokens per sequence
 _ELEMENTWISE = {
     "norm": (HIDDEN, elementwise.norm("rmsnorm", "eager")),
     "rotary": (HEAD_SIZE, elementwise.rotary("eager")),
     "activation": (WIDTH, elementwise.activation(True, "eager")),
 }
-"""Elements per token (normed, rotated, or read by the second product of an MLP) and kernels, by operation of
-`planner/operations.py`."""
+"""Operation of `planner/operations.py` -> (elements per token, kernels). Elements: normalized, rotated, or read by the
+MLP's second matrix product."""
 
 
 class _Attention(NamedTuple):
@@ -78,8 +78,8 @@ def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
         for elements in plan.kernel_sizes:
             for back in (False, True):
                 suffix = BACKWARD if back else ""
-                for name, (width, there) in _ELEMENTWISE.items():
-                    passes, tokens = there[back], elements // width
+                for name, (width, kernels) in _ELEMENTWISE.items():
+                    passes, tokens = kernels[back], elements // width
                     moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
                     make = partial(_make_call, partial(_make_elementwise, name, tokens, dtype), back)
                     found.append(
@@ -104,7 +104,7 @@ def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
 
 
 ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
-"""Inputs that gradients are formed for, and the forward call."""
+"""(inputs whose gradients are computed, forward call)."""
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
@@ -159,7 +159,7 @@ def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: t
     leaves = [
         _make_leaf(dtype, device, rows, kernel.tokens, heads, kernel.head_size) for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    q, k, v = (each.transpose(1, 2) for each in leaves)  # as products leave them: a token's heads side by side
+    q, k, v = (each.transpose(1, 2) for each in leaves)  # memory layout of a projection's output: heads of a token are contiguous
     if kernel.kv_block is None:
         return leaves, partial(tiled_attention, q, k, v, None)
     return leaves, partial(RingAttention(Mesh.single().cp).attend, q, k, v, None)

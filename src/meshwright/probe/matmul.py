@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.planner.machine_profile import has_bf16_instructions
+from meshwright.probe.points import synchronize
 
-# Shapes of a small transformer's products (tokens, out, in); large enough to be limited by arithmetic on a few cores.
+# (tokens, out, in) of a small transformer's products, large enough to be compute-bound on a few cores.
 SHAPES = ((1024, 1024, 1024), (2048, 1536, 512), (2048, 512, 1536))
-DECIDING_SHAPES = ((512, 512, 512), (512, 1024, 256))  # smaller: many products, of which some have the machine alone
+DECIDING_SHAPES = ((512, 512, 512), (512, 1024, 256))  # smaller: of many products, some run undisturbed
 TURNS = 4
 
 
@@ -56,20 +57,14 @@ def _time_products(
     for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)
         weight = torch.randn(out, inner, device=device).to(dtype)
-        torch.nn.functional.linear(x, weight)  # warm: kernels are chosen and packed here
+        torch.nn.functional.linear(x, weight)  # warm-up: chooses kernels and packs weights
         times: list[float] = []
         deadline = time.perf_counter() + seconds / len(shapes)
         while len(times) < 3 or time.perf_counter() < deadline:
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             torch.nn.functional.linear(x, weight)
-            _synchronize(device)
+            synchronize(device)
             times.append(time.perf_counter() - start)
         products.append((2.0 * tokens * out * inner, times))
     return products
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait until the kernels queued on a CUDA device have finished; nothing on CPUs."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,10 @@ from meshwright.probe.stopwatch import Stopwatch
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PASSES = {"copy": 2, "add": 3, "silu": 2}
-"""Passes over memory, and how many times the bytes of a tensor each reads and writes."""
+"""Memory pass (elementwise operation) -> bytes that it reads and writes, in multiples of a tensor's bytes."""
+_SMALL_SIDES = ((64, 64), (256, 64), (64, 256), (256, 256), (1024, 256), (256, 1024), (1024, 1024))
+_LARGE_SIDES = ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
+"""(output size, input size) of matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +87,17 @@ class MeasurementPlan:
     @classmethod
     def default(cls, device: str) -> MeasurementPlan:
         """Return the plan of `meshwright probe` for "cpu" (sizes of small models) or "cuda" (of large ones)."""
-        sides: tuple[tuple[int, int], ...] = (
-            (64, 64),
-            (256, 64),
-            (64, 256),
-            (256, 256),
-            (1024, 256),
-            (256, 1024),
-            (1024, 1024),
-        )
         if device == "cpu":
-            shapes = [(tokens, *side) for tokens in (32, 256, 2048) for side in sides]
-            shapes += [(512, 4096, 1024), (256, 8192, 256)]
             return cls(
-                tuple(shapes),
+                (*_cross((32, 256, 2048), _SMALL_SIDES), (512, 4096, 1024), (256, 8192, 256)),
                 _list_powers(8, 24, 2),
                 _list_powers(10, 24, 2),
                 ("fp32", "bf16"),
                 kernel_sizes=(2**12, 2**16, 2**18, 2**20, 2**21),
             )
-        sides += ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
-        shapes = [(tokens, *side) for tokens in (256, 2048, 8192) for side in sides]
-        shapes += [(8192, 8192, 8192), (2048, 32768, 4096)]
-        return cls(tuple(shapes), _list_powers(8, 28, 4), _list_powers(10, 28, 2), ("fp32", "tf32", "bf16", "fp16"))
+        shapes = _cross((256, 2048, 8192), _SMALL_SIDES + _LARGE_SIDES)
+        shapes += ((8192, 8192, 8192), (2048, 32768, 4096))
+        return cls(shapes, _list_powers(8, 28, 4), _list_powers(10, 28, 2), ("fp32", "tf32", "bf16", "fp16"))
 
     @classmethod
     def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> MeasurementPlan:
@@ -115,10 +106,8 @@ class MeasurementPlan:
         precisions: precisions of the run, such as "bf16". axes: those of "tp" and "cp" that the run uses, whose ranks
         communicate in every layer.
         """
-        sides = ((64, 64), (256, 64), (64, 256), (256, 256), (1024, 256), (256, 1024), (1024, 1024))
-        shapes = [(tokens, *side) for tokens in (256, 2048) for side in sides]
         return cls(
-            tuple(shapes),
+            _cross((256, 2048), _SMALL_SIDES),
             _list_powers(12, 22, 5),
             _list_powers(10, 25, 5),
             precisions,
@@ -169,6 +158,11 @@ class ReferenceKernel:
             return 1.0
         with torch.no_grad():
             return statistics.median(_time_batch(self._call, torch.device("cpu"), 1) for _ in range(5))
+
+
+def _cross(tokens: Sequence[int], sides: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Return the shapes (tokens, output size, input size) of every number of tokens with every pair of sizes."""
+    return tuple((rows, *side) for rows in tokens for side in sides)
 
 
 def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
@@ -222,7 +216,7 @@ def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> 
     """Return the seconds of one `call()`, measured in about `seconds`: the median of at least three batches of calls,
     or the time of a single call if it takes longer than that. A batch repeats the call between two synchronizations
     with `device`."""
-    call()  # kernels are chosen and packed here
+    call()  # warm-up: chooses kernels and packs weights
     once = _time_batch(call, device, 1)
     if once > seconds:
         return once

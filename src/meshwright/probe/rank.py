@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.launcher.host_memory import machine_memory
 from meshwright.layout import Layout
 from meshwright.planner.machine_profile import processor_name
-from meshwright.planner.measured import FORMS, Collective, Curve, Measured, Pass, Products, ReferenceStep
+from meshwright.planner.measured import Collective, Curve, Measured, Pass, Products, ReferenceStep
 from meshwright.probe.communication import OPERATIONS, make_axes, slowest_median, time_collective
 from meshwright.probe.compare import compute_ratios, find_slow
 from meshwright.probe.disk import measure_disk
@@ -96,16 +96,19 @@ def measure(
     kernel, usual_seconds = ReferenceKernel(mesh.device), 0.0
     for busy, each in phases:
         if leader:
-            who = f"{busy} ranks at once" if busy > 1 else "one rank"
-            log(f"matrix products and passes over memory: {who}, {each} thread{'s' if each > 1 else ''} each")
+            who = f"{busy} ranks concurrently" if busy > 1 else "one rank"
+            log(f"matrix products and memory passes: {who}, {each} thread{'s' if each > 1 else ''} each")
         if (busy, each) != phases[0]:
             points = plan.list_points()
         by_rank, usual = _time_points(mesh, points, busy, each, plan.point_seconds, kernel)
         usual_seconds = usual_seconds or usual
         seconds = [statistics.median(rank[at] for rank in by_rank if rank) for at in range(len(points))]
-        products += _group_products(points, seconds, busy, each)
-        passes += _group_passes(points, seconds, busy, each)
-        durations = durations or [watch.read()]  # the later ones have other threads
+        for precision, form, timed, took in _group_by_name(points, seconds, ("product",)):
+            shapes: Any = tuple(point.sizes for point in timed)
+            products.append(Products(precision, form, busy, each, shapes, took))
+        for precision, name, timed, took in _group_by_name(points, seconds, ("pass", "kernel")):
+            passes.append(Pass(name, precision, busy, each, Curve(tuple(point.bytes for point in timed), took)))
+        durations = durations or [watch.read()]  # later phases have other numbers of threads
     torch.set_num_threads(threads)
     watch = Stopwatch()
     measured = Measured(
@@ -120,10 +123,10 @@ def measure(
         starts=tuple({**host.starts, **_measure_launch_overhead(mesh.device, plan.point_seconds)}.items()),
     )
     if leader and plan.steps:
-        log("steps of a reference model")
+        log("training steps of the reference model")
     measured = replace(measured, steps=tuple(steps(kernel, usual_seconds)))
     if leader and plan.compare_seconds and mesh.world.size > 1:
-        log("ranks compared")
+        log("comparison of ranks")
     passed, waited = (sum(column) for column in zip(*durations, watch.read(), strict=True))
     disturbed = max(rank[0] for rank in _all_gather(mesh, [waited / passed]))
     if disturbed > DISTURBED:
@@ -134,7 +137,7 @@ def measure(
         compared_as[what] = compute_ratios(by_rank)
     rates = None
     if leader and plan.disk_bytes:
-        log("the disk")
+        log("disk")
         rates = measure_disk(host.directory, plan.disk_bytes)
     tables = measured.tables()
     if rates is not None:
@@ -167,15 +170,15 @@ def _time_points(
     mine = mesh.tp.rank < busy
     times, local = [], []
     for point in points:
-        collectives.barrier(mesh.world, _SITE)  # all begin at once
+        collectives.barrier(mesh.world, _SITE)  # all ranks start together
         times.append(time_point(point, mesh.device, seconds) if mine else 0.0)
         local.append(kernel.seconds() if mine else 0.0)
     collectives.barrier(mesh.world, _SITE)
     found, levels = [], []
-    for taken, beside in zip(_all_gather(mesh, times), _all_gather(mesh, local), strict=True):
+    for taken, reference in zip(_all_gather(mesh, times), _all_gather(mesh, local), strict=True):
         if any(taken):
-            levels.append(statistics.median(beside))
-            taken = [one * levels[-1] / here for one, here in zip(taken, _smooth(beside), strict=True)]
+            levels.append(statistics.median(reference))
+            taken = [one * levels[-1] / here for one, here in zip(taken, _smooth(reference), strict=True)]
         found.append(taken if any(taken) else [])
     return found, statistics.mean(levels)
 
@@ -212,50 +215,18 @@ def _smooth(times: list[float]) -> list[float]:
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 
-def _group_products(points: list[MeasurementPoint], seconds: list[float], ranks: int, threads: int) -> list[Products]:
-    """Group timed matrix products by precision and name ("forward", "input-gradient" ...) for the hardware profile
-    (file of measured rates).
-
-    points: measurement points. seconds: duration of each. ranks: number of ranks that computed at once on a host.
-    threads: threads of each rank.
-    """
-    found = []
-    timed = list(zip(points, seconds, strict=True))
-    for precision in dict.fromkeys(point.precision for point in points):
-        for form in FORMS:
-            chosen = [
-                (point.sizes, took)
-                for point, took in timed
-                if (point.kind, point.precision, point.name) == ("product", precision, form)
-            ]
-            if chosen:
-                shapes, times = zip(*chosen, strict=True)
-                found.append(Products(precision, form, ranks, threads, shapes, times))
-    return found
+def _group_by_name(
+    points: list[MeasurementPoint], seconds: list[float], kinds: tuple[str, ...]
+) -> Iterator[tuple[str, str, tuple[MeasurementPoint, ...], tuple[float, ...]]]:
+    """Group the timed measurement points of these `kinds` ("product", "pass" ...) by precision and name; yield
+    (precision, name, points, seconds of each). seconds: duration of each of `points`."""
+    timed = [(point, took) for point, took in zip(points, seconds, strict=True) if point.kind in kinds]
+    for key in dict.fromkeys((point.precision, point.name) for point, _ in timed):
+        chosen, times = zip(*(each for each in timed if (each[0].precision, each[0].name) == key), strict=True)
+        yield *key, chosen, times
 
 
-def _group_passes(points: list[MeasurementPoint], seconds: list[float], ranks: int, threads: int) -> list[Pass]:
-    """Group timed memory passes and layer operations by precision and name for the hardware profile (file of measured
-    rates).
-
-    points: measurement points. seconds: duration of each. ranks: number of ranks that computed at once on a host.
-    threads: threads of each rank.
-    """
-    found = []
-    timed = list(zip(points, seconds, strict=True))
-    for precision in dict.fromkeys(point.precision for point in points):
-        for name in dict.fromkeys(point.name for point in points if point.kind != "product"):
-            chosen = [
-                (point.bytes, took)
-                for point, took in timed
-                if (point.precision, point.name) == (precision, name) and point.kind != "product"
-            ]
-            if chosen:
-                found.append(Pass(name, precision, ranks, threads, Curve(*zip(*chosen, strict=True))))
-    return found
-
-
-# --- what is between ranks, and beside them
+# --- communication, copies, launch overhead, device
 
 
 def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[Collective]:
@@ -263,7 +234,7 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
     vector size of the plan; return one record per combination. log: receives progress lines."""
     found = []
     for place, axis in make_axes(mesh):
-        log(f"collectives among {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
+        log(f"collectives of {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
         for operation in OPERATIONS:
             seconds = []
             for size in plan.vector_bytes:
@@ -284,9 +255,9 @@ def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str,
     for name in ("to-device", "to-host"):
         seconds = []
         for size in plan.vector_bytes:
-            there = torch.empty(size, dtype=torch.uint8, device=device)
-            here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            target, source = (there, here) if name == "to-device" else (here, there)
+            on_device = torch.empty(size, dtype=torch.uint8, device=device)
+            on_host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            target, source = (on_device, on_host) if name == "to-device" else (on_host, on_device)
             seconds.append(time_call(partial(target.copy_, source, non_blocking=True), device, plan.point_seconds))
         found.append((name, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds))))
     return found
@@ -317,7 +288,7 @@ def _describe_device(mesh: Mesh) -> dict[str, Any]:
     return {"name": processor_name(), "memory_bytes": machine_memory() // mesh.tp.size}
 
 
-# --- telling each other
+# --- exchange between ranks
 
 
 def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 120.0
 SHORT_LIMIT_SECONDS = 60.0
-"""Time limit of the short measurement before a run: several times what an idle machine needs."""
-MOST_RANKS = 64  # processes on one machine
+"""Time limit of the short measurement before a run: several times its duration on an idle machine."""
+MOST_RANKS = 64  # maximum number of processes on one machine
 
 
 def probe(
@@ -66,10 +66,8 @@ def probe(
         most = torch.cuda.device_count()
     ranks = (most if kind == "cuda" else 2) if ranks is None else ranks
     if not 1 <= ranks <= most:
-        has = (
-            f"it has {most} CUDA device{'s' if most > 1 else ''}" if kind == "cuda" else f"at most {most} are measured"
-        )
-        raise UserError(f"{ranks} ranks on this machine: {has}; right would be 1 to {most}")
+        has = f"it has {most} CUDA device{'s' if most > 1 else ''}; " if kind == "cuda" else ""
+        raise UserError(f"cannot probe with {ranks} ranks on this machine: {has}choose 1 to {most}")
     description = {
         "device": kind,
         "disk": str(directory.absolute()),
@@ -126,7 +124,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
-    if "began" in description:  # the launcher's clock is this machine's
+    if "began" in description:  # on the clock of this machine, where the launcher runs
         starts["rank"] = time.monotonic() - description["began"]
     if start.ranks > 1:
         begun = time.perf_counter()
@@ -135,12 +133,12 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         starts["meeting"] = time.perf_counter() - begun
     try:
         mesh = make_probe_mesh(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
-        short, tables, log = description.get("short"), {}, _print_progress
+        short, tables = description.get("short"), {}
         if short is None:
             plan = _make_plan(mesh.device.type, description["plan"])
         else:
-            log = _ignore_progress
             plan = MeasurementPlan.short(tuple(short["precisions"]), tuple(short["axes"]))
+        log = _print_progress if short is None else lambda line: None  # short: the caller prints one line
         host = Host(max(1, count_available_cores()), Path(description["disk"]), starts)
         steps = _GuardedSteps(partial(measure_reference_steps, mesh, plan), start, store)
         found = measure(mesh, plan, host, log, list_layer_points(plan), steps)
@@ -175,7 +173,7 @@ class _GuardedSteps:
             return self.measure(kernel, usual_seconds)
         except Exception as error:
             self.failed = self._find_first_failure(error)
-            if self.failed is None:  # nobody says why: a rank was lost
+            if self.failed is None:  # no rank reports an error of its own: a rank was lost
                 raise
             return []
 
@@ -217,17 +215,13 @@ def _count_host_ranks(start: Place, store: Any) -> int:
     blocks = [hosts[at : at + size] for at in range(0, len(hosts), size)]
     if any(len(set(block)) > 1 or len(block) < size for block in blocks) or len({b[0] for b in blocks}) < len(blocks):
         counts = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
-        raise UserError(f"hosts are compared with equally many ranks, consecutive on each host; started were {counts}")
+        raise UserError(f"every host needs equally many, consecutive ranks; started: {counts}")
     return size
 
 
 def _print_progress(line: str) -> None:
     """Print a progress line to standard error."""
     print_message(f"probe: {line}")
-
-
-def _ignore_progress(line: str) -> None:
-    """Discard a progress line: the caller prints one line for the whole probe."""
 
 
 if __name__ == "__main__":

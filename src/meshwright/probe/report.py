@@ -12,7 +12,7 @@ from meshwright.probe.compare import THRESHOLD, SlowRank
 from meshwright.toml import format_toml, format_toml_value
 
 _TERA, _GIGA = 1e12, 1e9
-_DIGITS = 4  # more would be noise
+_DIGITS = 4  # significant digits; more would be noise
 
 
 def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def format_failure(found: Mapping[str, Any]) -> str:
     `probe.ranks.probe`."""
     rank, line = found["failed"]["rank"], found["failed"]["line"]
     return (
-        f"training steps of the reference model failed on rank {rank} (on {found['hosts'][rank]}), and predicted times "
-        f"will be less sure; all else was measured: {line}"
+        f"training steps of the reference model failed on rank {rank} (on {found['hosts'][rank]}), so predicted times "
+        f"will be less accurate; everything else was measured: {line}"
     )
 
 
@@ -160,19 +160,19 @@ def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: st
     hosts = len(set(found["hosts"]))
     across = f" on each of {hosts} hosts" if hosts > 1 else ""
     each = "" if measured.backend == "nccl" or not measured.threads else f" of {threads} thread{'s' * (threads > 1)}"
-    rows = [("device", f"{found['device']['name']}, {found['device']['memory_bytes'] / 2**30:.1f} GiB a rank")]
+    rows = [("device", f"{found['device']['name']}, {found['device']['memory_bytes'] / 2**30:.1f} GiB per rank")]
     rows.append(("ranks", f"{ranks}{each}{across}, {measured.backend}"))
     alone = best_product_rates(measured, 1)
     for precision, rate in best_product_rates(measured).items():
-        line = f"{_format_flops(rate)} a rank"
+        line = f"{_format_flops(rate)} per rank"
         if ranks > 1 and precision in alone:
-            line += f", all at once; {_format_flops(alone[precision])} alone"
-        rows.append((f"products {precision}", line))
+            line += f" with all ranks busy; {_format_flops(alone[precision])} alone"
+        rows.append((f"matmul {precision}", line))
     copying, copying_alone = find_copy_rate(measured), find_copy_rate(measured, 1)
     if copying is not None:
-        line = f"{copying / _GIGA:.1f} GB/s a rank"
+        line = f"{copying / _GIGA:.1f} GB/s per rank"
         if ranks > 1 and copying_alone is not None:
-            line += f", all at once; {copying_alone / _GIGA:.1f} GB/s alone"
+            line += f" with all ranks busy; {copying_alone / _GIGA:.1f} GB/s alone"
         rows.append(("memory", line))
     for name, curve in measured.copies:
         rows.append((name.replace("-", " "), f"{curve.sizes[-1] / curve.seconds[-1] / _GIGA:.1f} GB/s"))
@@ -195,21 +195,21 @@ def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: st
             ("disk", f"{measured.disk_write / _GIGA:.2f} GB/s written, {measured.disk_read / _GIGA:.2f} GB/s read")
         )
     if measured.disturbed is not None:
-        rows.append(("other work", f"kept a rank from its core for {measured.disturbed:.0%} of the time; probe again"))
+        rows.append(("other load", f"a rank waited for a core {measured.disturbed:.0%} of the time; probe again"))
     starts = dict(measured.starts)
     rows.append(
-        ("starting", ", ".join(f"{name.replace('_', ' ')} {_format_seconds(value)}" for name, value in starts.items()))
+        ("start-up", ", ".join(f"{name.replace('_', ' ')} {_format_seconds(value)}" for name, value in starts.items()))
     )
     if len(found["hosts"]) > 1 and found["ratios"]:
         worst = {what: max(range(len(by)), key=by.__getitem__) for what, by in found["ratios"].items()}
-        said = [f"{what}: rank {at} at {found['ratios'][what][at]:.2f}" for what, at in worst.items()]
-        rows.append(("slowest", f"{', '.join(said)} times the others (named above {THRESHOLD:g})"))
+        ratios = [f"{what}: rank {at} at {found['ratios'][what][at]:.2f}" for what, at in worst.items()]
+        rows.append(("slowest", f"{', '.join(ratios)} times the others (reported above {THRESHOLD:g})"))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"warning: {SlowRank(**each).line}" for each in found["slow"]]
     if found["failed"]:
         lines.append(f"warning: {format_failure(found)}")
-    lines.append(f"cluster file: {path} (in {found['seconds']:.0f} s); `--cluster this` reads it")
+    lines.append(f"cluster file: {path} (measured in {found['seconds']:.0f} s); `--cluster this` reads it")
     return "\n".join(lines)
 
 

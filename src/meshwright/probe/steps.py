@@ -36,9 +36,7 @@ def measure_reference_steps(
     found, steps = [], plan.steps
     layouts: list[Layout] = []
     if steps:
-        layouts = reference_layouts(
-            mesh.device.type, mesh.tp.size, mesh.dp.size, plan.precisions, plan.axes
-        )  # fmt: skip
+        layouts = reference_layouts(mesh.device.type, mesh.tp.size, mesh.dp.size, plan.precisions, plan.axes)
     runs = [_ReferenceRun(layout, mesh) for layout in layouts]
     seconds: list[list[float]] = [[] for _ in runs]
     if runs:
@@ -50,7 +48,7 @@ def measure_reference_steps(
         for run, times in zip(runs, seconds, strict=True):
             found.append(ReferenceStep(str(run.layout), statistics.median(times)))
     for run in runs:
-        run.mesh.close()  # all ranks together; where one of them failed, nobody waits for it here
+        run.mesh.close()  # collective; not reached if a rank failed
     return found
 
 
@@ -91,11 +89,11 @@ class _ReferenceRun:
             local.append(kernel.seconds())
         slowest, waited = torch.tensor(times[1:], dtype=torch.float64, device=world.device).T.contiguous()
         collectives.all_reduce(slowest, world.world, _SITE, op="max").wait()
-        # Ranks that meet in every layer wait for each other's cores in turn, others only for the slowest at the end.
+        # Ranks that communicate in every layer add up their waits for cores; others wait for the slowest at the end.
         together = "max" if self.layout.dp == world.world.size else "sum"
         collectives.all_reduce(waited, world.world, _SITE, op=together).wait()
         slowest -= torch.where(waited > DISTURBED * slowest, waited.clamp(max=0.9 * slowest), 0.0)
         usual = torch.tensor(local[1:], dtype=torch.float64, device=world.device)
         collectives.all_reduce(usual, world.world, _SITE).wait()
-        around = (usual[1:] + usual[:-1]) / (2 * world.world.size)  # before and after each step, of all ranks
+        around = (usual[1:] + usual[:-1]) / (2 * world.world.size)  # mean over ranks, before and after each step
         return [float(each) for each in (slowest * usual_seconds / around).tolist()]

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 DISTURBED = 0.1
-"""Share of a duration for which a thread waited for its core, above which other programs had it; below, it waited for
-the process's own communication threads and the kernel, as it does in a run."""
+"""Share of a duration that a thread waited for a core, above which the wait is attributed to other programs; shorter
+waits are caused by the process's own communication threads and the kernel, as in a run."""
 
 _THREADS = Path("/proc/self/task")
 
@@ -23,7 +23,7 @@ def read_waiting_times(threads: int) -> dict[str, int]:
     names = [_THREADS / name for name in os.listdir(_THREADS)] if threads > 1 else [Path("/proc/thread-self")]
     found = {}
     for name in names:
-        with suppress(OSError, ValueError, IndexError):  # the thread has ended, or nothing is counted
+        with suppress(OSError, ValueError, IndexError):  # the thread has ended, or the kernel does not count
             found[name.name] = int((name / "schedstat").read_text().split()[1])
     return found
 
@@ -36,7 +36,7 @@ class Stopwatch:
     shared: True if there are more computing threads than cores, or on GPUs: then nothing is left out.
     """
 
-    shared = False  # for all measurements of this process; set by `measure`
+    shared = False  # set by `measure` for all measurements of this process
 
     def __init__(self) -> None:
         self._threads = 0 if self.shared or not _THREADS.is_dir() else torch.get_num_threads()
