@@ -59,7 +59,7 @@ def test_a_page_has_every_picture(tmp_path: Path):
     page = tmp_path / "plan.html"
     run(*REQUEST, "--layout", "dp2 tp2 pp4:zb-v mb8", "--html", str(page))
     text = page.read_text()
-    for title in ("Time by part", "Memory of each stage", "The pipeline", "What fills rank"):
+    for title in ("Time by component", "Memory of each stage", "The pipeline", "Memory of pipeline rank"):
         assert title in text, title
     assert text.count("<svg") == 4 and "Step by step" in text and "http" not in text.replace("http://www.w3.org", "")
     run(*REQUEST, "--top", "2", "--html", str(page))
@@ -116,13 +116,13 @@ def test_recipe_from_model_with_smaller_vocabulary_is_planned(tmp_path: Path):
             'tokenizer = "wordpiece"\nvocabulary = 999',
             'family = "llama"',
             999,
-            "vocabulary 999: the most that the wordp",
+            "assumed vocabulary 999, the maximum of the wordp",
         ),
         (
             'tokenizer = "nowhere/of/mine"',
             'preset = "llama-tiny"',
             2048,
-            "vocabulary 2,048, that of llama-tiny: data.tok",
+            "assumed vocabulary 2,048, that of llama-tiny: data.tok",
         ),
         ('tokenizer = "nowhere"', 'family = "llama"\nvocabulary = 700', 700, None),
     ],
@@ -161,7 +161,7 @@ def test_unspecified_vocabulary_is_refused(
         f'tokenizer = "{tokenizer}"\nsequence = 64\n[train]\nsteps = 3\nbatch = 8\nlearning_rate = 1e-3\n'
     )
     said = refused(capsys, "plan", str(recipe), "--cluster", "1xa100-80")
-    assert f'data.tokenizer: "{tokenizer}" cannot be read' in said and why in said and "say model.vocabulary" in said
+    assert f'data.tokenizer: "{tokenizer}" cannot be read' in said and why in said and "set model.vocabulary" in said
 
 
 def test_each_request_line_gets_one_answer_line(tmp_path: Path):

@@ -26,7 +26,7 @@ def test_calibration_factor_is_stored_and_reported_by_plans(machine, tmp_path, c
     text = machine.read_text()
     outcome = command_line("plan", "--calibrate", *runs, "--cluster", "this")
     assert outcome.code == 0 and machine.read_text() == text
-    assert "calibrated by 2 runs: times x 1.4 (1.2 to 1.6), +12.5% of memory beyond what is itemised" in outcome.output
+    assert "calibrated by 2 runs: times x 1.4 (1.2 to 1.6), +12.5% of memory unexplained" in outcome.output
 
     arguments = ("--cluster", machine, "--sequence", 128, "--batch", 8, "--layout", "dp2 fp32")
     outcome = command_line("plan", "qwen3-0.6b", *arguments)

@@ -126,9 +126,9 @@ def damaged(place: Path, text: str) -> Path:
     ("make", "line"),
     [
         (lambda place: place / "none", "there is no such directory"),
-        (lambda place: place, "is no run: it has no result.json"),
+        (lambda place: place, "is not a run: it has no result.json"),
         (lambda place: damaged(place, '{"step": 1'), "result.json is damaged: not JSON"),
-        (lambda place: damaged(place, "[1]"), "result.json is damaged: it holds no object"),
+        (lambda place: damaged(place, "[1]"), "result.json is damaged: not a JSON object"),
         (lambda place: damaged(place, "{}"), "predicted or measured is missing"),
         (lambda place: made_up_run(place / "r", 1.0, None), "no step was timed"),
         (lambda place: made_up_run(place / "r", 1.0, -1.0), "measured.step_seconds is damaged: -1.0"),
@@ -157,7 +157,7 @@ def test_a_run_that_has_not_ended_and_one_of_another_device_are_refused(tmp_path
     with pytest.raises(UserError, match=r"the run has not ended: it has no result\.json yet"):
         read_run(tmp_path / "a")
     path, run = cluster_file(tmp_path), made_up_run(tmp_path / "b", 1.0, 1.0, device="h100-sxm")
-    with pytest.raises(UserError, match=f"the run was predicted for h100-sxm, and .* is of {DEVICE}"):
+    with pytest.raises(UserError, match=f"the run was predicted for h100-sxm, but .* is for {DEVICE}"):
         cluster_file_with(path, [read_run(run)])
 
 

@@ -90,23 +90,23 @@ def test_a_device_of_ones_own(tmp_path: Path):
     ("wanted", "line"),
     [
         ("8xh100-sx", 'cluster "8xh100-sx": unknown device "h100-sx"; did you mean "h100-sxm"?'),
-        ("12xh100-sxm", "12 devices are not whole nodes of 8; right would be 8 or 16, or nodes of another size (2x6)"),
+        ("12xh100-sxm", "12 devices do not fill nodes of 8; choose 8 or 16, or nodes of another size (2x6)"),
         (
             "9217xtpu7x",
-            "9217 devices are not whole nodes of 9216; right would be 9216 or 18432, or nodes of another size (13x709)",
+            "9217 devices do not fill nodes of 9216; choose 9216 or 18432, or nodes of another size (13x709)",
         ),
-        ("13xh100-sxm", "13 devices are not whole nodes of 8; right would be 8 or 16"),
+        ("13xh100-sxm", "13 devices do not fill nodes of 8; choose 8 or 16"),
         ("0xh100-sxm", '"0" devices; it takes a whole number, at least 1'),
         ("2.5xh100-sxm", '"2.5" devices; it takes a whole number, at least 1'),
         ("-8xh100-sxm", '"-8" devices; it takes a whole number, at least 1'),
         (f"{'9' * 5000}xh100-sxm", '..." devices; it takes a whole number, at least 1 and at most 1,048,576'),
         ("9999x9999xh100-sxm", "devices 99980001 is too large: at most 1,048,576 (published clusters"),
         ("2x0xh100-sxm", '"0" devices; it takes a whole number, at least 1'),
-        ("h100-sxm", "how many of it? right would be 8xh100-sxm"),
+        ("h100-sxm", "such as 8xh100-sxm"),
         ("h100", 'unknown device "h100"; did you mean h100-nvl or h100-pcie or h100-96 or h100-sxm?'),
-        ("2x8", "does not say how many devices of which kind; right would be 64xh100-sxm, 2x8xa100-80"),
-        ("", "does not say how many devices of which kind"),
-        ("2xcpu", "no data sheet says how fast processors train; measure with `meshwright probe`, then say this"),
+        ("2x8", "is not a number and kind of devices; such as 64xh100-sxm, 2x8xa100-80"),
+        ("", "is not a number and kind of devices"),
+        ("2xcpu", "CPUs are not in the catalogue; run `meshwright probe` on the machine, then use the cluster this"),
         (8, "should be text such as 64xh100-sxm or a table, not 8"),
         ({"devices": 8}, "device is missing"),
         ({"device": "h100-sxm"}, "devices is missing"),
@@ -131,7 +131,7 @@ def test_a_device_of_ones_own(tmp_path: Path):
         ({"device": "h100-sxm", "devices": True}, "devices takes a whole number, at least 1, not True"),
         (
             {"device": "h100-sxm", "devices": 64, "devices_per_node": 6},
-            "right would be 60 or 66, or nodes of another size (16x4)",
+            "choose 60 or 66, or nodes of another size (16x4)",
         ),
         (
             {"device": "h100-sxm", "devices": 8, "inside_gb_per_second": 0},
@@ -145,11 +145,11 @@ def test_a_device_of_ones_own(tmp_path: Path):
         ({"device": {"peaks": {"bf17": 1}}, "devices": 8}, 'unknown precision "bf17"'),
         (
             {"device": {"like": "h200", "peaks": {"bf16": 989e12}}, "devices": 8},
-            "peaks.bf16 is in 10^12 operations a second; 9.89e+14 is no device's, 989 may be",
+            "peaks.bf16 is in 10^12 operations per second; 9.89e+14 is too large, did you mean 989?",
         ),
         (
             {"device": {"like": "h200", "memory_gb_per_second": 4.8e12}, "devices": 8},
-            "memory_gb_per_second is in 10^9 bytes a second; 4.8e+12 is no device's, 4800 may be",
+            "memory_gb_per_second is in 10^9 bytes per second; 4.8e+12 is too large, did you mean 4800?",
         ),
         ({"device": {"memory": 1}, "devices": 8}, 'device: unknown field "memory"; did you mean "memory_bytes"?'),
         ({"device": "tpu7x", "devices": 9216 * 2}, "across_gb_per_second is missing, and no published figure is known"),
@@ -170,7 +170,7 @@ def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"no such cluster file: .*our.toml; did you mean .*ours.toml"):
         cluster(str(tmp_path / "our.toml"))
     (tmp_path / "ours.toml").write_text('device = "h100-sxm"\ndevices = 12\n')
-    with pytest.raises(UserError, match=r"ours.toml: 12 devices are not whole nodes of 8"):
+    with pytest.raises(UserError, match=r"ours.toml: 12 devices do not fill nodes of 8"):
         cluster(str(tmp_path / "ours.toml"))
 
 

@@ -141,7 +141,7 @@ def told(model: str, layout: str, compile: bool = True) -> tuple[float, tuple[st
 
 
 def test_a_plan_says_where_compiled_blocks_are_priced_as_others() -> None:
-    warning = ("memory is that of blocks that are not compiled",)
+    warning = ("memory is that of uncompiled blocks",)
     eager, compiled = (told("llama-3-8b", "dp8 zero3 bf16", compile)[0] for compile in (False, True))
     assert compiled < 0.75 * eager
     assert told("llama-3-8b", "dp8 zero3 bf16")[1] == ()

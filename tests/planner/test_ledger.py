@@ -58,7 +58,7 @@ def test_rows_of_documents_that_are_not_known_take_no_more_than_was_said() -> No
 
 def test_a_plan_that_knows_no_documents_says_that_its_memory_is_the_most() -> None:
     one, several = (evaluate(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each) for each in (1.0, 2.0))
-    warning = "memory is the most that rows of several documents could take, wherever these begin"
+    warning = "memory is the maximum over all document boundaries within sequences"
     assert warning in several.warnings and warning not in one.warnings
     assert several.memory.peak_bytes > one.memory.peak_bytes
 

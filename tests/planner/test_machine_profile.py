@@ -125,6 +125,6 @@ def test_measurement_lock_gives_up_on_one_that_never_ends():
     with measurement_lock(lines.append), pytest.raises(UserError, match="still holds"):
         with measurement_lock(lines.append, seconds=0.2):
             pytest.fail("two at a time")
-    assert lines == ["another start measures this machine, waiting"]
+    assert lines == ["waiting for another start that measures this machine"]
     with measurement_lock(pytest.fail):
         pass

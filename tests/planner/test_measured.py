@@ -133,10 +133,10 @@ def test_what_was_measured_is_found_by_how_many_compute_at_once():
     [
         (("products", 0, "seconds"), [1.0], "27 shapes, 1 times"),
         (("products", 0, "seconds", 3), -1.0, "-1.0 is not a number above 0"),
-        (("products", 0, "form"), "backward", 'there is no form "backward"'),
+        (("products", 0, "form"), "backward", 'unknown form "backward"'),
         (("products", 0, "shapes", 1), [3, 4], "a shape is tokens, out, in"),
         (("passes", 1, "bytes", 0), math.inf, "inf is not a number above 0"),
-        (("passes", 1, "bytes", 0), 1e12, "sizes do not rise"),
+        (("passes", 1, "bytes", 0), 1e12, "sizes are not ascending"),
         (("collectives", 0, "ranks"), "2", "'2' is not a whole number above 0"),
         (("starts",), [1], "'list' object has no attribute 'items'"),
         (("backend",), 3, "3 is not text"),
@@ -150,4 +150,4 @@ def test_a_damaged_file_says_where(path: tuple[object, ...], value: object, reas
     inner[path[-1]] = value
     with pytest.raises(UserError) as caught:
         read(tables, "this.toml")
-    assert str(caught.value) == f"this.toml: what was measured is damaged ({reason}); run `meshwright probe` again"
+    assert str(caught.value) == f"this.toml: the measurements are damaged ({reason}); run `meshwright probe` again"

@@ -26,7 +26,7 @@ def test_what_needs_the_least_is_told_and_how_many_devices_are_enough():
     half = problem_of("llama-3-70b", f"{told.devices // 2}xa100-40", **WANTED)
     assert on_device(half, screen(half).bytes).min() > 0.9 * room
     text = f"{found_text(found)}\n{nearest_text(told)}"
-    assert f"Enough would be {told.devices} devices: {told.enough.layout}, " in text and "none of them fits" in text
+    assert f"{told.devices} devices would suffice: {told.enough.layout}, " in text and "none of them fits" in text
     assert told.document()["enough"]["devices"] == told.devices
 
 

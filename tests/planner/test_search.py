@@ -240,7 +240,7 @@ def test_what_does_not_fit_says_what_would():
             assert priced(problem, one.instead).fits, str(one.instead)
             assert one.instead_seconds is not None and one.instead_seconds >= 0.99 * found.best[0].time.seconds
             assert one.change
-            parts = f" {one.instead} norms that ranks of tp share "
+            parts = f" {one.instead} sequence-parallel norms "
             assert all(change == "mb1" or f" {change}" in parts for change in one.change.split(" and ")), one
     assert any(one.change and " and " in one.change for one in found.advice)  # where one change is not enough
 
@@ -302,7 +302,7 @@ def test_a_search_that_stops_before_its_end_says_what_it_leaves_open(monkeypatch
     better = [one for one in longer.best if one.layout not in shown and one.time.seconds < slowest]
     assert len(some.best) == 4 and better  # it stopped too soon indeed
     assert len(better) <= some.undecided < 100
-    assert f"{some.undecided:,} more layouts may be better than the last of these" in found_text(some)
+    assert f"{some.undecided:,} more layouts may be better than the last one listed" in found_text(some)
     assert f"{some.undecided:,} more layouts" in page(problem, "gpt3-175b", some.best, some)
     assert document(problem, some.best, some)["undecided"] == some.undecided
     monkeypatch.setattr(search_room, "MOST_PRICED", 0)

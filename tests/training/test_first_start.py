@@ -262,7 +262,7 @@ def test_start_waits_for_another_that_measures(asked: list[dict[str, Any]]):
         others = [threading.Thread(target=measure_first_start, args=(DP2, "cpu", 1, waiting.append)) for _ in range(2)]
         for other in others:
             other.start()
-        while waiting.count("another start measures this machine, waiting") < 2:
+        while waiting.count("waiting for another start that measures this machine") < 2:
             time.sleep(0.01)
         assert asked == []
     for other in others:

@@ -74,5 +74,5 @@ def nothing_fits(found: Found) -> str:
     none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
     return (
         f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.room / GIB:.1f} GiB each{reserved}; "
-        "take more devices, a smaller batch or shorter sequences"
+        "use more devices, a smaller batch or shorter sequences"
     )

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from meshwright.recipe import Recipe
 
 _EXAMPLES = {
-    "sequence": "tokens in a sequence, such as 4096",
-    "batch": "sequences a step over all devices, such as 512",
+    "sequence": "sequence length in tokens, such as 4096",
+    "batch": "global batch in sequences, such as 512",
 }
 
 

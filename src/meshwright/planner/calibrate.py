@@ -75,13 +75,13 @@ def read_run(run: str | Path) -> RunFigures:
     except FileNotFoundError:
         if (path / METRICS).exists():
             raise UserError(f"{where}: the run has not ended: it has no {RESULT} yet") from None
-        raise UserError(f"{where} is no run: it has no {RESULT}") from None
+        raise UserError(f"{where} is not a run: it has no {RESULT}") from None
     except OSError as error:
         raise UserError(f"{where}: {RESULT} cannot be read: {(error.strerror or str(error)).lower()}") from None
     except ValueError:
         raise UserError(f"{where}: {RESULT} is damaged: not JSON") from None
     if not isinstance(found, Mapping):
-        raise UserError(f"{where}: {RESULT} is damaged: it holds no object")
+        raise UserError(f"{where}: {RESULT} is damaged: not a JSON object")
     predicted, measured = found.get("predicted"), found.get("measured")
     if not isinstance(predicted, Mapping) or not isinstance(measured, Mapping):
         raise UserError(f"{where}: {RESULT} is damaged: predicted or measured is missing")
@@ -90,7 +90,7 @@ def read_run(run: str | Path) -> RunFigures:
             f"{where}: the run did not predict the time of its steps; run `meshwright probe`, then train again"
         )
     if measured.get("step_seconds") is None:
-        raise UserError(f"{where}: no step was timed: the first two of a run do not count; train for more")
+        raise UserError(f"{where}: no step was timed (the first two do not count); train for more steps")
     seconds = _positive(predicted["step_seconds"], f"{where}: {RESULT}: predicted.step_seconds")
     before = predicted.get("calibration")
     if before is not None:  # so that a factor is not found again on top of itself
@@ -109,7 +109,7 @@ def _positive(value: Any, where: str) -> float:
     """Return a value read from JSON as float; `UserError` that begins with `where` unless it is a finite number above
     0."""
     if not is_finite_number(value) or value <= 0:
-        raise UserError(f"{where} is damaged: {shorten_repr(value)} is no number above 0")
+        raise UserError(f"{where} is damaged: {shorten_repr(value)} is not a number above 0")
     return float(value)
 
 
@@ -147,7 +147,7 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
     for run in runs:
         if run.device != machine.device.name:
             raise UserError(
-                f"--calibrate {run.run}: the run was predicted for {run.device}, and {path} is of {machine.device.name}"
+                f"--calibrate {run.run}: the run was predicted for {run.device}, but {path} is for {machine.device.name}"
             )
     found = calibration_of(runs)
     text = read_file(path, "recipe_bytes").decode("utf-8-sig")

@@ -69,7 +69,7 @@ def read(table: Any, where: str) -> Calibration:
     """Parse the `calibration` table of a cluster file. where: the file, at the beginning of a `UserError`, which says
     what is wrong and how to write the table anew."""
     where = f"{where}: calibration"
-    again = "; take the table out, or have `meshwright plan --calibrate` write it anew"
+    again = "; remove the table, or rewrite it with `meshwright plan --calibrate`"
     if not isinstance(table, Mapping):
         raise UserError(f"{where} should be a table, not {table!r}{again}")
     for key in table:

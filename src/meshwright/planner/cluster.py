@@ -157,10 +157,10 @@ def _from_shorthand(text: str, where: str) -> Cluster:
     match = re.fullmatch(rf"\s*({_COUNT})\s*x\s*(?:({_COUNT})\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
     if match is None:
         known = find_device(text.lower())
-        hint = f"; how many of it? right would be 8x{known.name}" if known else f"; right would be {_EXAMPLES}"
+        hint = f"; such as 8x{known.name}" if known else f"; such as {_EXAMPLES}"
         if known is None and re.fullmatch(r"[a-z][a-z0-9-]*", text.lower()):
             hint = f"; {_unknown_device(text)}"
-        raise UserError(f"{where} does not say how many devices of which kind{hint}")
+        raise UserError(f"{where} is not a number and kind of devices{hint}")
     counts = [_whole(part, where) for part in match.groups()[:2] if part is not None]
     device = _catalogued(match[3], where)
     table: dict[str, Any] = {"device": device.name, "devices": math.prod(counts)}
@@ -185,7 +185,7 @@ def _catalogued(name: Any, where: str) -> Device:
         raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shorten_repr(name)}")
     if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
         raise UserError(
-            f"{where}: no data sheet says how fast processors train; measure with `meshwright probe`, then say this"
+            f"{where}: CPUs are not in the catalogue; run `meshwright probe` on the machine, then use the cluster this"
         )
     device = find_device(name.strip())
     if device is None:
@@ -210,7 +210,7 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
             raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
     for key in ("device", "devices"):
         if key not in table:
-            raise UserError(f"{where}: {key} is missing; it takes device and devices, such as h100-sxm and 64")
+            raise UserError(f"{where}: {key} is missing; device and devices are required, such as h100-sxm and 64")
     described = isinstance(table["device"], Mapping)
     device = _described(table["device"], where) if described else _catalogued(table["device"], where)
     devices = _count(table["devices"], "devices", where)
@@ -220,7 +220,7 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
         right = f"{few} or {many}" if few else f"{many}"
         other = _factors(devices, size)
         another = f", or nodes of another size ({other})" if other else ""
-        raise UserError(f"{where}: {devices} devices are not whole nodes of {size}; right would be {right}{another}")
+        raise UserError(f"{where}: {devices} devices do not fill nodes of {size}; choose {right}{another}")
     links = device.links
     inside = across = None
     if links is not None:
@@ -301,7 +301,7 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
             said[field] = _in_unit(_number(table[key], key, where), key, unit, where) * unit
     peaks = table.get("peaks", {})
     if not isinstance(peaks, Mapping):
-        raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations a second")
+        raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations per second")
     for precision, peak in peaks.items():
         if precision not in PRECISIONS:
             raise UserError(f"{where}: peaks: {unknown('precision', str(precision), PRECISIONS)}")
@@ -311,7 +311,7 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
         return replace(base, **said, sources={**base.sources, **dict.fromkeys(said, where)})
     for key in ("name", "memory_bytes", "memory_gb_per_second", "peaks"):
         if key not in table:
-            raise UserError(f"{where}: {key} is missing; it takes that, or like = a catalogue's name")
+            raise UserError(f"{where}: {key} is missing; give it, or like = a name from the catalogue")
     if not isinstance(table["name"], str):
         raise UserError(f"{where}: name should be text, not {shorten_repr(table['name'])}")
     empty = dict.fromkeys(PRECISIONS)
@@ -326,7 +326,7 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
     """
     if unit > 1 and value >= _FASTEST * 1e12 / unit:
         name = "10^12 operations" if unit == _TERA else "10^9 bytes"
-        raise UserError(f"{where}: {key} is in {name} a second; {value:g} is no device's, {value / unit:g} may be")
+        raise UserError(f"{where}: {key} is in {name} per second; {value:g} is too large, did you mean {value / unit:g}?")
     return value
 
 

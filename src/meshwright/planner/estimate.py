@@ -155,7 +155,7 @@ def problem_of(
     if isinstance(documents, bool) or not 1 <= documents <= sys.float_info.max:
         raise UserError(f"documents: takes a number, at least 1, not {shorten_repr(documents)}")
     if documents > sequence:
-        raise UserError(f"documents {documents:g}: a row of {sequence} tokens has at most as many")
+        raise UserError(f"documents {documents:g}: a sequence of {sequence} tokens has at most {sequence} documents")
     optimizer_kinds(optimizer)  # is it known?
     where = wanted if isinstance(wanted, Cluster) else cluster(wanted)
     recipe: Recipe | None = None
@@ -210,7 +210,7 @@ def priced(problem: Problem, layout: Layout, step: Step | None = None) -> Estima
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
-        raise UserError(f'layout "{layout}": offloading is not priced yet; leave offload:{layout.offload} out')
+        raise UserError(f'layout "{layout}": offloading is not priced yet; remove offload:{layout.offload}')
     time = (step or _step(problem, layout)).priced(problem.optimizer)
     memory = fullest(problem, layout)
     return Estimate(problem, layout, time, memory, tuple(_warnings(problem, layout, memory)))
@@ -261,17 +261,17 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
     if outside:
         found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
     if config.head == "masked":
-        found.append(f"{MASKED_SHARE:.0%} of the tokens are taken to be masked: the head sees these alone")
+        found.append(f"assumed that {MASKED_SHARE:.0%} of the tokens are masked: the head computes only these")
     if problem.assumed is not None:
         found.append(problem.assumed)
     if problem.sequence > config.max_positions:
         found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
     if problem.precision == "fp8":
-        found.append("memory is that of bf16: copies in fp8, and what is kept in it, are not priced")
+        found.append("memory is that of bf16: fp8 copies and fp8 saved activations are not priced")
     if problem.documents > 1 and problem.cluster.kind == "cpu" and engine.name == "meshwright":
-        found.append("memory is the most that rows of several documents could take, wherever these begin")
+        found.append("memory is the maximum over all document boundaries within sequences")
     if problem.compile and not memory.compiled:
-        found.append("memory is that of blocks that are not compiled")
+        found.append("memory is that of uncompiled blocks")
     return found
 
 

@@ -36,7 +36,7 @@ def answer(line: str) -> dict[str, Any]:
         except UserError as error:
             found = {"error": _one_line(str(error))}
         except Exception as error:
-            found = {"error": _one_line(f"a fault of the planner: {type(error).__name__}: {error}")}
+            found = {"error": _one_line(f"internal error of the planner: {type(error).__name__}: {error}")}
     for other in caught:
         if not issubclass(other.category, ModelWarning):
             warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
@@ -67,7 +67,7 @@ def _request(line: str) -> Mapping[str, Any]:
     needed = NEEDED[:2] if is_recipe(found.get("model")) else NEEDED  # a recipe holds the others
     for key in needed:
         if key not in found:
-            raise UserError(f"{key} is missing; a request has {', '.join(NEEDED)}")
+            raise UserError(f"{key} is missing; a request needs {', '.join(NEEDED)}")
     return found
 
 

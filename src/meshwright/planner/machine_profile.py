@@ -99,7 +99,7 @@ def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) 
             except BlockingIOError:
                 if deadline is None:
                     deadline = time.monotonic() + seconds
-                    log("another start measures this machine, waiting")
+                    log("waiting for another start that measures this machine")
                 elif time.monotonic() > deadline:
                     raise UserError(f"another start still holds {path} after {seconds:.0f} s") from None
                 time.sleep(0.1)

@@ -317,7 +317,7 @@ def read(table: Any, where: str) -> Measured:
         reason = f"{error.args[0]} is missing"
     except (TypeError, ValueError, AttributeError) as error:
         reason = str(error)
-    raise UserError(f"{where}: what was measured is damaged ({reason}); run `meshwright probe` again")
+    raise UserError(f"{where}: the measurements are damaged ({reason}); run `meshwright probe` again")
 
 
 def _products(each: Mapping[str, Any]) -> Products:
@@ -328,10 +328,10 @@ def _products(each: Mapping[str, Any]) -> Products:
     if len(shapes) != len(seconds) or not shapes:
         raise ValueError(f"{len(shapes)} shapes, {len(seconds)} times")
     if any(len(shape) != 3 for shape in shapes):
-        raise ValueError("a shape is tokens, out, in")
+        raise ValueError("a shape is (tokens, out, in)")
     form = _text(each["form"])
     if form not in FORMS:
-        raise ValueError(f'there is no form "{form}"')
+        raise ValueError(f'unknown form "{form}"')
     return Products(
         _text(each["precision"]),
         form,
@@ -357,7 +357,7 @@ def _curve(each: Mapping[str, Any]) -> Curve:
     if len(sizes) != len(seconds) or not sizes:
         raise ValueError(f"{len(sizes)} sizes, {len(seconds)} times")
     if list(sizes) != sorted(set(sizes)):
-        raise ValueError("sizes do not rise")
+        raise ValueError("sizes are not ascending")
     return Curve(sizes, seconds)
 
 

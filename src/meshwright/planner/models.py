@@ -50,7 +50,7 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
     if path.exists() or path.suffix == ".json" or "/" in text:
         return config_from_path(path)
     close = difflib.get_close_matches(text.lower(), list(PRESETS), 1)
-    hint = "" if close else "; it takes a preset, a Hugging Face directory, a config.json or a recipe"
+    hint = "" if close else "; expected a preset, a Hugging Face directory, a config.json or a recipe"
     raise UserError(unknown("model", text, PRESETS, LISTED) + hint)
 
 
@@ -108,7 +108,7 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
     elif data.tokenizer in TOKENIZERS:
         vocabulary = data.vocabulary
         if model.from_path is None:
-            assumed = f"vocabulary {vocabulary:,}: the most that the {data.tokenizer} tokenizer may learn of the data"
+            assumed = f"assumed vocabulary {vocabulary:,}, the maximum of the {data.tokenizer} tokenizer to be trained"
     elif model.from_path is not None:
         vocabulary = 1  # the model says its own; whether the tokenizer's files fit it is seen when data are prepared
     else:
@@ -123,9 +123,9 @@ def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]
         return tokens_of(tokenizer), None
     except UserError as error:
         if preset_name is None:
-            raise UserError(f"{error}; or say model.vocabulary") from None
+            raise UserError(f"{error}; or set model.vocabulary") from None
         own = preset(preset_name).vocabulary
-        return own, f"vocabulary {own:,}, that of {preset_name}: {error}"
+        return own, f"assumed vocabulary {own:,}, that of {preset_name}: {error}"
 
 
 def tokens_of(tokenizer: str) -> int:
@@ -146,7 +146,7 @@ def tokens_of(tokenizer: str) -> int:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
     except (ValueError, TypeError, KeyError, AttributeError):
-        reason = "it is no tokenizer.json"
+        reason = "not a tokenizer.json"
     raise UserError(
         f'data.tokenizer: "{tokenizer}" cannot be read ({reason}); known: {", ".join(TOKENIZERS)}, or a tokenizer.json'
     )

@@ -14,23 +14,23 @@ _PARTS = (
     (r"zero2", "zero2", "optimizer states and gradients sharded over dp and cp"),
     (r"zero3", "zero3", "optimizer states, gradients and parameters sharded over dp and cp"),
     (r"hs\d+", "hsN", "sharded inside groups of N ranks, replicated between them"),
-    (r"tp\d+", "tpN", "every matrix cut over N ranks (tensor parallelism)"),
-    (r"tp\d+:nosp", ":nosp", "norms computed on all tp ranks, without sequence parallelism"),
-    (r"cp\d+", "cpN", "every sequence cut over N ranks (context parallelism)"),
-    (r"cp\d+:ring", ":ring", "keys and values travel in a ring"),
+    (r"tp\d+", "tpN", "every matrix split over N ranks (tensor parallelism)"),
+    (r"tp\d+:nosp", ":nosp", "norms replicated on tp ranks, without sequence parallelism"),
+    (r"cp\d+", "cpN", "every sequence split over N ranks (context parallelism)"),
+    (r"cp\d+:ring", ":ring", "ring attention"),
     (r"cp\d+:ulysses", ":ulysses", "attention heads exchanged by all-to-all"),
-    (r"ep\d+", "epN", "experts spread over N ranks (expert parallelism)"),
-    (r"ep\d+:etp\d+", ":etpN", "every expert cut over N ranks"),
-    (r"pp\d+", "ppN", "layers cut into N pipeline stages"),
-    (r"pp\d+:.+", ":SCHEDULE:V", "pipeline schedule, with V stages on a rank"),
-    (r"mb\d+", "mbN", "N micro-batches a step on each replica"),
+    (r"ep\d+", "epN", "experts distributed over N ranks (expert parallelism)"),
+    (r"ep\d+:etp\d+", ":etpN", "every expert split over N ranks"),
+    (r"pp\d+", "ppN", "layers split into N pipeline ranks"),
+    (r"pp\d+:.+", ":SCHEDULE:V", "pipeline schedule, with V stages per rank"),
+    (r"mb\d+", "mbN", "N micro-batches per step and replica"),
     (
         r"ac:selective",
         "ac:selective",
-        "all activations but the results of matrix products and of sums over ranks recomputed in backward",
+        "all activations except the results of matrix products and collectives recomputed in backward",
     ),
-    (r"ac:full", "ac:full", "every block's activations recomputed in backward"),
-    (r"(bf16|fp16|fp8|fp32|tf32)", "bf16 ...", "number format of matrix products"),
+    (r"ac:full", "ac:full", "all activations of blocks recomputed in backward"),
+    (r"(bf16|fp16|fp8|fp32|tf32)", "bf16 ...", "precision of matrix products"),
 )
 
 
@@ -54,5 +54,5 @@ def recipe_block(one: Estimate) -> str:
 def selection_note(best: Iterable[Estimate]) -> str:
     """Return a note on tables of layouts: the kinds that they list, and the meaning of the mark "tight"."""
     tight = any(one.tight for one in best)
-    mark = " Tight: less than 5% of the memory that it may take stays free." if tight else ""
-    return f"The fastest layout of each kind: others of its kind differ in the sizes of the axes.{mark}"
+    mark = " Tight: less than 5% of the memory limit stays free." if tight else ""
+    return f"The fastest layout of each kind; others of the same kind differ in the sizes of the axes.{mark}"

@@ -69,25 +69,25 @@ def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
         yield _best(found)
         yield paragraph(selection_note(found.best), muted=True)
         yield paragraph(
-            "Low and high: bounds of the step's seconds, between which measured runs are expected.", muted=True
+            "Low and high: bounds within which measured step times are expected.", muted=True
         )
     else:
-        yield element("h2", f"None of {found.searched:,} layouts fits")
+        yield element("h2", f"None of {found.searched:,} layouts fits in memory")
         if least is not None:
-            yield paragraph(f"The one that needs the least memory follows. {nearest_line(least)}")
+            yield paragraph(f"The layout that needs the least memory follows. {nearest_line(least)}")
     if found.undecided:
         yield paragraph(undecided_text(found))
     if found.advice and found.best:
-        yield element("h2", "Faster, but too large")
+        yield element("h2", "Faster layouts that do not fit")
         larger = [
             (
                 str(one.layout), around(found.problem, one.seconds), Unit.of(one.bytes).say(one.bytes),
-                "no three changes" if one.change is None or one.instead_seconds is None
+                "no combination of three changes" if one.change is None or one.instead_seconds is None
                 else f"{one.change}: {around(found.problem, one.instead_seconds)}",
             )
             for one in found.advice
         ]  # fmt: skip
-        yield table(("layout", "a step", "memory", "would fit with"), larger)
+        yield table(("layout", "step", "memory", "fits with"), larger)
     yield element("h2", "Memory against time")
     yield cloud(found, found.best or ([least.least] if least else []))
 
@@ -111,20 +111,20 @@ def _layout(one: Estimate) -> Iterator[Markup]:
     time, problem, room = one.time, one.problem, one.problem.room
     yield element("h2", str(one.layout))
     yield paragraph(
-        f"{time.seconds:.4g} s a step ({time.low:.4g} to {time.high:.4g}), "
-        f"{one.tokens_per_second_per_device:,.0f} tokens/s a device, MFU {one.mfu:.1%}"
+        f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
+        f"{one.tokens_per_second_per_device:,.0f} tokens/s per device, MFU {one.mfu:.1%}"
     )
     for line in one.warnings:
         yield paragraph(f"warning: {line}")
     if one.fits and not problem.only_planned:
         yield paragraph("Set these keys in your recipe:", muted=True)
         yield element("pre", recipe_block(one))
-    yield element("h2", "Time by part")
+    yield element("h2", "Time by component")
     yield time_bar({part: time.breakdown[part] for part in PARTS if time.breakdown[part] > LEAST_PART * time.seconds})
     if one.layout.world_size > 1:
         yield paragraph(
             f"Communication: {communication_text(one)}. Exposed: devices wait for it (tensor, context, expert, data, "
-            "pipeline above); the rest runs beside computation.",
+            "pipeline above); the rest overlaps with computation.",
             muted=True,
         )
     yield element("h2", "Memory of each stage")
@@ -135,7 +135,7 @@ def _layout(one: Estimate) -> Iterator[Markup]:
     )
     if one.layout.pp > len(ranks):
         yield paragraph(
-            "Of ranks of pp with the same layers the first and the last are shown: the others are between them.",
+            "Of pipeline ranks with equal layers, the first and the last are shown; the others lie between them.",
             muted=True,
         )
     yield from _categories(ranks)
@@ -155,9 +155,9 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
     unit = Unit.of(max(map(_device, shown)))
     named = [part for part in shown[0].by_category() if any(rank.by_category()[part] for rank in shown)]
     rows = [(part, *(unit.number(rank.by_category()[part]) for rank in shown)) for part in named]
-    rows.append(("together", *(unit.number(rank.device_bytes) for rank in shown)))
+    rows.append(("total", *(unit.number(rank.device_bytes) for rank in shown)))
     yield table((f"{unit.name} of rank", *(f"pp {rank.pp_rank}" for rank in shown)), rows)
-    yield paragraph("Fullest at: " + "; ".join(f"pp {rank.pp_rank} {rank.moment}" for rank in shown), muted=True)
+    yield paragraph("Peak at: " + "; ".join(f"pp {rank.pp_rank} {rank.moment}" for rank in shown), muted=True)
 
 
 def _device(rank: RankMemory) -> int:
@@ -167,7 +167,7 @@ def _device(rank: RankMemory) -> int:
 
 def _bill(memory: RankMemory) -> Iterator[Markup]:
     """Yield the section with the table of a rank's tensors at its memory peak."""
-    yield element("h2", f"What fills rank {memory.pp_rank} of pp at {memory.moment}")
+    yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.moment})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = by_layers(memory.items)
     rows = [
@@ -179,8 +179,8 @@ def _bill(memory: RankMemory) -> Iterator[Markup]:
         if abs(item.bytes) >= smallest
     ]  # fmt: skip
     rest = sum(item.bytes for item in items if abs(item.bytes) < smallest)
-    rows.append((f"{len(items) - len(rows)} smaller ones", "", "", "", unit.number(rest), "", ""))
-    yield table(("tensor", "category", "shape", "type", unit.name, "stage", "there"), rows)
+    rows.append((f"{len(items) - len(rows)} smaller tensors", "", "", "", unit.number(rest), "", ""))
+    yield table(("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime"), rows)
 
 
 def _pipeline(one: Estimate) -> Iterator[Markup]:
@@ -200,7 +200,7 @@ def _pipeline(one: Estimate) -> Iterator[Markup]:
     )
     many = f", with {short.micro_batches} of its {layout.micro_batches} micro-batches" if short != layout else ""
     timeline = build_pipeline_timeline(program, simulate_pipeline(program, durations))
-    yield paragraph(f"Seconds from the first forward on{many}.", muted=True)
+    yield paragraph(f"Seconds since the first forward{many}.", muted=True)
     yield draw_overview(timeline)
     if len(timeline.spans) <= MOST_STEPS:
         drawn = element("div", draw_svg(timeline, alone=False), class_="wide")

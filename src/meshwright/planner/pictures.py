@@ -44,7 +44,7 @@ def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
     seconds, sizes = ([*(point[at] for point in points), *(one[at] for one in best)] for at in (0, 1))
     unit = Unit.of(max(min(*sizes, room), room / 100))
     across = log_axis(
-        seconds, "seconds a step; a sample of all layouts, those in the tables in colour", lambda at: f"{at:.4g} s"
+        seconds, "seconds per step; a sample of all layouts, with those of the tables in colour", lambda at: f"{at:.4g} s"
     )
     up = log_axis(
         [*sizes, room], "memory against time",
@@ -57,7 +57,7 @@ def time_bar(parts: dict[str, float]) -> Markup:
     """Return one stacked bar with a legend. parts: seconds by part, such as "compute"."""
     whole = sum(parts.values())
     words = [f"{part} {size:.3g} s ({share_text(size / whole)})" for part, size in parts.items()]
-    drawn = draw_stacked_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by part")
+    drawn = draw_stacked_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by component")
     return join([drawn, key(zip(words, map(COLOURS.__getitem__, parts), strict=True))])
 
 

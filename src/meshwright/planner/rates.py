@@ -84,7 +84,7 @@ class Rates:
         wide = "bf16" if precision == "fp8" else precision
         peak, wide_peak = (products["sustained"] * cluster.peak(each) for each in (precision, wide))
         if not device.memory_bandwidth:
-            raise UserError(f"{device.name}: the bandwidth of its memory is not known")
+            raise UserError(f"{device.name}: its memory bandwidth is unknown")
         own = MeasuredRates.of(cluster.measured, precision, fusion == "eager")
         return cls(
             peak,

@@ -112,8 +112,8 @@ def _nothing(problem: Problem) -> str:
     """Return the error line for a problem that no layout can divide."""
     devices = problem.cluster.devices
     return (
-        f"no layout of {devices} devices can share batch {problem.batch} of sequence {problem.sequence}: each of dp "
-        "replicas needs a sequence; take a larger batch or fewer devices"
+        f"no layout of {devices} devices can split batch {problem.batch} of sequence {problem.sequence}: each of dp "
+        "replicas needs a sequence; use a larger batch or fewer devices"
     )
 
 
@@ -365,7 +365,7 @@ _CHANGES: dict[str, Callable[[Layout], str]] = {
     "cp": lambda one: f"cp{one.cp}",
     "pp": lambda one: f"pp{one.pp}",
     "experts": lambda one: f"ep{one.ep}:etp{one.etp}",
-    "sequence": lambda one: "norms that ranks of tp share" if one.tensor_sequence_parallel else "tp:nosp",
+    "sequence": lambda one: "sequence-parallel norms" if one.tensor_sequence_parallel else "tp:nosp",
 }
 
 

@@ -51,14 +51,14 @@ def found_text(found: Found, width: int = WIDE) -> str:
     """Format the result of a search as text, lines at most `width` characters long where possible."""
     lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
     if not found.best:
-        lines.append("none of them fits")
+        lines.append("none of them fits in memory")
     else:
         lines += _best(found, width)
         lines += wrapped(f"  {selection_note(found.best)}", width, "  ")
     if found.undecided:
         lines += wrapped(f"  {undecided_text(found)}", width, "  ")
     if found.advice and found.best:
-        lines.append("faster, but too large:")
+        lines.append("faster layouts that do not fit:")
         lines += [part for one in found.advice for part in wrapped(f"  {advice_text(found, one)}", width, "    ")]
     return "\n".join(lines)
 
@@ -94,8 +94,8 @@ def advice_text(found: Found, one: Advice) -> str:
         f"{one.layout}: {around(problem, one.seconds)}, but {Unit.of(one.bytes - room).say(one.bytes - room)} too much"
     )
     if one.instead is None or one.instead_seconds is None:
-        return f"{wants}; no three changes make it fit"
-    return f"{wants}; with {one.change} it fits: {around(problem, one.instead_seconds)}"
+        return f"{wants}; no combination of three changes makes it fit"
+    return f"{wants}; it fits with {one.change}: {around(problem, one.instead_seconds)}"
 
 
 def around(problem: Problem, seconds: float) -> str:
@@ -106,7 +106,7 @@ def around(problem: Problem, seconds: float) -> str:
 
 def nearest_text(found: Nearest, width: int = WIDE) -> str:
     """Format the closest layouts where none fits, lines at most `width` characters long where possible."""
-    lines = ["what needs the least memory, which is still too much:", estimate_text(found.least, width)]
+    lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(found.least, width)]
     return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
 
 
@@ -114,17 +114,17 @@ def nearest_line(found: Nearest) -> str:
     """Format the sentence on how many devices would be enough."""
     enough = found.enough
     if enough is None:
-        return "How many devices would be enough is not known."
+        return "The number of devices that would suffice is unknown."
     memory = enough.memory.device_bytes
     return (
-        f"Enough would be {found.devices:,} devices: {enough.layout}, "
-        f"{around(enough.problem, enough.time.seconds)}, {Unit.of(memory).say(memory)} of each."
+        f"{found.devices:,} devices would suffice: {enough.layout}, "
+        f"{around(enough.problem, enough.time.seconds)}, {Unit.of(memory).say(memory)} per device."
     )
 
 
 def undecided_text(found: Found) -> str:
     """Format a note on the layouts that a stopped search left undecided."""
-    what = "better than the last of these" if found.best else "small enough"
+    what = "better than the last one listed" if found.best else "small enough"
     return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
 
 
@@ -161,9 +161,9 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
         if seconds > LEAST_PART * time.seconds
     )
     lines = wrapped(
-        f"{one.layout}: {time.seconds:.4g} s a step ({time.low:.4g} to {time.high:.4g}), "
-        f"{one.tokens_per_second_per_device:,.0f} tokens/s a device, "
-        f"{_flops(one.model_flops_per_device)} a device, MFU {one.mfu:.1%}",
+        f"{one.layout}: {time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
+        f"{one.tokens_per_second_per_device:,.0f} tokens/s per device, "
+        f"{_flops(one.model_flops_per_device)} per device, MFU {one.mfu:.1%}",
         width,
         "  ",
     )
@@ -171,10 +171,10 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
     lines += wrapped(f"  communication: {communication_text(one)}", width, "    ") if one.layout.world_size > 1 else []
     over = memory.device_bytes - room
     verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
-    where = f" on rank {memory.pp_rank} of pp" if one.layout.pp > 1 else ""
+    where = f" on pipeline rank {memory.pp_rank}" if one.layout.pp > 1 else ""
     lines += wrapped(
         f"  memory: {unit.say(memory.device_bytes)} of {Unit.of(room).say(room)}, {verdict}; "
-        f"fullest{where} at {memory.moment}",
+        f"peak{where} at {memory.moment}",
         width,
         "    ",
     )
@@ -189,14 +189,14 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
 def communication_text(one: Estimate) -> str:
     """Format the exposed and the total seconds of communication of an estimate's step."""
     exposed, total = one.exposed_seconds, one.communication_seconds
-    return f"{exposed:.3g} s exposed ({share_text(exposed / one.time.seconds)} of the step), {total:.3g} s in all"
+    return f"{exposed:.3g} s exposed ({share_text(exposed / one.time.seconds)} of the step), {total:.3g} s in total"
 
 
 def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
     """Format the recipe keys of the first of the best estimates, unless nothing can train it, and the legend of the
     notation of all."""
     keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
-    block = ["set these keys in your recipe:", *(f"  {line}" for line in keys)] if keys else []
+    block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
     return "\n".join([*block, *wrapped(f"notation: {legend}", width, "  ")])
 
@@ -223,7 +223,7 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     """Format every tensor of a rank at its memory peak as a table at most `width` characters wide if possible; equal
     layers share a line."""
     unit = Unit.of(memory.peak_bytes)
-    head = ("tensor", "category", "shape", "type", unit.name, "stage", "there")
+    head = ("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")
     rows = [
         (
             item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
@@ -231,13 +231,13 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
         )
         for item in by_layers(memory.items)
     ]  # fmt: skip
-    title = f"rank {memory.pp_rank} of pp at {memory.moment}: {unit.say(memory.peak_bytes)} of tensors"
-    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "there", "type", "shape"))])
+    title = f"pipeline rank {memory.pp_rank} at {memory.moment}: {unit.say(memory.peak_bytes)} of tensors"
+    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
 def there(item: Item) -> str:
     """Format the lifetime of a tensor at the memory peak, such as `forward to backward`."""
-    return "for that moment" if item.first == item.last else f"{item.first} to {item.last}"
+    return "temporary" if item.first == item.last else f"{item.first} to {item.last}"
 
 
 def shape_text(shape: Sequence[float]) -> str:
@@ -248,7 +248,7 @@ def shape_text(shape: Sequence[float]) -> str:
 def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
     """Format the predicted and measured figures of runs, and the calibration (`found`) written to the cluster file
     `path`."""
-    head = ("run", "layout", "predicted s", "measured s", "ratio", "memory not explained")
+    head = ("run", "layout", "predicted s", "measured s", "ratio", "unexplained memory")
     rows = [
         (
             each.run, each.layout, f"{each.predicted_seconds:.4g}", f"{each.measured_seconds:.4g}", f"{each.ratio:.3f}",
@@ -257,7 +257,7 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
         for each in runs
     ]  # fmt: skip
     share = found.unexplained_share
-    memory = "" if share is None else f", {share:+.1%} of memory beyond what is itemised"
+    memory = "" if share is None else f", {share:+.1%} of memory unexplained"
     return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
 
 
@@ -275,11 +275,11 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[Row], width: int =
     ]  # fmt: skip
     rest = sum(row.share for row in rows[most:])
     more = [f"{len(rows) - most} more operations take {rest:.1%}"] if len(rows) > most else []
-    where = f" on rank {pp_rank} of pp" if layout.pp > 1 else ""
+    where = f" on pipeline rank {pp_rank}" if layout.pp > 1 else ""
     total = sum(row.seconds for row in rows)
     title = (
         f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
-        f"micro-batch{'es' * (layout.micro_batches > 1)} a step"
+        f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
     )
     lines = narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
     return "\n".join([*wrapped(title, width, "  "), *lines, *more])
