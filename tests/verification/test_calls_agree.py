@@ -1,5 +1,4 @@
-"""Ranks that are well make the same calls in every group, whatever the layout: nobody would be blamed, or wait in a
-circle."""
+"""Correct ranks make matching calls in every group under every layout: no hang diagnosis, no circular wait."""
 
 from __future__ import annotations
 
