@@ -1,5 +1,4 @@
-"""What compiled blocks keep is what torch's partitioner keeps of them, and the peak of a compiled step is the
-allocator's."""
+"""Compiled blocks: saved activations match torch's partitioner, and the peak of a step matches the allocator."""
 
 from __future__ import annotations
 

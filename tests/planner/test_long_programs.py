@@ -1,5 +1,4 @@
-"""Long programs: a pipeline that is full does the same again and again, so a few rounds show every moment of its
-memory, to the byte and to the tensor."""
+"""Long programs: a full pipeline repeats, so a few rounds contain every memory snapshot, to the byte and tensor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A short measurement of this machine is kept for its processor, torch, ranks and threads alone, and a damaged one is
-none."""
+"""Hardware profiles of first starts: one for each CPU, torch version, ranks and threads; damaged ones are ignored."""
 
 from __future__ import annotations
 

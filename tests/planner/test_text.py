@@ -60,7 +60,7 @@ def test_ledger_lists_every_tensor_with_stage_and_lifetime():
             assert item["stage"] == (0 if layer == "layers.0" else 16)
             assert (item["category"], item["first"], item["last"]) == ("activations", "forward", "backward")
             counts[layer] += item["bytes"] // each
-    # Narayanan et al. 2021: the first rank has 2 (pp - 1) + (chunks - 1) pp + 1 forwards in flight, pp of the second chunk.
+    # Narayanan et al. 2021: the first rank has 2 (pp - 1) + (chunks - 1) pp + 1 forwards in flight, pp of chunk 2.
     assert counts == {"layers.0": 31, "layers.63": 16}
 
 

@@ -149,8 +149,8 @@ EXPERT_CASES = [(name, layout) for layout in EXPERT_LAYOUTS for name in ("mixtra
     "cases", [EXPERT_CASES[::3], pytest.param(EXPERT_CASES, marks=pytest.mark.exhaustive)], ids=["some", "all"]
 )
 def test_bytes_sent_under_expert_parallelism_match_prediction(cases, four, tmp_path):
-    """What routers choose differs; what goes to an expert comes back, and over all ranks it is about what even choices
-    would be."""
+    """Routing differs between ranks; dispatch equals combine, and the sum over ranks is about that of balanced
+    routing."""
     for name, layout in cases:
         total = {site: [0, 0] for site in ROUTED}
         text = recipe_text(tmp_path, layout, MODELS[name])
