@@ -36,7 +36,7 @@ from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.trainer import Trainer
 
 SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "intermediate": 1536, "vocabulary": 2000, "classes": 10}
-SEQUENCE, BATCH, SAMPLES = 64, 16, 512  # tokens in a row; rows a step over both ranks; rows there are
+SEQUENCE, BATCH, SAMPLES = 64, 16, 512  # tokens per sequence; global batch in sequences; sequences in all
 WARM = 3
 RACES = {"ddp": ("dp2", "DistributedDataParallel"), "zero3": ("dp2 zero3", "fully_shard")}
 
@@ -161,7 +161,7 @@ def main() -> None:
             "ours_steps_per_second": round(1 / statistics.median(seconds["ours"]), 3),
             "theirs_steps_per_second": round(1 / statistics.median(seconds["theirs"]), 3),
             "speed_ratio": paired_ratio(seconds["ours"], seconds["theirs"]),
-            "mean_losses": first["losses"],  # of samples in different orders
+            "mean_losses": first["losses"],  # the sample orders differ
         }
         print(name, results[name], file=sys.stderr)
     if arguments.only:

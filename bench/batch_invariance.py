@@ -66,7 +66,7 @@ def measure_case(engine: Engine, kernels: Any, case: str, arguments: Any) -> dic
     sequences, tokens = CASES[case]
     runner, scheduler = engine.runner, engine.scheduler
     assert isinstance(runner, NativeRunner)
-    random = np.random.default_rng(list(CASES).index(case))  # no prompt begins as one of another case
+    random = np.random.default_rng(list(CASES).index(case))  # no prompt shares a prefix with one of another case
     vocabulary, sampling = runner.config.vocabulary, Sampling(max_tokens=4 * arguments.turns + 64)
     linears = [each for each in runner._ops._held if isinstance(each, Linear)]
     weights = [unpack(each) for each in linears]

@@ -55,7 +55,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 NARROW = {
     "softmax of attention": tiled_attention,
     "loss": loss,
-    "norms": layers,  # and the sums of the embedding's gradient
+    "norms": layers,  # and the accumulation of the embedding gradient
     "rotary tables": rope,
     "router": experts,
 }

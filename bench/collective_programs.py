@@ -30,7 +30,7 @@ from meshwright.program.check_collective import check_collective
 
 SIZES = {"64 KiB": 2**16, "256 KiB": 2**18, "1 MiB": 2**20, "4 MiB": 2**22, "16 MiB": 2**24, "64 MiB": 2**26}
 ALGORITHMS = ("all-pairs", "ring", "rabenseifner", "butterfly", "double-binary-tree", "hierarchical")
-LARGE = 2**20  # bytes from which on the best program should reach 0.9 of gloo's speed
+LARGE = 2**20  # from this size on, the best program should reach 0.9 of gloo's speed
 
 
 def measure(algorithms: tuple[str, ...], size: int, repeats: int) -> dict[str, list[float]]:

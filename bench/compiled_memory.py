@@ -144,7 +144,7 @@ def line_of(name: str, step: Any, rank: int, found: Any) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose model and layout have this in their names")
+    parser.add_argument("--only", default="", help="run only cases whose model and layout contain this text")
     only = parser.parse_args().only
     lines: list[dict[str, Any]] = []
     one, two = [*ONE, *MIXTURES], [*TWO, *SPREAD, *SPLIT]
@@ -158,7 +158,7 @@ def main() -> int:
                 work = measure if isinstance(step, Step) else encoder_cases.measure
                 for rank, found in enumerate(ranks.run(work, step)):
                     lines.append(line_of(case[0], step, rank, found))
-                if not only:  # what was measured stays if the rest is not waited for
+                if not only:  # results are kept if the rest is interrupted
                     write_result("compiled_memory", summary(lines))
     return 0 if summary(lines)["largest_error"] <= LIMIT else 1
 

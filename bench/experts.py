@@ -111,7 +111,7 @@ def race(family: str, tokens: int, turns: int) -> dict[str, Any]:
         for name in (*steps,) if turn % 2 else (*reversed(steps),):
             begun = time.perf_counter()
             steps[name]()
-            if turn >= 3:  # the first ones warm up
+            if turn >= 3:  # the first ones are warm-up
                 seconds[name].append(time.perf_counter() - begun)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     fastest = min(IMPLEMENTATIONS, key=medians.__getitem__)

@@ -148,7 +148,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Ranks find `measure` in a module, not in the script that is being run.
+    # Ranks import `measure` from a module, not from the running script.
     from pipeline_idle import main as run
 
     run()

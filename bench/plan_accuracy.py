@@ -190,5 +190,5 @@ if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if argument != "-v"]
     where = Path(arguments[0]) if arguments else Path(__file__).parents[2] / "shared/data/measured/training_runs.csv"
     if not where.is_file():
-        sys.exit(f"no table of runs at {where}: name one")
+        sys.exit(f"no table of runs at {where}")
     write_result("plan_accuracy", measure(where, verbose="-v" in sys.argv))

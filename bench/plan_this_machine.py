@@ -125,11 +125,15 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", type=Path, help="a file that probe wrote, in place of measuring now")
-    parser.add_argument("--steps", type=int, default=8, help="of a layout in a turn, after the warm ones")
+    parser.add_argument("--cluster", type=Path, help="cluster file of `meshwright probe` (default: measure now)")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a layout per round, after warm-up")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="layouts whose notation has this in it; writes nothing")
-    parser.add_argument("--explain", action="store_true", help="what the prediction is made of; writes nothing")
+    parser.add_argument(
+        "--only", default="", help="run only layouts whose notation contains this text; write no results"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="print the components of the prediction; write no results"
+    )
     options = parser.parse_args()
     begun = time.monotonic()
     where = (
@@ -140,7 +144,7 @@ def main() -> int:
     recipe, _, _ = demo()
     threads = max(1, (os.cpu_count() or 1) // RANKS)
     level = where.measured.yardstick if where.measured is not None else None
-    assert level is not None, "a cluster file of a processor that an older probe measured"
+    assert level is not None, "the cluster file was measured by an older probe"
     layouts = [text for text in (str(recipe.layout), *LAYOUTS) if options.only in text]
     seconds: dict[str, list[float]] = {text: [] for text in layouts}
     usual: dict[str, list[float]] = {text: [] for text in layouts}
@@ -149,7 +153,7 @@ def main() -> int:
         for _ in range(options.rounds):
             for text in layouts:
                 by_rank = ranks.run("plan_this_machine:measure", text, options.steps, threads)
-                # Ranks leave a step together: its time is that of the one that waited longest.
+                # Ranks end a step together, so its time is that of the slowest rank.
                 slowest = [max(each) for each in zip(*(one["seconds"] for one in by_rank), strict=True)]
                 beside = [statistics.mean(each) for each in zip(*(one["yardstick"] for one in by_rank), strict=True)]
                 seconds[text] += slowest

@@ -139,7 +139,7 @@ def main() -> None:
     arguments.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="NAME")
     arguments.add_argument("--steps", type=int, default=8)
     arguments.add_argument(
-        "--keep", type=Path, help="directory of the runs, which goes on with those it has; a temporary one"
+        "--keep", type=Path, help="directory of the runs, in which finished ones are reused (default: a temporary one)"
     )
     said = arguments.parse_args()
     rows = []

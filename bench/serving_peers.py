@@ -247,7 +247,7 @@ class Worker(Contender):
         raise self.failed(f"ended with {self.process.wait()}, or killed after {seconds} s")
 
 
-# --- how each is started: model, dtype ("bf16", "fp32") and a directory for logs and converted models
+# --- commands to start each peer: model, dtype ("bf16", "fp32"), directory of logs and converted models
 
 
 def start_meshwright(model: str, dtype: str, work: Path, *arguments: str) -> Server:

@@ -100,7 +100,7 @@ def main() -> None:
         for repeat in range(options.repeats + 1):
             for way, run in ways.items():
                 took = seconds(run)
-                if repeat:  # the first turn fills caches
+                if repeat:  # the first round is warm-up
                     times[way].append(took)
         results[name] = {
             "megabytes_per_second": {
