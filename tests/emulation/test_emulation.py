@@ -309,6 +309,7 @@ def test_rank_that_computes_after_an_interrupt_does_not_change_process_state(mon
     go_on = threading.Event()
 
     def compute() -> None:
+        time.sleep(0.2)  # until the main thread waits: a signal just before its lock call would not wake it
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         go_on.wait()
 
