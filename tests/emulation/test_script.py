@@ -74,9 +74,7 @@ def test_json_document_has_calls_and_holdings(script: Path, command_line: Callab
     assert "[rank 1] sum" in outcome.errors
 
 
-def test_modules_in_script_directory_are_imported_once_per_rank(
-    tmp_path: Path, command_line: Callable[..., Outcome]
-):
+def test_modules_in_script_directory_are_imported_once_per_rank(tmp_path: Path, command_line: Callable[..., Outcome]):
     (tmp_path / "script_state.py").write_text("rank = None\n")
     path = tmp_path / "stateful.py"
     path.write_text(

@@ -102,7 +102,9 @@ def test_rank_is_named_with_first_call_it_skipped(count, at, skipped, silent, da
     ranks = in_step(count, steps + at, group)
     sequence = [STEP[n % len(STEP)] for n in range(steps + at, steps + at + 3 * len(STEP))]
     theirs = sequence[skipped:]
-    first = next(n for n, (a, b) in enumerate(zip(sequence, theirs, strict=False)) if a != b)  # first visible difference
+    first = next(
+        n for n, (a, b) in enumerate(zip(sequence, theirs, strict=False)) if a != b
+    )  # first visible difference
     for rank in ranks:
         mine = theirs if rank.rank == odd else sequence
         for n in range(first + 2 * silent + 1):

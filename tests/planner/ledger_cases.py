@@ -66,7 +66,9 @@ class Measured(NamedTuple):
 def measure(step: Step) -> Measured:
     """Measure steps of a run after the first two, which allocate persistent memory."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    place = Path(tempfile.gettempdir()) / f"meshwright-inductor-{rank}"  # no rank writes to the directory while another loads
+    place = (
+        Path(tempfile.gettempdir()) / f"meshwright-inductor-{rank}"
+    )  # no rank writes to the directory while another loads
     with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(place)}):
         return _measure(step)
 

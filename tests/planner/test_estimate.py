@@ -93,7 +93,9 @@ def test_stages_have_their_own_ledgers():
     first, last = (memory_of(one.problem, one.layout, rank) for rank in (0, 3))
     assert any(item.name.startswith("embedding") for item in first.items)
     assert any(item.name.startswith("head") for item in last.items)
-    assert first.by_category()["activations"] > 2 * last.by_category()["activations"]  # 4 micro-batches in flight, and 1
+    assert (
+        first.by_category()["activations"] > 2 * last.by_category()["activations"]
+    )  # 4 micro-batches in flight, and 1
 
 
 def test_mfu_counts_attention_within_documents():

@@ -128,7 +128,9 @@ def test_reference_layouts_cover_every_possible_axis():
         "dp2 tp4 fp32",
         "dp2 cp4 fp32",
     ]
-    assert [str(each) for each in reference_layouts("cpu", 3, 1, ("fp32",))] == ["dp3 fp32"]  # no layout is divisible by 3
+    assert [str(each) for each in reference_layouts("cpu", 3, 1, ("fp32",))] == [
+        "dp3 fp32"
+    ]  # no layout is divisible by 3
     assert [str(each) for each in reference_layouts("cpu", 1, 1, ("fp32",))] == ["fp32"]
 
 

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
 
 import pytest
 
-from meshwright.comm.local import LocalRanks
-from meshwright.flight_recorder.rank_report import Snapshot
 from meshwright.verification import cases, mutations, run
 from meshwright.verification.local_faults import LOCAL_FAULTS
+from tests.verification.kept_ranks import KeptRanks
 from tests.verification.local_fault_names import NEEDS_RANKS
 
 
-class KeptRanks:
-    """Replacement of `LocalRanks` whose processes stay open for the next test."""
-
-    started: dict[int, LocalRanks] = {}
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self._ranks = self.started.setdefault(world_size, LocalRanks(world_size))
-
-    def run(self, *arguments: Any, **options: Any) -> list[Any]:
-        return self._ranks.run(*arguments, **options)
-
-    def calls(self) -> Snapshot:
-        return self._ranks.calls()
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture(scope="session", autouse=True)
-def kept_ranks() -> Iterator[None]:
+def kept_ranks_and_references() -> Iterator[None]:
+    """Share rank processes and single-device references between tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "LocalRanks", KeptRanks)
+        patch.setattr(run, "Reference", cache(run.Reference))
         yield
     for ranks in KeptRanks.started.values():
         ranks.close()

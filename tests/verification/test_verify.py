@@ -26,7 +26,7 @@ from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from meshwright.verification import mutations
-from meshwright.verification.cases import CaseBuilder
+from meshwright.verification.cases import Case, CaseBuilder
 from meshwright.verification.compare import compare, relative_errors
 from meshwright.verification.grid import GRID, MIXTURES
 from meshwright.verification.local_faults import LOCAL_FAULTS
@@ -305,15 +305,14 @@ def test_single_layout_model_makes_every_call_of_its_kind(notation: str):
     assert sites(only[1]) == set().union(*(sites(config) for _, config in every))
 
 
-def test_layout_is_verified_with_one_model_or_thoroughly_three(monkeypatch: pytest.MonkeyPatch):
-    right, one = CaseBuilder.default, CaseBuilder.thorough
-    monkeypatch.setattr(CaseBuilder, "default", lambda maker: right(maker)[:1])
-    monkeypatch.setattr(CaseBuilder, "thorough", lambda maker: one(maker)[:1])
+def test_layout_is_verified_with_one_model_or_thoroughly_three(monkeypatch: pytest.MonkeyPatch, two_layers: None):
+    monkeypatch.setattr(CaseBuilder, "default", lambda maker: [Case("plain", maker.plain())])
+    monkeypatch.setattr(CaseBuilder, "thorough", CaseBuilder.default)
     for thorough, models in ((False, {"qwen3-0.6b"}), (True, {"llama-3-8b", "qwen3-0.6b", "gpt2"})):
         assert {entry["model"] for entry in run_verification("dp2", thorough=thorough)["layouts"]} == models
 
 
-def test_mixture_without_balancing_loss_passes_under_pipeline_parallelism():
+def test_mixture_without_balancing_loss_passes_under_pipeline_parallelism(first_case_alone: None):
     config = dataclasses.replace(preset("mixtral-8x7b-v0.1"), router_loss=0.0)
     assert run_verification("pp2 mb2", model=config)["passed"]
 
@@ -545,7 +544,7 @@ def test_invalid_arguments_are_one_line_errors():
 # --- the command
 
 
-def test_command_prints_documented_keys(command_line):
+def test_command_prints_documented_keys(command_line, first_case_alone):
     outcome = command_line("verify", "--layout", "dp2 zero1", "--model", "llama-tiny", "--json")
     assert outcome.code == 0
     document = json.loads(outcome.output)
@@ -555,13 +554,13 @@ def test_command_prints_documented_keys(command_line):
     assert document["layouts"][0]["layout"] == "dp2 zero1"
 
 
-def test_recipe_gives_layout_and_model(tiny_recipe):
+def test_recipe_gives_layout_and_model(tiny_recipe, first_case_alone):
     tiny_recipe.write_text(tiny_recipe.read_text().replace('layout = "dp1"', 'layout = "dp2 zero3 mb2"'))
     document = run_verification(tiny_recipe)
     assert [entry["layout"] for entry in document["layouts"]] == ["dp2 zero3 mb2"] and document["passed"]
 
 
-def test_failed_verification_exits_with_1(command_line, monkeypatch):
+def test_failed_verification_exits_with_1(command_line, monkeypatch, first_case_alone):
     import meshwright.verification.run as run
 
     right = Reference

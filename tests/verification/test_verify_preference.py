@@ -53,20 +53,16 @@ def test_other_preference_losses_and_experts_match_one_device(tiny_recipe: Path)
         assert run_verification(wanted, model=model)["passed"], model
 
 
-def find_failure(layout: str, fault: Fault) -> str | None:
-    """Return the verifier's failure message for a run with this fault, None if it passes."""
-    parsed = Layout.parse(layout)
+def test_every_fault_in_sum_of_response_log_probabilities_is_caught(two: LocalRanks):
+    layout = Layout.parse("cp2")
     config = scale_down_config(preset("llama-3-8b"), layers=3)
-    problem = Problem(config, 8, sequence=choose_sequence_length(parsed), preference=Preference("dpo", 0.5))
-    with LocalRanks(parsed.world_size) as ranks:
-        results = [result for (result,) in ranks.run(run_rank, problem, layout, None, [fault])]
-    assert any(result.struck for result in results), fault
-    return compare(Reference(problem), results, parsed).failure
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "wrong group"])
-def test_fault_in_sum_of_response_log_probabilities_is_caught(kind: str):
-    assert find_failure("cp2", Fault("loss.responses", "all_reduce", kind)) is not None
+    problem = Problem(config, 8, sequence=choose_sequence_length(layout), preference=Preference("dpo", 0.5))
+    faults = [Fault("loss.responses", "all_reduce", kind) for kind in KINDS if kind != "wrong group"]
+    reference = Reference(problem)
+    by_rank = two.run(run_rank, problem, str(layout), None, faults)
+    for fault, results in zip(faults, zip(*by_rank, strict=True), strict=True):
+        assert any(result.struck for result in results), fault
+        assert compare(reference, results, layout).failure is not None, fault
 
 
 @pytest.mark.parametrize(
