@@ -52,8 +52,8 @@ def page(result: dict[str, Any]) -> str:
 
 def _models(result: dict[str, Any]) -> str:
     lines = [
-        f"A step has {result['batch']} sequences of {result['sequence']} tokens. Without `mb`, pipelines have two micro-batches per "
-        "stage, other layouts one.",
+        f"A step has {result['batch']} sequences of {result['sequence']} tokens. Without `mb`, pipelines have two "
+        "micro-batches per stage, other layouts one.",
         "",
         "| model | layers | hidden | parameters | peak on one device | state on one device |",
         "|---|---|---|---|---|---|",

@@ -25,7 +25,7 @@ NEUTRAL: dict[tuple[str, str, str], str] = {
     ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same value"
     for kind in ("double", "drop", "stale")
 } | {
-    ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient does not change",
+    ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call; their quotient is unchanged",
     ("start.program", "all_reduce", "double"): "equal digests of the pipeline's program stay equal",
 }
 """(site, operation, kind) -> reason why the fault changes no result. A test checks that the table is complete."""
@@ -107,8 +107,7 @@ class _FaultRuns:
         every = [fault for fault in list_possible_faults(self.maker.layout, healthy) if _fault_key(fault) not in before]
         for batch in _batches(every):
             found = self._compare_effective(short, batch)
-            # Run all steps for faults not detected in one, and for stale results, which may need an earlier call of equal
-            # size.
+            # All steps for faults that one did not reveal, and for stale results, which need an earlier call.
             again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
             if again:
                 found |= self._compare_effective(problem, again)
