@@ -19,10 +19,8 @@ from meshwright.checkpoint.snapshot import Snapshot, SnapshotBuffers
 from meshwright.comm import backend, collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.emulation.ranks import EmulatedRanks
-from tests.emulation.streams import StreamFault, StreamRanks
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
-from tests.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.parallel import context, pipeline, zero
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -33,6 +31,8 @@ from meshwright.verification.grid import GRID
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, run_rank
 from tests.conftest import exhaustive
+from tests.emulation.streams import StreamFault, StreamRanks
+from tests.flight_recorder.circular_wait import find_circular_wait
 
 LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and each kind of schedule
     *("cp3 ac:full", "dp4 zero2 hs2 mb2", "dp2 zero1 cp2:ulysses", "dp2 zero3 tp2 ac:selective"),
