@@ -141,7 +141,7 @@ class EncoderStep(NamedTuple):
 
 
 def measure(step: EncoderStep) -> Measured:
-    """Measure a data-parallel step by PyTorch's record of its allocator, after two steps that allocate persistent memory."""
+    """Measure a data-parallel step by PyTorch's record of its allocator, after two warm-up steps."""
     gc.collect()
     of_others = live_bytes()
     layout, dtype, table = Layout.parse(step.layout), getattr(torch, step.dtype), parameter_table(step.config)

@@ -158,8 +158,8 @@ def test_warning_if_compiled_blocks_are_priced_as_uncompiled() -> None:
 
 
 def test_compiled_llama_layer_saves_results_of_products() -> None:
-    """The layer saves the results of three of its four products (the last one's gradient is the layer's own), of attention,
-    and its input, two bytes per element. Eager, it saves 3.5 times as much (`test_saved`)."""
+    """The layer saves the results of three of its four products (the last one's gradient is the layer's own) and of
+    attention, and its input, two bytes per element. Eager, it saves 3.5 times as much (`test_saved`)."""
     config = preset("llama-3-8b")
     saved = saved_activations(config, Layout(), 1, 8192, parameter_dtype="bfloat16", compiled=True)
     layer = sum(each.bytes for each in saved if each.name.startswith("layers.7."))

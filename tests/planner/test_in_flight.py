@@ -1,4 +1,4 @@
-"""Closed forms of the micro-batches in flight match the pipeline programs, and the screened memory is near the ledger."""
+"""Micro-batches in flight in closed form match the pipeline programs, and the screened memory is near the ledger."""
 
 from __future__ import annotations
 

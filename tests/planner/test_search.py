@@ -91,8 +91,8 @@ def test_preference_loss_is_priced_alike_in_search():
 
 @pytest.mark.parametrize("name", ["dense", "mixture", "one node"])
 def test_closed_form_memory_is_near_ledger(name: str):
-    """Larger errors (few micro-batches, queues of weight gradients) are corrected by the ledger of the first priced layout
-    of a kind."""
+    """Larger errors (few micro-batches, queues of weight gradients) are corrected by the ledger of the first priced
+    layout of a kind."""
     problem, every = PROBLEMS[name], screened(name)
     errors = [
         abs(float(every.bytes[at]) / fullest(problem, layout).peak_bytes - 1)

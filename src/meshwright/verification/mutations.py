@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from meshwright.comm.faults import KINDS, Fault
@@ -162,19 +163,15 @@ def _fault_key(fault: Fault) -> tuple[str, ...]:
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
-def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Merge the ranks' records of collective calls; return (records of the first step, records of all steps), each with
-    one record per site and operation, taken from the rank with the most such calls (other pipeline stages may make
-    none). results: one per rank."""
-    found: list[list[dict[str, Any]]] = []
-    for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
-        most: dict[tuple[str, str], dict[str, Any]] = {}
-        for call in (call for table in tables for call in table):
-            key = call["site"], call["operation"]
-            if key not in most or call["calls"] > most[key]["calls"]:
-                most[key] = call
-        found.append(list(most.values()))
-    return found[0], found[1]
+def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Merge the ranks' records of collective calls; return {(site, operation): record of the rank with the most such
+    calls} (other pipeline stages may make none). tables: records of each rank."""
+    most: dict[tuple[str, str], dict[str, Any]] = {}
+    for call in chain.from_iterable(tables):
+        key = call["site"], call["operation"]
+        if key not in most or call["calls"] > most[key]["calls"]:
+            most[key] = call
+    return most
 
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
@@ -182,10 +179,9 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
     site and operation, once in all calls and, if the first step has several, once in the middle one. results: one per
     rank, of a run without fault."""
     faults = []
-    calls_first_step, calls = _merge_calls(results)
-    in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
-    for call in calls:
-        site, operation = call["site"], call["operation"]
+    in_first_step = _merge_calls(result.calls_first_step for result in results)
+    for (site, operation), call in _merge_calls(result.calls for result in results).items():
+        single = in_first_step[site, operation]["calls"] if (site, operation) in in_first_step else 0
         for kind in KINDS:
             groups: tuple[tuple[int, ...], ...] = ()
             if kind == "wrong group":
@@ -197,7 +193,6 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
                     continue  # reordering the ranks changes neither a sum nor a ring
             fault = Fault(site, operation, kind, axis=call["axis"], groups=groups)
             faults.append(fault)
-            single = in_first_step.get((site, operation), 0)
             if single > 1:
                 faults.append(dataclasses.replace(fault, call=single // 2 + 1))
     return faults
