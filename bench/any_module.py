@@ -1,6 +1,6 @@
-"""Two processes, one thread each: any module in our loop against torch DDP and `fully_shard`.
+"""Two processes, one thread each: any module in Meshwright's loop against torch DDP and `fully_shard`.
 
-A plain `torch.nn` encoder of 11 M parameters that classifies rows of tokens, the same weights and samples on both
+A plain `torch.nn` encoder of 11 M parameters that classifies token sequences, with the same weights and samples on both
 sides, and the whole step: reading a batch, forward, backward, reduction, clipping, AdamW, the loss over all ranks. In
 every pair of turns each side runs one step, in alternating order, within the same processes.
 

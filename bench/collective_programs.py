@@ -1,4 +1,4 @@
-"""All-reduce programs run on gloo, four processes of one machine, 64 KiB to 64 MiB, beside gloo's own all-reduce.
+"""All-reduce programs run on gloo, four processes of one machine, 64 KiB to 64 MiB, against gloo's own all-reduce.
 
 All take turns within one start, in an order that changes from turn to turn; a time is that of the slowest rank, one
 thread a process, float32. The ratio is the median of paired ratios, above 1: the program is faster. Before any figure

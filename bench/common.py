@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, paired medians with their interval, contenders taking turns, the JSON."""
+"""Shared by all benchmarks: facts about the machine, paired medians with intervals, alternating contenders, JSON."""
 
 from __future__ import annotations
 

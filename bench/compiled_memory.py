@@ -1,11 +1,11 @@
-"""The planner's peak of steps whose blocks are compiled, beside what PyTorch's record of its allocator saw on a CPU.
+"""Predicted peak memory of steps with compiled blocks against PyTorch's record of its allocator on a CPU.
 
     python bench/compiled_memory.py [--only TEXT]
 
-Families, ways to recompute, types, rows that pack documents, pairs of responses, encoders, the axes of two ranks and
-schedules that split backwards, each a few steps of a small model; the limit is 5 % of the peak. Beside it stands the
-part of a step that comes and goes: states, which are known exactly, are left out of it, and what the same step holds of
-blocks that are not compiled, by the ledger. Compiling takes half an hour or more. Writes
+Model families, activation checkpointing, dtypes, packed documents, preference pairs, encoders, the axes of two ranks
+and schedules with split backward, each a few steps of a small model; the limit is 5 % of the peak. Also reported: the
+error without persistent memory, which is known exactly, and the predicted peak of the same step with uncompiled
+blocks. Compiling takes half an hour or more. Writes
 `bench/results/compiled_memory.json`; exit code 1 when a peak is beyond the limit.
 """
 

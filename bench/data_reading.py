@@ -1,7 +1,7 @@
 """Reading texts out of Parquet and JSON Lines against `datasets`: the same file, the same texts, taking turns.
 
-`datasets` is raced in every way that it reads a local file in: streamed example by example, streamed in batches, and
-loaded (converted into its own cache, then read from there). Ours has to be no slower than the fastest. Run it when
+`datasets` is measured in each of its ways to read a local file: streamed example by example, streamed in batches, and
+loaded (converted into its own cache, then read from there). Meshwright must not be slower than the fastest. Run it when
 nothing else runs.
 """
 

@@ -5,7 +5,7 @@ backward, in one process, in turns.
 
 Mixtral's and Qwen2-MoE's blocks with the experts of the published models and widths that a CPU computes in a moment.
 transformers computes experts in several ways; each takes part (`eager`: a loop over experts; `grouped_mm`: PyTorch's
-grouped product, what it takes unless told otherwise). Before anybody is timed, results and gradients must agree. Writes
+grouped product, the default). Before timing, results and gradients are compared. Writes
 bench/results/experts.json: the median of the paired ratios to the fastest of them, and to each.
 """
 

@@ -1,4 +1,4 @@
-"""The planner's peak of memory on a CUDA device, beside what the engine's step holds on one that is not there.
+"""Predicted peak memory on CUDA devices against the engine's step on fake CUDA tensors.
 
     python bench/gpu_ledger.py [--only TEXT]
 

@@ -1,4 +1,4 @@
-"""How far the planner's step times are from published runs: mean and median absolute error of every source, skill
+"""Predicted step times against published runs: mean and median absolute error of every source, skill
 against the null model (every run gets its source's median rate), rank correlation, bounds that hold, rows refused.
 
     python bench/plan_accuracy.py shared/data/measured/training_runs.csv

@@ -1,4 +1,4 @@
-"""Step times that `meshwright.planner` predicts for this machine from what `probe` measured, beside measured ones.
+"""Step times predicted for this machine from the measurements of `probe`, against measured ones.
 
 The demo's recipe (recipes/quickstart.toml: its model, data and batch) as it is, and its model under six layouts in
 float32, on 2 processes that share the cores, as `meshwright train` starts them. Layouts take turns; a layout's time is

@@ -1,4 +1,4 @@
-"""Tables of published training runs, one metric of a run a row, as the planner is told of them.
+"""Tables of published training runs, one metric of a run per row, with the inputs of the planner.
 
 `bench/data/published_runs.csv` has runs that no rate of the planner was chosen by; its columns are those of the
 table that `bench/plan_accuracy.py` takes, and two more: the engine whose kernels are priced, and whether its blocks

@@ -1,5 +1,5 @@
-"""How much faster the schedules that `auto` finds are than the best named one that fits, on uneven times; and how long
-the search takes. Simulated times: the unit is forward of one micro-batch on a rank. One process, no torch."""
+"""Speedup of the schedules found by `auto` over the best named one that fits, on uneven times, and the duration of
+the search. Simulated times: the unit is forward of one micro-batch on a rank. One process, no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Servers and pipelines that bench/serving.py compares: how each is installed in an environment of its own, started,
-asked and stopped.
+"""Servers and pipelines that bench/serving.py compares: how each is installed in its own environment, started,
+queried and stopped.
 
     python bench/serving_peers.py [NAME ...]      # installs the peers into the cache directory: some GB
 """

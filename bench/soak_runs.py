@@ -1,4 +1,4 @@
-"""One command of `soak.py`: started, struck by a fault at its moment, watched to its end, and what it left behind."""
+"""One command of `soak.py`: start, fault at a given time, end, and the files it leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step time by number of OpenMP threads and by how they wait for each other, on a quiet machine and on a busy one.
+"""Step time by number of OpenMP threads and by their waiting policy, on an idle and on a busy machine.
 
 One process trains a Llama shape (float32, not compiled) with one thread, and with two under each waiting policy of
 libgomp: its default (spin for 300,000 rounds, then sleep), passive (sleep at once), and shorter spins. Contenders stay

@@ -1,9 +1,9 @@
-"""What `meshwright.planner` says of one GPU, beside what happens there: the peak of memory and the time of a step.
+"""Predicted against measured peak memory and step time on one GPU.
 
     python bench/gpu/plan_on_gpu.py [--device cuda] [--small]
 
 The GPU is probed first (one rank). Then a Llama of 0.4 B parameters trains under each way to recompute, with
-micro-batches, in bf16 and float32, eager and compiled; the ledger's peak is held against `max_memory_allocated` (limit
+micro-batches, in bf16 and float32, eager and compiled; the ledger's peak is compared with `max_memory_allocated` (limit
 3 %, compiled 5 %), the predicted time, from the probe and from the catalogue, against the median step. `--small`
 shrinks the model so that the script itself can be tried on a CPU, where no memory is measured. Writes
 `bench/results/gpu_plan.json`; exit code 1 when a peak is beyond its limit.

@@ -3,7 +3,7 @@
     python bench/gpu/programs.py [--device cuda] [--ranks 3]
 
 Checks, on whole numbers and so exactly: one algorithm after another of every operation against torch.distributed's own
-call; calls of a mesh whose axes programs serve, several under way at a time. With one GPU, NCCL has one rank: its
+call; calls of a mesh whose axes programs serve, several in flight at a time. With one GPU, NCCL has one rank: its
 programs have no transfers, and what is shown is that streams, buffers and handles work. `--device cpu` runs the same on
 gloo alone. Writes `bench/results/gpu_programs.json` on CUDA; exit code 1 when a check does not hold.
 """
