@@ -20,7 +20,7 @@ from serving_models import VOCABULARY
 from serving_peers import Server, session_memory
 
 PROBING = 20
-"""One refused client in so many asks again all the time."""
+"""One of this many refused clients retries continuously."""
 MOST_SECONDS = 60.0
 """After which a probing client gives up."""
 

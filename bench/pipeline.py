@@ -227,9 +227,9 @@ def compare(name: str, pairs: int, small: bool) -> dict[str, Any]:
         side: [sum(rank["processor_seconds"][side][pair] for rank in every) for pair in range(pairs)]
         for side in seconds
     }
-    told = next(rank["losses"] for rank in every if rank["losses"]["ours"][0] is not None)
-    difference = max(abs(mine - other) for mine, other in zip(told["ours"][:4], told["theirs"][:4], strict=True))
-    assert difference < 1e-4, (name, told)
+    losses = next(rank["losses"] for rank in every if rank["losses"]["ours"][0] is not None)
+    difference = max(abs(mine - other) for mine, other in zip(losses["ours"][:4], losses["theirs"][:4], strict=True))
+    assert difference < 1e-4, (name, losses)
     result = {
         "layout": str(layout),
         "peer": PEERS[RACES[name].peer].__name__,

@@ -103,21 +103,21 @@ def measure(workers: dict[str, BenchmarkWorker], case: str, seconds: float, roun
         worker.run(case, 0.0)  # build and warm-up
     for load, burners in (("quiet", 0), ("busy", os.cpu_count() or 1)):
         times: dict[str, list[float]] = {name: [] for name in workers}
-        beside = [busy_cores()]
+        busy = [busy_cores()]
         with background_load(burners):
             for turn in range(rounds):
                 for name in sorted(workers, reverse=turn % 2 == 1):
                     times[name].append(workers[name].run(case, seconds))
-        beside.append(busy_cores())
+        busy.append(busy_cores())
         found[load] = {
-            "cores_busy_before_and_after": beside,
+            "cores_busy_before_and_after": busy,
             "milliseconds_a_step": {name: round(statistics.median(some) * 1e3, 2) for name, some in times.items()},
             "speed_ratio_of_one_thread_to": {
                 name: paired_ratio(times["1 thread"], some) for name, some in times.items() if name != "1 thread"
             },
         }
         line = ", ".join(f"{name} {value:g}" for name, value in found[load]["milliseconds_a_step"].items())
-        print(f"{case}, {load}: {line} ms per step; busy cores {beside}", file=sys.stderr, flush=True)
+        print(f"{case}, {load}: {line} ms per step; busy cores {busy}", file=sys.stderr, flush=True)
     return found
 
 

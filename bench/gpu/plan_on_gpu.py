@@ -65,12 +65,12 @@ def run(layout: str, compiled: bool, shape: dict[str, int], device: str, where: 
     peak = torch.cuda.max_memory_allocated() if cuda else None
     line: dict[str, Any] = {"layout": layout, "compiled": compiled, "seconds": round(took, 5), "peak_bytes": peak}
     for name, each in where.items():
-        told = evaluate(
+        estimate = evaluate(
             trainer.task.config, each, layout, sequence=shape["sequence"], batch=shape["batch"], compile=compiled
         )
-        line[f"seconds_by_{name}"] = round(told.time.seconds, 5)
-        line[f"time_error_by_{name}"] = round(told.time.seconds / took - 1, 4)
-        line["predicted_peak_bytes"] = told.memory.peak_bytes
+        line[f"seconds_by_{name}"] = round(estimate.time.seconds, 5)
+        line[f"time_error_by_{name}"] = round(estimate.time.seconds / took - 1, 4)
+        line["predicted_peak_bytes"] = estimate.memory.peak_bytes
     if peak is not None:
         line["peak_error"] = round(line["predicted_peak_bytes"] / peak - 1, 4)
     return line

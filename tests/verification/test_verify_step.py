@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -159,9 +160,10 @@ def _detached_norm(self: layers.RMSNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def passes(problem: Problem, directories: pytest.TempPathFactory) -> bool:
+def passes(problem: Problem) -> bool:
     """Return True if a problem without fault passes; each is run once."""
-    return run(problem, directories.mktemp("right"))[1].passed
+    with tempfile.TemporaryDirectory() as directory:
+        return run(problem, Path(directory))[1].passed
 
 
 RIGHT_CHOICE = experts.Router.choose
@@ -178,14 +180,14 @@ RIGHT_SGD = optimizer.sgd
     ],
 )
 def test_fault_common_to_all_layouts_is_caught(
-    owner: Any, name: str, wrong: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The reference shares no module with the engine, so a fault in a module affects the engine alone."""
     mixture = maker("mixtral-8x7b-v0.1")
     problem = mixture.long() if owner is optimizer else mixture.updates(layers=2)
-    assert passes(problem, tmp_path_factory)
+    assert passes(problem)
     monkeypatch.setattr(owner, name, wrong)
-    assert not run(problem, tmp_path_factory.mktemp("wrong"))[1].passed
+    assert not run(problem, tmp_path)[1].passed
 
 
 # --- properties of the problems
