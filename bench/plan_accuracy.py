@@ -75,8 +75,7 @@ def report(found: Predictions) -> dict[str, Any]:
         "null_error": round(statistics.mean(null), 4),
         "skill": round(1 - mean / statistics.mean(null), 4) if any(null) else None,
         "rank_correlation": round(
-            spearman([one.rate for one, _ in found], [one.rate * one.seconds / step.seconds for one, step in found]),
-            4,
+            spearman([one.rate for one, _ in found], [one.rate * one.seconds / step.seconds for one, step in found]), 4
         ),
         "bounds_hold": round(statistics.mean(step.low <= one.seconds <= step.high for one, step in found), 4),
         "median_high_to_low": round(statistics.median(step.high / step.low for _, step in found), 4),
@@ -119,8 +118,8 @@ def priced(path: Path, verbose: bool) -> tuple[dict[str, Predictions], list[str]
 
 def figures(found: dict[str, Predictions], refused: list[str], everything: dict[str, Predictions]) -> dict[str, Any]:
     """Of each source and of all together; held out against the other projects of `everything`."""
-    sources = {source: report(step) for source, runs in found.items()}
-    for source, runs in found.items():
+    sources = {source: report(pairs) for source, pairs in found.items()}
+    for source, pairs in found.items():
         others = [each for other, each in by_project(everything).items() if other != project(source)]
         sources[source] |= held_out(pairs, others)
     runs_ = [pair for pairs in found.values() for pair in pairs]
@@ -137,7 +136,7 @@ def figures(found: dict[str, Predictions], refused: list[str], everything: dict[
 
 
 def project(source: str) -> str:
-    """Whose pairs they are: tables of the same authors hold each other out of nothing."""
+    """Whose runs they are: tables of the same authors hold each other out of nothing."""
     return re.split(r"[@ ,]", source)[0]
 
 
@@ -149,7 +148,7 @@ def by_project(found: dict[str, Predictions]) -> dict[str, Predictions]:
 
 
 def held_out(found: Predictions, others: list[Predictions]) -> dict[str, Any]:
-    """Of a source: the bounds that the other projects alone would give, and how many of its own pairs lie between them.
+    """Of a source: the bounds that the other projects alone would give, and how many of its own runs lie between them.
     They are as wide as the planner's (that is a choice, and nothing is fitted for it); around the median of the other
     projects' medians of measured times over predicted ones."""
     if not others:
@@ -165,7 +164,7 @@ def held_out(found: Predictions, others: list[Predictions]) -> dict[str, Any]:
 def memory(path: Path) -> dict[str, Any]:
     """Of each source the mean error and the bias of what the allocator holds, by the planner: peak and slack."""
     errors: dict[str, list[float]] = defaultdict(list)
-    for one in pairs(path, (MEMORY,)):
+    for one in runs(path, (MEMORY,)):
         if isinstance(one, tuple):
             continue
         layout = one.layouts[0].with_(precision=one.layouts[0].precision or default_precision(one.cluster))
