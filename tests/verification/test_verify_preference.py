@@ -101,9 +101,14 @@ def test_batches_have_rows_with_zero_one_and_two_pairs():
 
 
 def test_verify_command_covers_objective_of_recipe(
-    tiny_recipe: Path, command_line: Any, fewer_local_faults: None, two_layers: None, monkeypatch: pytest.MonkeyPatch
+    tiny_recipe: Path, command_line: Any, two_layers: None, monkeypatch: pytest.MonkeyPatch
 ):
+    every = mutations.list_possible_faults
     monkeypatch.setattr(mutations, "KINDS", ("skip",))
+    monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
+    monkeypatch.setattr(
+        mutations, "list_possible_faults", lambda *of: [each for each in every(*of) if each.site == "loss.responses"]
+    )
     text = tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"').replace('"dp1"', '"cp2"')
     tiny_recipe.write_text(text)
     outcome = command_line("verify", tiny_recipe, "--mutate", "--json")
