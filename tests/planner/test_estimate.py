@@ -178,7 +178,7 @@ def test_unknown_architecture_is_named_first(name: str):
 
 
 def test_more_documents_than_tokens_are_refused():
-    with pytest.raises(UserError, match="documents 65: a row of 64 tokens"):
+    with pytest.raises(UserError, match="documents 65: a sequence of 64 tokens"):
         evaluate("llama-tiny", "1xa100-80", "dp1", sequence=64, batch=1, documents=65)
 
 

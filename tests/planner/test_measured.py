@@ -134,7 +134,7 @@ def test_measurements_are_selected_by_number_of_busy_ranks():
         (("products", 0, "seconds"), [1.0], "27 shapes, 1 times"),
         (("products", 0, "seconds", 3), -1.0, "-1.0 is not a number above 0"),
         (("products", 0, "form"), "backward", 'unknown form "backward"'),
-        (("products", 0, "shapes", 1), [3, 4], "a shape is tokens, out, in"),
+        (("products", 0, "shapes", 1), [3, 4], "a shape is (tokens, out, in)"),
         (("passes", 1, "bytes", 0), math.inf, "inf is not a number above 0"),
         (("passes", 1, "bytes", 0), 1e12, "sizes are not ascending"),
         (("collectives", 0, "ranks"), "2", "'2' is not a whole number above 0"),
