@@ -199,7 +199,9 @@ def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
     field -> value."""
     from meshwright.probe.points import MeasurementPlan
 
-    as_tuples = {key: tuple(map(tuple, value)) if key == "shapes" else value for key, value in overrides.items()}
+    as_tuples: dict[str, Any] = {
+        key: tuple(map(tuple, value)) if key == "shapes" else value for key, value in overrides.items()
+    }
     return replace(MeasurementPlan.default(kind), **as_tuples)
 
 
