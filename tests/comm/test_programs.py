@@ -134,7 +134,7 @@ def test_a_result_that_differs_is_a_failed_check():
     answer = {"exact": True, "native": "all_reduce", "ours": [1.0], "theirs": [1.0], "bytes_sent": 4, "backend": "gloo"}
     assert combine_answers(checked, 8, [answer, answer])["ratio"] == 1
     with pytest.raises(
-        CheckFailed, match="all-reduce ring: rank 1 has another result than torch.distributed's all_reduce"
+        CheckFailed, match="all-reduce ring: the result of rank 1 differs from that of torch.distributed's all_reduce"
     ):
         combine_answers(checked, 8, [answer, answer | {"exact": False}])
 
@@ -142,9 +142,9 @@ def test_a_result_that_differs_is_a_failed_check():
 @pytest.mark.parametrize(
     ("ranks", "size", "said"),
     [
-        (17, 1024, "17 ranks: this machine runs a program on at most 16 processes; take fewer ranks"),
+        (17, 1024, "17 ranks: this machine runs a program on at most 16 processes; use fewer ranks"),
         (16, 1e13, "16 ranks with 10,000,000,000,000 bytes each need about .* GiB, and this machine has"),
-        (2, -4, "-4 bytes; there must be at least 0"),
+        (2, -4, "bytes must be at least 0, not -4"),
     ],
 )
 def test_excessive_process_count_is_refused(ranks: int, size: float, said: str):

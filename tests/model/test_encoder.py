@@ -398,7 +398,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "a head that is not": (lambda t: t, {"head": "clases"}, 'unknown head "clases"; did you mean "classes"'),
     "a decoder's head": (lambda t: t, {"head": "next"}, 'unknown head "next"'),
-    "labels without a head": (lambda t: t, {"labels": ("a", "b")}, 'ask for it'),
+    "labels without a head": (lambda t: t, {"labels": ("a", "b")}, 'labels need head="classes"'),
     "one class": (lambda t: t, {"head": "classes", "labels": ("a",)}, "at least 2 classes, not 1"),
 }  # fmt: skip
 
@@ -465,15 +465,15 @@ def test_encoder_layouts_other_than_replicas_are_refused(layout: str):
 
 def test_sequences_longer_than_positions_are_refused():
     model = build(small(max_positions=16))
-    with pytest.raises(UserError, match="rows of 20 tokens are longer than the model's 16 positions"):
+    with pytest.raises(UserError, match="sequences of 20 tokens are longer than the model's 16 positions"):
         model.logits(batch(sequence=20)["input_ids"])
 
 
 def test_encoder_without_head_names_its_available_outputs():
     tokens = batch()["input_ids"]
-    with pytest.raises(UserError, match='of head "none" has no logits: it gives `hidden` and `pooled`'):
+    with pytest.raises(UserError, match='with head "none" has no logits; use `hidden` or `pooled`'):
         build(small("none")).logits(tokens)
-    with pytest.raises(UserError, match='of head "masked" has no pooler'):
+    with pytest.raises(UserError, match='with head "masked" has no pooler'):
         model = build(small())
         model.pooled(model.hidden(tokens))
 

@@ -17,7 +17,6 @@ from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.experts import Router
 from meshwright.model.grouped_product import grouped_product
@@ -31,6 +30,7 @@ from meshwright.spec.config_json import config_from_huggingface, config_to_huggi
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
+from tests.model.key_value_cache import KeyValueCache
 from tests.model.transformers_names import entry_in_transformers
 
 ODD: dict[str, Any] = {
@@ -269,7 +269,7 @@ def test_compiled_blocks_match_eager_blocks(name: str, backend: str):
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
-        ("mixtral", {"experts_per_token": 6}, "experts_per_token 6 is more than the 5 experts there are"),
+        ("mixtral", {"experts_per_token": 6}, "experts_per_token 6 is more than the model's 5 experts"),
         ("mixtral", {"experts": 0}, "experts must be at least 1 in family mixtral"),
         ("mixtral", {"expert_intermediate": 12}, "family mixtral has one width"),
         ("mixtral", {"dense_layers": (1,)}, "dense_layers is always"),

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.layers import Embedding
@@ -20,6 +19,7 @@ from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from tests.model.key_value_cache import KeyValueCache
 
 FAMILIES = [
     *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),

@@ -38,6 +38,7 @@ def test_decayed_tensors_come_first_in_a_unit():
     unit = flat_layout(table, "layers.0")
     for placed in unit.tensors:
         assert (placed.offset < unit.decay_numel) == placed.tensor.decay
+    assert unit.decay_numel == max(placed.offset + placed.numel for placed in unit.tensors if placed.tensor.decay)
 
 
 def test_slice_is_writable_view_for_checkpoint():

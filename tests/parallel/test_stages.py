@@ -115,7 +115,7 @@ def test_compiled_stages_have_gradients_of_eager_stages(four):
 
 
 def test_ranks_with_different_programs_fail_before_first_step(four, tmp_path):
-    for layout, told in (("dp2 pp2 mb2", "1f1b of rank 3 is another than that of rank 0"), ("dp2 pp2:gpipe mb2", "")):
+    for layout, told in (("dp2 pp2 mb2", "1f1b of rank 3 differs from that of rank 0"), ("dp2 pp2:gpipe mb2", "")):
         text = recipe(tmp_path, layout, model_layers=2).to_toml()
         said = four.run(cases.trainer_of_another_program, text)
         assert all(told in each and bool(told) == bool(each) for each in said), said

@@ -24,6 +24,11 @@ class Family:
     heads: Mapping[str, str] = field(default_factory=dict)  # of an encoder: architecture -> ``ModelConfig.head``
 
     @property
+    def attention_bias(self) -> bool:
+        """True if one key, ``attention_bias``, sets the biases of all attention projections."""
+        return self.fixed["positions"] == "rope" and "output_bias" not in self.fixed
+
+    @property
     def encoder(self) -> bool:
         """True if models of this family are encoders: bidirectional attention and post-norm layers."""
         return bool(self.heads)
@@ -196,11 +201,7 @@ FAMILIES: dict[str, Family] = {
                 "tie_word_embeddings": True,
                 "pad_token_id": 0,
             },
-            heads={
-                "BertForMaskedLM": "masked",
-                "BertForSequenceClassification": "classes",
-                "BertModel": "none",
-            },
+            heads={"BertForMaskedLM": "masked", "BertForSequenceClassification": "classes", "BertModel": "none"},
         ),
         Family(
             "bloom",
