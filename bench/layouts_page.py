@@ -15,12 +15,11 @@ TITLES = {
     "experts": "A mixture of experts",
 }
 INTRODUCTIONS = {
-    "products": "`dp`, `tp`, `cp` and `pp` in every product of 8, with every ZeRO level where there is something to "
-    "shard.",
+    "products": "All products of `dp`, `tp`, `cp` and `pp` that are 8, with all ZeRO levels where there is something to shard.",
     "schedules": "On two, four and eight stages; replicas shard the optimizer's state.",
-    "variants": "Tensor parallelism without sequence parallelism, Ulysses in place of the ring, hybrid sharding, "
+    "variants": "Tensor parallelism without sequence parallelism, Ulysses instead of ring attention, hybrid sharding, "
     "micro-batches, recomputation.",
-    "experts": "Every product of the axes with the experts split over `ep` ranks, and each of them over `etp`.",
+    "experts": "All products of the axes with experts split over `ep` ranks, and each expert over `etp`.",
 }
 
 
@@ -33,36 +32,35 @@ def page(result: dict[str, Any]) -> str:
         "# Every layout on 8 ranks",
         f"Made by `bench/layouts.py` from `bench/results/layouts.json`: {len(run)} layouts on {result['ranks']} "
         "processes, of a dense model and of one with experts. "
-        f"The largest error of any is {worst:.1e}; {result['tolerance']:.0e} is allowed.",
+        f"The largest error is {worst:.1e}; {result['tolerance']:.0e} is allowed.",
         _models(result),
         "- **error**: the largest relative error of any gradient, update, loss or norm against one device, in float64, "
         "by the measure of `meshwright verify`, on rows of several documents.\n"
-        "- **sent**: bytes that a rank puts on the wire in a step, as `comm/` records them, in float32; the rank that "
-        "sends most.\n"
-        "- **peak**: highest memory of a rank in a step of the trainer (float32, AdamW): the growth of its resident "
-        "set from before the trainer was made. **state** is what of it stays between steps: parameters, "
-        "gradients, the optimizer's moments. Of the rank that needs most.\n"
-        "- Recomputation and sharding show in the peak, the order of a pipeline's steps too; MiB are 2²⁰ bytes.",
+        "- **sent**: bytes that a rank sends in a step, as `comm/` records them, in float32; maximum over ranks.\n"
+        "- **peak**: peak memory of a rank in a step of the trainer (float32, AdamW): the growth of its resident "
+        "set since before the trainer was built. **state** is the persistent memory in it: parameters, "
+        "gradients, optimizer state. Maximum over ranks.\n"
+        "- Recomputation, sharding and the pipeline schedule affect the peak; MiB are 2²⁰ bytes.",
     ]
     for name, lines in tables.items():
         parts += [f"## {TITLES[name]}", INTRODUCTIONS[name], _table(lines)]
         refused = [line for line in lines if "refused" in line]
         if refused:
-            parts += ["Not possible:", _refusals(refused)]
+            parts += ["Refused:", _refusals(refused)]
     return "\n\n".join(parts) + "\n"
 
 
 def _models(result: dict[str, Any]) -> str:
     lines = [
-        f"A step is {result['batch']} sequences of {result['sequence']} tokens. A pipeline has two micro-batches a "
-        "stage, others one unless `mb` says otherwise.",
+        f"A step is {result['batch']} sequences of {result['sequence']} tokens. Pipelines have two micro-batches "
+        "per stage, other layouts one (default of `mb`).",
         "",
         "| model | layers | hidden | parameters | peak on one device | state on one device |",
         "|---|---|---|---|---|---|",
     ]
     for name, model in result["models"].items():
         alone = model["one_device"]
-        cells = [f"{name}: `{model['preset']}` made small", str(model["layers"]), str(model["hidden"])]
+        cells = [f"{name}: `{model['preset']}` scaled down", str(model["layers"]), str(model["hidden"])]
         cells += [f"{model['parameters']:,}", _mib(alone["peak_bytes"]), _mib(alone["state_bytes"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

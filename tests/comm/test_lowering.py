@@ -1,4 +1,4 @@
-"""One rank's part of a program: both ends come to the same messages, and nothing is overwritten while it is needed."""
+"""Lowering of a program to one rank: both ends have the same messages, and no slot in use is overwritten."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def slots(message: Message | Reduce | Local) -> set[int]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("merge", [True, False])
 def test_buffers_are_not_overwritten_before_last_read(ranks: int, merge: bool):
-    """Walks through a rank's events: slots that a send reads or a receive fills are busy until that is waited for."""
+    """Replay a rank's events: slots of a posted send or receive are in use until it is waited for."""
     for checked in every_program(ranks):
         for rank in range(ranks):
             reading: dict[int, set[int]] = {}
@@ -110,7 +110,7 @@ def test_receive_queues_behind_earlier_receive_from_same_rank():
         program.transfer(0, 1, chunk=0)
     with program.round():
         program.transfer(0, 1, chunk=0)  # cannot be posted ahead: the first receive still fills the slot
-        program.transfer(0, 1, chunk=2, count=2)  # could be, were it not for the one before it
+        program.transfer(0, 1, chunk=2, count=2)  # free, but queued behind the message before
     with program.round():
         program.transfer(0, 1, chunk=1)
     checked = check_collective(program.build())

@@ -1,4 +1,4 @@
-"""Collective programs as they run: every algorithm of the library, exact on whole numbers, on several ranks."""
+"""Execution of collective programs: every algorithm of the library, exact on whole numbers, on several ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EVERY = [(operation, algorithm) for operation, named in ALGORITHMS.items() for a
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """What a rank puts in: small whole numbers, so that sums are exact in every dtype."""
+    """Input of a rank: small whole numbers, so that sums are exact in every dtype."""
     return torch.randint(-9, 10, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def expected(operation: str, rank: int, ranks: int, root: int, everybody: torch.Tensor) -> tuple[slice, torch.Tensor]:
-    """The part of a rank's vector that the operation promises, and what stands there: by definition, in one process.
+    """The slice of a rank's vector that the operation defines, and its values by definition, in one process.
     everybody: [ranks, numel]."""
     numel = everybody.shape[1]
     share = numel // ranks
@@ -58,7 +58,7 @@ def expected(operation: str, rank: int, ranks: int, root: int, everybody: torch.
 
 
 def run_and_compare(checked: CheckedCollective, numel: int, dtype: torch.dtype, runs: int = 1) -> None:
-    """Run a program and compare with the definition; in all-reduce, all ranks must have the same bits."""
+    """Run a program and compare with the definition; all-reduce results must be bitwise equal on all ranks."""
     program = checked.program
     executable = Executable(checked, timeout_seconds=20)
     if program.operation == "barrier":
@@ -89,7 +89,7 @@ def run_all(cases: list[tuple[str, str, int, int, str]]) -> int:
 
 @cache
 def program_of(operation: str, algorithm: str, ranks: int, root: int = 0) -> CheckedCollective | None:
-    """None where an algorithm does not take so many ranks."""
+    """The program; None if the algorithm does not support this number of ranks."""
     try:
         return check_collective(generate(operation, algorithm, ranks, root=root))
     except UserError:
@@ -115,7 +115,7 @@ def test_every_algorithm_of_the_library_is_exact(ranks: int):
         assert started.run(run_in_small_segments, cases)[0] > len(EVERY) / 2
 
 
-# --- beside torch.distributed
+# --- comparison with torch.distributed
 
 
 def test_measuring_compares_every_operation_with_torch_distributed():
@@ -183,7 +183,7 @@ def ended(checked: CheckedCollective, which: int) -> None:
     executable.run(torch.ones(600))
 
 
-def test_a_rank_that_has_ended_is_named():
+def test_exited_rank_is_named():
     checked = program_of("all-reduce", "ring", 3)
     with LocalRanks(3) as ranks, pytest.raises(RankLost, match="local rank 1 died in"):
         ranks.run(ended, checked, 1, timeout=20)

@@ -22,7 +22,9 @@ class KeyValueCache:
         self._windows = [config.layer_window(layer) for layer in range(config.layers)]
         self._buffers: list[torch.Tensor | None] = [None] * config.layers
         self._rows, self._capacity = rows, capacity
-        self._masks: dict[tuple[int | None, int], torch.Tensor | None] = {}  # of the tokens being read, by window
+        self._masks: dict[
+            tuple[int | None, int], torch.Tensor | None
+        ] = {}  # of the current call, by window and number of new tokens
 
     def attend(self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
         """Append the keys and values of S new tokens to the cache of layer number `layer`; return the causal attention
@@ -34,7 +36,7 @@ class KeyValueCache:
         self._buffers[layer] = buffer
         buffer[0, :, :, self.length : length] = k_BKSD
         buffer[1, :, :, self.length : length] = v_BKSD
-        # A single token gets the tokens inside its window; several get all, to be masked.
+        # A single new token reads the keys in its window; several read all keys, masked.
         oldest = max(0, length - window) if window is not None and sequence == 1 else 0
         k_BKCD, v_BKCD = buffer[:, :, :, oldest:length]
         if (window, sequence) not in self._masks:

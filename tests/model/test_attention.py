@@ -29,7 +29,7 @@ def heads(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[t
 
 
 def allowed(ids_BS: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Who may look where, from the definition, [B, S, S]."""
+    """Attention mask from the definition, [B, S, S]."""
     places = torch.arange(ids_BS.shape[1])
     distance = places[:, None] - places
     same = ids_BS[:, :, None] == ids_BS[:, None, :]
@@ -44,7 +44,7 @@ def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed_BSS
 
 
 def packed(rows: int, tokens: int) -> torch.Tensor:
-    """Document numbers with other boundaries in every row; the last row is one document."""
+    """Document IDs with different boundaries in every sequence; the last sequence is one document."""
     ids = torch.stack([torch.arange(tokens) // (tokens // 3 + 5 * row + 1) for row in range(rows)])
     ids[-1] = 0
     return ids
@@ -79,7 +79,7 @@ def test_attention_result_is_independent_of_tile_size(scores: int, monkeypatch: 
 
 def test_invisible_keys_are_not_read():
     size = tiles.TILE_QUERIES
-    first = torch.arange(4 * size)[None] // size * size  # a document for each tile
+    first = torch.arange(4 * size)[None] // size * size  # one document per tile
     everything = slice(0, 4 * size)
     found = tiles.tiles_of(tiles.Span(everything, everything), torch.zeros(size, size), first)
     assert [(tile.keys.start, tile.keys.stop) for tile in found] == [(at * size, (at + 1) * size) for at in range(4)]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what transformers computes, in float64; nothing dropped; balanced as the papers say."""
+"""Mixtures of experts against transformers in float64: dropless dispatch, load balancing as published."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def tokens_of(rows: int = 3, sequence: int = 20) -> tuple[torch.Tensor, torch.Te
 
 
 def in_transformers(directory: Path) -> transformers.PreTrainedModel:
-    """The model as transformers reads it; its own grouped products take only widths that divide by 16 bytes."""
+    """The model loaded by transformers, whose grouped products need widths that are multiples of 16 bytes."""
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, output_loading_info=True, experts_implementation="eager"
     )
@@ -156,7 +156,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero(name: str):
     last = model.layers[4].mlp
     with torch.no_grad():
         if last.router.bias is None:
-            last.router.weight.zero_()  # equal scores: the first ones in order, or any, but always the same three
+            last.router.weight.zero_()  # equal scores: any three experts, but always the same
         else:
             last.router.bias.copy_(torch.tensor([9.0, 9.0, 9.0, 0.0, 0.0]))
     tokens, targets = tokens_of()
@@ -178,7 +178,7 @@ def test_reported_loss_excludes_router_loss():
 
 @pytest.mark.parametrize("name", ["mixtral", "dots1"])
 def test_load_balancing_is_per_sequence(name: str):
-    """A row's part of the gradient does not depend on what other rows a batch has."""
+    """The gradient of a sequence does not depend on the other sequences of the batch."""
     model = build(config_of(name, **({"router_loss": 0.5} if name == "mixtral" else {})))
     tokens, targets = tokens_of()
     together = torch.autograd.grad(model(tokens, targets), list(model.parameters()))
@@ -240,8 +240,8 @@ def test_flops_count_only_experts_of_each_token(name: str):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             block.mlp(x_BSH)
         counted += counter.get_total_flops()
-    told = forward_flops_per_token(config, 20)
-    assert counted == 40 * sum(flops for operation, flops in told.items() if operation.startswith("mlp."))
+    flops = forward_flops_per_token(config, 20)
+    assert counted == 40 * sum(value for operation, value in flops.items() if operation.startswith("mlp."))
 
 
 @pytest.mark.parametrize(

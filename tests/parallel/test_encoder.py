@@ -1,4 +1,4 @@
-"""Replicas of an encoder, under every ZeRO, compute the gradient that one device computes."""
+"""Data-parallel encoders with every ZeRO stage compute the gradient of one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLASSES = dataclasses.replace(MASKED, head="classes", labels=("no", "maybe", "ye
 
 
 def batch(config: Any) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-    """Tokens, targets (fewer in some rows than in others), and where documents begin."""
+    """Tokens, targets (fewer in some sequences than in others), and document starts."""
     make = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, 97, (ROWS, SEQUENCE), generator=make)
     if config.head == "classes":
@@ -36,7 +36,7 @@ def batch(config: Any) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
 
 
 def reduced(config: Any, layout_text: str) -> list:
-    """Pieces of this rank's reduced gradient of the whole batch, and its share of the loss."""
+    """Slices of this rank's reduced gradient of the whole batch, and its share of the loss."""
     layout, table = Layout.parse(layout_text), parameter_table(config)
     mesh = Mesh.create(layout)
     model = Encoder(config, dtype=torch.float64, recompute=ActivationCheckpointing(layout.recompute))

@@ -1,4 +1,4 @@
-"""Everything a layout cannot do with a model is refused in one line that says why."""
+"""A layout that does not fit a model is refused in one line with the reason."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_impossible_layouts_are_refused_even_when_planning(model, layout, batch,
     assert "\n" not in str(error.value)
 
 
-def test_an_intermediate_size_that_tp_does_not_divide():
+def test_intermediate_size_that_tp_does_not_divide_is_refused():
     config = dataclasses.replace(TINY, intermediate=100)
     with pytest.raises(UserError, match="tp8 does not divide the model's intermediate size 100; 5 or 10 would"):
         refuse(Layout(tp=8), config, 1, planning=True)
 
 
-def test_a_vocabulary_too_small_for_a_slice_a_rank():
+def test_vocabulary_with_an_empty_last_slice_is_refused():
     config = dataclasses.replace(TINY, vocabulary=9)
     with pytest.raises(UserError, match="vocabulary of 9 into slices of 2, of which the last rank gets none; tp5"):
         refuse(Layout(tp=8), config, 1, planning=True)

@@ -159,7 +159,10 @@ class Executable:
             for segment in segments:
                 self._run_in_batches(segment)
             return
-        lanes = [self._run_lane(lane, segments[lane::SEGMENTS_IN_FLIGHT]) for lane in range(min(SEGMENTS_IN_FLIGHT, len(segments)))]
+        lanes = [
+            self._run_lane(lane, segments[lane::SEGMENTS_IN_FLIGHT])
+            for lane in range(min(SEGMENTS_IN_FLIGHT, len(segments)))
+        ]
         # Advance the lanes in turn by one group each. Ranks cannot deadlock: a group that a rank has not posted yet
         # follows the group in which it waits, on that rank and in the program.
         while lanes:

@@ -308,7 +308,9 @@ class Transformer(nn.Module):
         visible: dict[int | None, torch.Tensor | None] = {}
         if cache is None:
             context = self.axes.context
-            assert context.size == 1 or documents.places_C is not None, "with context parallelism documents need places_C"
+            assert context.size == 1 or documents.places_C is not None, (
+                "with context parallelism documents need places_C"
+            )
             visible = {
                 window: context.visibility(documents, sequence, window, tokens_BS.device)
                 for window in set(windows.values())

@@ -155,7 +155,9 @@ class _Linear(torch.autograd.Function):
         dy_NY = dy.flatten(0, -2)
         dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
         if needs_weight:
-            context.queue.put(context.weight, None, dy_NY, x.detach().flatten(0, -2))  # detached: a queue must not hold the graph
+            context.queue.put(
+                context.weight, None, dy_NY, x.detach().flatten(0, -2)
+            )  # detached: a queue must not hold the graph
         return dx, None, dy_NY.sum(dim=0) if needs_bias else None, None
 
 

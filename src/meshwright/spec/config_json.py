@@ -287,7 +287,9 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": list(config.eos_tokens) if config.more_eos_tokens else config.eos_token,
         "use_cache": True,
         **{names[0]: getattr(config, field) for field, names in keys.items() if names},
-        keys["activation"][0]: "gelu_new" if activation == "gelu_pytorch_tanh" and config.family == "gpt2" else activation,
+        keys["activation"][0]: "gelu_new"
+        if activation == "gelu_pytorch_tanh" and config.family == "gpt2"
+        else activation,
     }
     if config.family == "gpt2":
         return written | {"n_ctx": config.max_positions, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

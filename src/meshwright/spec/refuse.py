@@ -160,7 +160,9 @@ def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
 def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
     """Return an error message if the pipeline has more stages than the model has layers, else None."""
     stages = layout.pp * layout.chunks
-    if stages <= config.layers and not planning:  # in planning the model may be large, and the schedule file on another machine
+    if (
+        stages <= config.layers and not planning
+    ):  # in planning the model may be large, and the schedule file on another machine
         stages = program_for(layout, config, sequence or config.max_positions).stages
     if stages <= config.layers:
         return None

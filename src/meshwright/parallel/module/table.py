@@ -53,7 +53,9 @@ def describe_module(
     unit_of: dict[int, str] = {}
     for name, unit in units.items():
         inside = Counter(id(each) for _, each in unit.named_parameters(remove_duplicate=False))
-        unit_of |= {key: name for key, count in inside.items() if count == uses[key]}  # sharing inside one unit does not count
+        unit_of |= {
+            key: name for key, count in inside.items() if count == uses[key]
+        }  # sharing inside one unit does not count
     decays = decays or (lambda name, parameter: parameter.ndim > 1)
     parameters = [
         ForeignParameter(name, tuple(each.shape), unit_of.get(id(each), REST), decays(name, each))
