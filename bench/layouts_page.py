@@ -15,7 +15,8 @@ TITLES = {
     "experts": "A mixture of experts",
 }
 INTRODUCTIONS = {
-    "products": "All products of `dp`, `tp`, `cp` and `pp` that are 8, with all ZeRO levels where there is something to shard.",
+    "products": "All products of `dp`, `tp`, `cp` and `pp` that are 8, with all ZeRO levels where there is something "
+    "to shard.",
     "schedules": "On two, four and eight stages; replicas shard the optimizer's state.",
     "variants": "Tensor parallelism without sequence parallelism, Ulysses instead of ring attention, hybrid sharding, "
     "micro-batches, recomputation.",

@@ -55,7 +55,7 @@ def test_sub_axis_names_select_their_groups():
 
 
 def with_wrong_groups() -> dict[str, tuple[list[float], int]]:
-    """On each of four ranks (dp2 tp2): results of each operation over wrong groups, and the number of affected calls."""
+    """On each of four ranks (dp2 tp2): results of each operation over wrong groups, and numbers of affected calls."""
     mesh = Mesh.create(Layout.parse("dp2 tp2"))
     found = {}
 

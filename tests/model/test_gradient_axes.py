@@ -1,7 +1,7 @@
 """The table's gradient axes against autograd: a whole tensor-parallel group in one autograd graph.
 
-Every rank has its own copy of its shard, cut by the table's boxes, whose gradient is that rank's partial gradient. Reduced
-over the table's axes, partial gradients must equal the gradient of the one-device model.
+Every rank has its own copy of its shard, cut by the table's boxes, whose gradient is that rank's partial gradient.
+Reduced over the table's axes, partial gradients must equal the gradient of the one-device model.
 
 Shapes: S tokens, H hidden, N heads, D head size.
 """

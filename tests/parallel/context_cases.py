@@ -29,7 +29,7 @@ def inputs(shape: tuple[int, ...], seed: int) -> list[torch.Tensor]:
 
 
 def ids_of(shape: tuple[int, ...], documents: bool) -> torch.Tensor:
-    """Document IDs with different boundaries per sequence, off the chunk boundaries; the last sequence is one document."""
+    """Document IDs with boundaries that differ per sequence and are off those of chunks; the last is one document."""
     rows, tokens = shape[:2]
     ids = torch.stack([torch.arange(tokens) // (tokens // 3 + 5 * row + 1) for row in range(rows)])
     ids[-1] = 0

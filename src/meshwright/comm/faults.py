@@ -9,9 +9,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 KINDS = ("skip", "double", "drop", "wrong group", "stale")
-"""skip: the call does not happen; double: its result is twice too large; drop: one rank's contribution is missing; wrong group:
-it is made over other ranks than those of its axis, or with them in another order; stale: the result of the call before
-(of the same size) is delivered again."""
+"""skip: the call does not happen; double: its result is twice too large; drop: one rank's contribution is missing;
+wrong group: it is made over other ranks than those of its axis, or with them in another order; stale: the result of the
+previous call (of the same size) is delivered again."""
 
 _REMEMBER = "remember"  # not a fault: stores the result for the next stale call
 

@@ -38,7 +38,7 @@ class CallInFlight(Protocol):
 
 
 calls_in_flight: dict[CallInFlight, Communicator] = {}
-"""Handles of calls in flight, referenced here until they are waited for, even if the caller drops them: a transfer whose
+"""Handles of calls in flight, referenced until they are waited for even if the caller drops them: a transfer whose
 buffer is freed too early blocks its connection, and with it every later message from that rank."""
 
 SETTLING_SECONDS = 10.0
@@ -68,7 +68,7 @@ class Communicator:
         self.trivial_calls = False
         """If True, calls over one rank are made too, to test a backend in one process (NCCL on one GPU)."""
         self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        """Returns the context manager in which the calls of a site are posted: a profile labels their kernels with it."""
+        """Returns the context manager in which a site's calls are posted; a profile labels their kernels with it."""
 
     @contextmanager
     def record_joint_call(
@@ -244,10 +244,10 @@ class Mesh:
         if layout.world_size != world_size:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, there are {world_size}')
         everybody = tuple(range(world_size))
-        # Axes over the same ranks share one group: a group connects all pairs of its ranks, and all ranks create every group.
+        # Axes over the same ranks share one group: each connects all pairs of its ranks, and all ranks must create it.
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everybody: dist.group.WORLD}
         made: list[dist.ProcessGroup] = []
-        # With NCCL only the world has gloo too, for host tensors: each gloo group opens TCP connections between all ranks.
+        # With NCCL only the world has gloo too, for host tensors: each gloo group opens TCP connections.
         backend = "nccl" if group_backends(None).get(torch.device(device).type) == "nccl" else None
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

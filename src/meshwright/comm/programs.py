@@ -154,7 +154,7 @@ class Executable:
             self._divide_by_ranks(vector)
 
     def _run_segments(self, segments: list[_Segment]) -> None:
-        """Run the program on each segment of the vector; on gloo `SEGMENTS_IN_FLIGHT` segments are in flight at a time."""
+        """Run the program on each segment of the vector; on gloo up to `SEGMENTS_IN_FLIGHT` of them at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)

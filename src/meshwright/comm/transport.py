@@ -37,7 +37,7 @@ class Message:
     name: str
 
 
-def usesnative_calls(axis: Axis, tensor: torch.Tensor) -> bool:
+def uses_native_calls(axis: Axis, tensor: torch.Tensor) -> bool:
     """Return True if reduce-scatter and all-gather of `tensor` over `axis` use the backend's own calls. False for CPU
     tensors on gloo with several ranks: their data are sent directly between the final buffers instead."""
     return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
@@ -65,7 +65,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
                 output.view(-1).copy_(mine)
 
         return [axis.communicator.programs.post(run, source, program.batched)], None
-    if usesnative_calls(axis, source):
+    if uses_native_calls(axis, source):
         # Flat: gloo on CUDA tensors refuses an output and a source whose shapes differ in more than dim 0.
         flat, parts = output.view(-1), source.view(-1)
         return [native_reduce_scatter(flat, parts, group=axis.group, async_op=True)], None
@@ -90,7 +90,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
     Returns (work handles, function to call when they are complete, or None).
     """
     program = axis.program("all_gather", output.nbytes)
-    if program is None and usesnative_calls(axis, source):
+    if program is None and uses_native_calls(axis, source):
         whole, part = output.view(-1), source.view(-1)
         return [native_all_gather(whole, part, group=axis.group, async_op=True)], None
     parts = output.view(axis.size, -1)

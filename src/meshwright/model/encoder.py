@@ -1,6 +1,7 @@
 """The encoder: BERT (Devlin et al. 2019, arXiv:1810.04805), with bidirectional attention.
 
-It consists of the decoder's modules (attention.py, layers.py) with post-norm residual blocks. Parameter names are those of the parameter table (spec/parameters.py).
+It consists of the decoder's modules (attention.py, layers.py) with post-norm residual blocks. Parameter names are those
+of the parameter table (spec/parameters.py).
 
 Shapes: B sequences, S tokens of a sequence, H hidden, V vocabulary, M masked tokens of a batch, D documents, C classes.
 """

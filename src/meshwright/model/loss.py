@@ -1,9 +1,9 @@
 """Chunked cross-entropy of the output head: the logits of all tokens are never in memory together.
 
 The gradient of a chunk's logits overwrites them in the forward pass, so that the head's product is not recomputed;
-where backward does not follow immediately, or each token's loss has its own gradient, backward recomputes the logits. With
-tensor parallelism each rank holds a vocabulary slice (Shoeybi et al. 2019, arXiv:1909.08053, section 3): maxima, sums
-and the target's logit are all-reduced.
+where backward does not follow immediately, or each token's loss has its own gradient, backward recomputes the logits.
+With tensor parallelism each rank holds a vocabulary slice (Shoeybi et al. 2019, arXiv:1909.08053, section 3): maxima,
+sums and the target's logit are all-reduced.
 
 Shapes: T tokens, C tokens of a chunk, H hidden, V vocabulary (of this rank).
 """

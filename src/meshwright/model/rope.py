@@ -1,5 +1,5 @@
-"""Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published scaling methods, in the half-rotation order
-of Hugging Face: the pair of dimension i is dimension i + D/2.
+"""Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published scaling methods, in the half-rotation
+order of Hugging Face: the pair of dimension i is dimension i + D/2.
 
 Shapes: B sequences, S tokens of a sequence, D head size, P positions.
 """

@@ -1,9 +1,9 @@
 """Weight gradients of linear layers: added straight to the accumulation buffer, or queued by a split backward pass.
 
-The backward of y = x Wᵀ needs dy W immediately, but dyᵀ x only before the optimizer step (zero bubble: Qi et al. 2024, arXiv
-2401.10241, section 1). While a queue collects, dyᵀ x is deferred: x and dy are saved until `run`. All else (norms,
-biases, embedding, head) is differentiated in the first half. The deferred product accumulates into the sum over
-micro-batches itself, which saves one pass over the memory of every weight.
+The backward of y = x Wᵀ needs dy W immediately, but dyᵀ x only before the optimizer step (zero bubble: Qi et al. 2024,
+arXiv:2401.10241, section 1). While a queue collects, dyᵀ x is deferred: x and dy are saved until `run`. All other
+parameters (norms, biases, embedding, head) are differentiated in the first half. The deferred product accumulates
+into the sum over micro-batches itself, which saves one pass over the memory of every weight.
 
 A compiled backward cannot write to a queue. So a compiled linear layer gets two tensors, its taps, whose gradients it
 declares to be dy and x; the backward of the taps' creator puts them into the queue.

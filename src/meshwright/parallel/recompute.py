@@ -36,8 +36,8 @@ ATTENTION = frozenset(
 )
 
 # Saved, as small results of communication: reductions, ring attention, dispatched and combined tokens. Repeated in
-# backward, as large as the slices of all ranks: the all-gathers of sequence parallelism (Korthikanti et al. 2022, section
-# 4.2.2) and the all-to-alls of Ulysses.
+# backward, as large as the slices of all ranks: the all-gathers of sequence parallelism (Korthikanti et al. 2022,
+# section 4.2.2) and the all-to-alls of Ulysses.
 SUMS = frozenset(
     {
         torch.ops.meshwright.reduce_from.default,

@@ -23,7 +23,8 @@ from meshwright.untrusted import read_json
 _ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
 # Activations that transformers assumes where the key is missing; "silu" in all other families.
 _DEFAULT_ACTIVATIONS = {
-    "gpt2": "gelu_new", "bert": "gelu", "bloom": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh", "nemotron": "relu2",
+    "gpt2": "gelu_new", "bert": "gelu", "bloom": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh",
+    "nemotron": "relu2",
 }  # fmt: skip
 
 # Field of ModelConfig -> keys of a config.json, the usual one first.

@@ -78,8 +78,8 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
     for axis, ranks in own.items():
         if ranks > 1:
             raise UserError(
-                f"{spread}: {axis} splits models that Meshwright builds itself; your own module is parallelized over dp "
-                "alone, with zero0 to zero3, hs and mb"
+                f"{spread}: {axis} splits models that Meshwright builds itself; your own module is parallelized over "
+                "dp alone, with zero0 to zero3, hs and mb"
             )
     if layout.recompute != "none":
         raise UserError(

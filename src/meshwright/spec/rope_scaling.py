@@ -1,6 +1,6 @@
 """RoPE scaling methods (linear, llama3, yarn), which extend rotary positions beyond the training context, as data.
 
-Reads and writes both spellings of Hugging Face: ``rope_theta`` beside ``rope_scaling`` (transformers 4) and one
+Reads and writes both spellings of Hugging Face: ``rope_theta`` with ``rope_scaling`` (transformers 4) and one
 ``rope_parameters`` (transformers 5).
 """
 

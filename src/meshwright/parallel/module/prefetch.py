@@ -3,7 +3,7 @@
 A user's module may enter FSDP units in another order than it declares them, enter one twice, skip one on some ranks, or
 use one's parameters from outside. So all-gathers follow a fixed order: every unit once in forward, once in reverse in
 backward. Entering a unit first starts the all-gathers of all units before it; at the end the rest follow. Likewise a
-unit's gradients are reduced after the all-gather of its predecessor has started, and those of skipped units immediately.
+unit's gradients are reduced after the all-gather of its predecessor has started, those of skipped units immediately.
 So ranks issue matching calls whichever units they use.
 """
 
@@ -93,7 +93,7 @@ class ModulePrefetcher:
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
         """Context manager around a micro-batch's backward pass. `gradients`: accumulator of the parameter gradients,
-        which is told of units that the forward did not use."""
+        which skips the units that the forward did not use."""
         if not self.sharded:
             yield
             return
