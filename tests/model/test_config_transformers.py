@@ -52,24 +52,27 @@ def build(config: ModelConfig, tmp_path) -> transformers.PreTrainedModel:
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_parameter_names_and_shapes_match_transformers(config: ModelConfig, tmp_path):
-    model = build(config, tmp_path)
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[ModelConfig, transformers.PreTrainedModel]:
+    """A configuration, and the model that transformers builds from it."""
+    return request.param, build(request.param, tmp_path_factory.mktemp("written"))
+
+
+def test_parameter_names_and_shapes_match_transformers(built: Any):
+    config, model = built
     theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     ours = {entry.name: entry.shape for entry in parameter_table(config).entries}
     assert ours == theirs
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_config_rewritten_by_transformers_gives_same_model(config: ModelConfig, tmp_path):
-    model = build(config, tmp_path)
+def test_config_rewritten_by_transformers_gives_same_model(built: Any, tmp_path):
+    config, model = built
     model.config.save_pretrained(tmp_path / "again")
     assert config_from_path(tmp_path / "again") == config
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_transformers_reads_written_config_values(config: ModelConfig, tmp_path):
-    theirs = build(config, tmp_path).config
+def test_transformers_reads_written_config_values(built: Any):
+    config, theirs = built[0], built[1].config
     assert theirs.tie_word_embeddings == config.tied
     assert theirs.bos_token_id == config.bos_token
     if config.positions == "learned":
