@@ -129,7 +129,8 @@ def operators(method: str) -> None:
         q, k, v = (x.detach() for x in leaves)
         out, log_sum = ring.ring_attention(q, k, v, first, key)
         arguments = (direction, [q, k, v, out, log_sum], first, key)
-        torch.library.opcheck(ring.ring_attention_backward.default, arguments)
+        checks = "test_schema", "test_faketensor"  # it has no autograd formula
+        torch.library.opcheck(ring.ring_attention_backward.default, arguments, test_utils=checks)
     else:
         torch.library.opcheck(ring.all_to_all.default, (q.requires_grad_(), key, "test", 1, 2))
     mesh.close()
