@@ -170,8 +170,8 @@ def test_stalled_rank_is_named_by_waiting_ranks():
     with LocalRanks(3) as ranks, pytest.raises(RankLost) as error:
         ranks.run(stopped, checked, 1, timeout=20)
     assert re.match(
-        r"rank (2 waits for rank 1|0 waits for rank [12]): step \d \((reduce|receive|send) data\[\d\] (from|to) \d\) of "
-        "all-reduce ring: ",
+        r"rank (2 waits for rank 1|0 waits for rank [12]): step \d \((reduce|receive|send) data\[\d\] (from|to) \d\) "
+        "of all-reduce ring: ",
         str(error.value),
     )
 
