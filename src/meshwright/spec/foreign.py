@@ -89,8 +89,8 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
     parts = layout.dp * layout.micro_batches
     if batch % parts:
         raise UserError(
-            f"{spread}: train.batch = {batch} samples is not a multiple of dp x mb = {parts}; use one, such as "
-            f"{-(-batch // parts) * parts}"
+            f"{spread}: train.batch = {batch} samples is not a multiple of dp x mb = {parts}; use a multiple, "
+            f"such as {-(-batch // parts) * parts}"
         )
 
 

@@ -28,8 +28,8 @@ def refuse(
             raise UserError(f"{config.family} can be planned but not run: {config.planning_only}")
         if config.encoder:
             raise UserError(
-                f"{config.family} is an encoder; recipes are trained, verified and served for decoders only. Train it "
-                "as a user-defined module (examples/bert_classifier.py, docs/model.md)"
+                f"{config.family} is an encoder, and a recipe needs a decoder to train, verify or serve. Train it as a "
+                "user-defined module (examples/bert_classifier.py, docs/model.md)"
             )
         layout.refuse_unbuilt()
     reason = (
