@@ -26,13 +26,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from cases import Cases, step_seconds
 
 from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
@@ -45,6 +45,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.training.loop import deterministic
 from synthetic import synthetic_trainer
+from tests.model.key_value_cache import KeyValueCache
 
 FAMILIES = ("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny")
 LLAMA_1B = {

@@ -198,7 +198,7 @@ def test_preference_recipe_is_priced_with_its_reference_model(tiny_recipe: Path)
         (("plan", "--cluster", "8xh100-sxm"), "MODEL is missing"),
         (("plan", "llama-3-8b", "--cluster", "8xh100-sxm"), "--sequence is missing"),
         (("plan", "llama-3-8x", *REQUEST[2:]), 'unknown model "llama-3-8x"; did you mean "llama-3-8b"?'),
-        ((*REQUEST, "--layout", "dp8 tp3"), "it has 24 ranks (dp x tp x cp x pp), but 16 are there"),
+        ((*REQUEST, "--layout", "dp8 tp3"), "it has 24 ranks (dp x tp x cp x pp), but there are 16"),
         ((*REQUEST, "--layout", "dp16 zero9"), "zero9"),
         ((*REQUEST, "--layout", "dp3"), "3 ranks"),
         ((*REQUEST, "--engine", "megatrn"), 'did you mean "megatron"'),

@@ -1,4 +1,4 @@
-"""The backend that carries a group's calls, and calls that a group of one rank makes all the same."""
+"""Backends of process groups, and calls over a group of one rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_backend_of_a_group_is_named_by_device(monkeypatch: pytest.MonkeyPatch):
     assert group_backends(None) == {"cpu": "gloo", "cuda": "nccl"}
 
 
-def test_backend_gives_up_later_than_the_watch_of_a_device():
+def test_backend_timeout_is_longer_than_device_watch():
     assert backend_timeout("cpu", 30.0).total_seconds() == 30
     assert backend_timeout(torch.device("cuda", 1), 30.0).total_seconds() == 60
 
 
 @pytest.mark.parametrize("config, device, backend", [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cpu:gloo", "cpu", None)])
-def test_groups_of_axes_have_the_backend_of_their_device_alone(
+def test_axis_groups_have_only_the_backend_of_their_device(
     monkeypatch: pytest.MonkeyPatch, config: str, device: str, backend: str | None
 ):
     new_group = mock.Mock()
@@ -54,7 +54,7 @@ def test_threads_use_the_device_of_the_thread_that_starts_them(monkeypatch: pyte
 
 
 def gather_and_scatter_natively() -> None:
-    """Rows of two dims, whose whole has another dim: gloo's own calls compare shapes, on CUDA tensors too."""
+    """Outputs with another number of dims than inputs: gloo's native calls compare shapes, on CUDA tensors too."""
     mesh = Mesh.create(Layout(dp=2))
     part = torch.arange(6.0).view(2, 3) + 10 * mesh.rank
     whole, total = torch.empty(2, 2, 3), torch.empty(2, 3)
@@ -65,7 +65,7 @@ def gather_and_scatter_natively() -> None:
     mesh.close()
 
 
-def test_own_calls_of_the_backend_get_parts_and_whole_of_one_shape(two: LocalRanks):
+def test_native_calls_get_flat_tensors(two: LocalRanks):
     two.run(gather_and_scatter_natively)
 
 

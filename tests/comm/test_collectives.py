@@ -1,4 +1,4 @@
-"""Every collective against what it is by definition, computed from all ranks' inputs in one process."""
+"""Every collective against its definition, computed from all ranks' inputs in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.layout import Layout
 
 
 def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What a rank puts in: small whole numbers, so that sums are exact in every dtype."""
+    """Input of a rank: small whole numbers, so that sums are exact in every dtype."""
     return torch.randint(-8, 9, (count,), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
@@ -41,7 +41,7 @@ def every_collective(world_size: int, dtype: torch.dtype, count: int) -> None:
     part = torch.empty(count, dtype=dtype)
     handle = collectives.reduce_scatter(part, mine, axis, "test.scatter", async_op=True)
     handle.wait()
-    handle.wait()  # a second wait has nothing to do
+    handle.wait()  # a second wait does nothing
     assert torch.equal(part, total[rank * count : (rank + 1) * count])
     x = mine.clone()
     collectives.reduce_scatter(x[rank * count : (rank + 1) * count], x, axis, "test.scatter")
@@ -68,7 +68,7 @@ def every_collective(world_size: int, dtype: torch.dtype, count: int) -> None:
     mesh.close()
 
 
-def several_under_way(world_size: int) -> None:
+def several_in_flight(world_size: int) -> None:
     """Calls posted before earlier ones are waited for must not mix."""
     mesh = Mesh.create(Layout(dp=world_size))
     outputs = [torch.empty(1000 * world_size) for _ in range(8)]
@@ -98,7 +98,7 @@ def recorded_bytes(world_size: int) -> list[dict]:
 
 
 def spoilt(world_size: int, operation: str, kind: str) -> torch.Tensor:
-    """The second of two results with a fault planted."""
+    """The second of two results with an injected fault."""
     mesh = Mesh.create(Layout(dp=world_size))
     mesh.faults.inject(Fault("test", operation, kind, position=1))
     axis = mesh.data
@@ -131,7 +131,7 @@ def left_alone(world_size: int) -> str:
 
 
 def survive(path: str) -> None:
-    """Rank 1 dies; rank 0 writes down what a collective call tells it."""
+    """Rank 1 dies; rank 0 records the error of a collective call."""
     mesh = Mesh.create(Layout(dp=2), timeout_seconds=30)
     collectives.barrier(mesh.world, "test.start")
     if mesh.rank == 1:
@@ -153,7 +153,7 @@ def groups_of(layout: str) -> dict[str, tuple[int, ...]]:
 
 
 def axis_pairs(world_size: int) -> None:
-    """The autograd pairs against one process that sees all ranks' inputs."""
+    """The conjugate operators against one process that has all ranks' inputs."""
     from meshwright.comm import operators
 
     mesh = Mesh.create(Layout(tp=world_size))
@@ -269,7 +269,7 @@ def test_collectives_return_results_of_their_operations(ranks, dtype):
 
 
 def test_concurrent_calls_do_not_mix(ranks):
-    ranks.run(several_under_way, 4)
+    ranks.run(several_in_flight, 4)
 
 
 def test_recorded_bytes_are_the_closed_forms(ranks):
@@ -315,7 +315,7 @@ def test_hybrid_groups_shard_inside_and_replicate_across(ranks):
     assert first["tp"] == (0,)
 
 
-def test_autograd_pairs_are_each_others_conjugates(ranks):
+def test_operator_pairs_are_conjugates(ranks):
     ranks.run(axis_pairs, 4)
 
 
@@ -325,7 +325,7 @@ def test_abandoned_rank_reports_its_call():
     assert "rank 0 had no answer from rank 1 in test.lonely (all_reduce over axis data, its call 1)" in alone
 
 
-def test_rank_with_dead_peer_fails_at_once(tmp_path):
+def test_rank_with_dead_peer_fails_immediately(tmp_path):
     with LocalRanks(2) as pair, pytest.raises(RankLost, match="local rank 1 died"):
         pair.run(survive, str(tmp_path / "said"))
     said = (tmp_path / "said").read_text()
@@ -344,11 +344,11 @@ def test_single_device_collectives_copy_nothing():
 
 
 def nobody_waits(world_size: int) -> tuple[float, int]:
-    """A call that is posted, and whose handle is dropped while its messages are still on their way."""
+    """Post a call and drop its handle while its messages are in flight."""
     mesh = Mesh.create(Layout(dp=world_size))
     for _ in range(3):
         whole = torch.zeros(world_size * 300_000)
-        time.sleep(0.05 * mesh.rank)  # the first has posted its receives long before anything arrives
+        time.sleep(0.05 * mesh.rank)  # the first call has posted its receives long before data arrive
         collectives.all_gather(whole, torch.ones(300_000), mesh.data, "test.gather", async_op=True)
         del whole
     mesh.close()

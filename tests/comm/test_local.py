@@ -1,4 +1,4 @@
-"""Local ranks: what a caller sees when a rank raises, dies, hangs, and that nothing stays behind."""
+"""Local ranks: errors for a rank that raises, dies or hangs; no process outlives its starter."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_exception_is_raised_with_traceback_of_rank(ranks):
     with pytest.raises(UserError, match="layout is wrong") as error:
         ranks.run(fail_on_one)
     assert "on rank 1" in str(error.value.__cause__) and "fail_on_one" in str(error.value.__cause__)
-    assert ranks.run(add, 1, 2) == [3, 4], "and the next call finds working ranks"
+    assert ranks.run(add, 1, 2) == [3, 4], "the next call has working ranks"
 
 
 def test_a_rank_that_dies_is_named(ranks):
@@ -116,7 +116,7 @@ def test_hang_report_names_call_and_missing_rank(ranks):
         ranks.run(give_up)
 
 
-def test_no_process_stays_behind_when_the_starter_is_killed():
+def test_ranks_end_when_their_starter_is_killed():
     code = (
         "from meshwright.comm.local import LocalRanks, _Server\n"
         "ranks = LocalRanks(2).__enter__()\n"

@@ -1,4 +1,4 @@
-"""One rank's part of a program: both ends come to the same messages, and nothing is overwritten while it is needed."""
+"""Lowering of a program to one rank: both ends have the same messages, and no slot in use is overwritten."""
 
 from __future__ import annotations
 
@@ -46,10 +46,15 @@ def slots(message: Message | Reduce | Local) -> set[int]:
     return set(range(message.slot, message.slot + message.size))
 
 
+def is_free(places: set[int], *used: dict[int, set[int]]) -> bool:
+    """Return True if no message in `used` has one of the slots `places`."""
+    return all(places.isdisjoint(held) for messages in used for held in messages.values())
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("merge", [True, False])
 def test_buffers_are_not_overwritten_before_last_read(ranks: int, merge: bool):
-    """Walks through a rank's events: slots that a send reads or a receive fills are busy until that is waited for."""
+    """Replay a rank's events: slots of a posted send or receive are in use until it is waited for."""
     for checked in every_program(ranks):
         for rank in range(ranks):
             reading: dict[int, set[int]] = {}
@@ -62,7 +67,7 @@ def test_buffers_are_not_overwritten_before_last_read(ranks: int, merge: bool):
                 for message in group.receives:
                     post_receive(message, reading, filling, staged)
                 for message in group.sends:
-                    assert not slots(message) & set().union(*filling.values())
+                    assert is_free(slots(message), filling)
                     reading[message.number] = slots(message)
                 for message in group.ahead:
                     post_receive(message, reading, filling, staged)
@@ -72,7 +77,7 @@ def test_buffers_are_not_overwritten_before_last_read(ranks: int, merge: bool):
                     elif isinstance(event, Leave):
                         del reading[event.message.number]
                     else:
-                        assert not slots(event) & set().union(*reading.values(), *filling.values())
+                        assert is_free(slots(event), reading, filling)
                         if isinstance(event, Reduce):
                             release(event, staged)
             assert not reading and not filling and not any(staged.values()), "everything was waited for"
@@ -82,11 +87,11 @@ def post_receive(
     message: Message, reading: dict[int, set[int]], filling: dict[int, set[int]], staged: dict[int, set[int]]
 ) -> None:
     if message.staging < 0:
-        assert not slots(message) & set().union(*reading.values(), *filling.values())
+        assert is_free(slots(message), reading, filling)
         filling[message.number] = slots(message)
     else:
         places = set(range(message.staging, message.staging + message.size))
-        assert not places & set().union(*staged.values()), "two messages in one place of the staging buffer"
+        assert is_free(places, staged), "two messages in one place of the staging buffer"
         staged[message.number] = places
 
 
@@ -110,7 +115,7 @@ def test_receive_queues_behind_earlier_receive_from_same_rank():
         program.transfer(0, 1, chunk=0)
     with program.round():
         program.transfer(0, 1, chunk=0)  # cannot be posted ahead: the first receive still fills the slot
-        program.transfer(0, 1, chunk=2, count=2)  # could be, were it not for the one before it
+        program.transfer(0, 1, chunk=2, count=2)  # free, but queued behind the message before
     with program.round():
         program.transfer(0, 1, chunk=1)
     checked = check_collective(program.build())

@@ -1,4 +1,4 @@
-"""Collective programs as they run: every algorithm of the library, exact on whole numbers, on several ranks."""
+"""Execution of collective programs: every algorithm of the library, exact on whole numbers, on several ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EVERY = [(operation, algorithm) for operation, named in ALGORITHMS.items() for a
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """What a rank puts in: small whole numbers, so that sums are exact in every dtype."""
+    """Input of a rank: small whole numbers, so that sums are exact in every dtype."""
     return torch.randint(-9, 10, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def expected(operation: str, rank: int, ranks: int, root: int, everybody: torch.Tensor) -> tuple[slice, torch.Tensor]:
-    """The part of a rank's vector that the operation promises, and what stands there: by definition, in one process.
+    """The slice of a rank's vector that the operation defines, and its values by definition, in one process.
     everybody: [ranks, numel]."""
     numel = everybody.shape[1]
     share = numel // ranks
@@ -58,7 +58,7 @@ def expected(operation: str, rank: int, ranks: int, root: int, everybody: torch.
 
 
 def run_and_compare(checked: CheckedCollective, numel: int, dtype: torch.dtype, runs: int = 1) -> None:
-    """Run a program and compare with the definition; in all-reduce, all ranks must have the same bits."""
+    """Run a program and compare with the definition; all-reduce results must be bitwise equal on all ranks."""
     program = checked.program
     executable = Executable(checked, timeout_seconds=20)
     if program.operation == "barrier":
@@ -89,7 +89,7 @@ def run_all(cases: list[tuple[str, str, int, int, str]]) -> int:
 
 @cache
 def program_of(operation: str, algorithm: str, ranks: int, root: int = 0) -> CheckedCollective | None:
-    """None where an algorithm does not take so many ranks."""
+    """The program; None if the algorithm does not support this number of ranks."""
     try:
         return check_collective(generate(operation, algorithm, ranks, root=root))
     except UserError:
@@ -115,7 +115,7 @@ def test_every_algorithm_of_the_library_is_exact(ranks: int):
         assert started.run(run_in_small_segments, cases)[0] > len(EVERY) / 2
 
 
-# --- beside torch.distributed
+# --- comparison with torch.distributed
 
 
 def test_measuring_compares_every_operation_with_torch_distributed():
@@ -134,7 +134,7 @@ def test_a_result_that_differs_is_a_failed_check():
     answer = {"exact": True, "native": "all_reduce", "ours": [1.0], "theirs": [1.0], "bytes_sent": 4, "backend": "gloo"}
     assert combine_answers(checked, 8, [answer, answer])["ratio"] == 1
     with pytest.raises(
-        CheckFailed, match="all-reduce ring: rank 1 has another result than torch.distributed's all_reduce"
+        CheckFailed, match="all-reduce ring: the result of rank 1 differs from that of torch.distributed's all_reduce"
     ):
         combine_answers(checked, 8, [answer, answer | {"exact": False}])
 
@@ -142,9 +142,9 @@ def test_a_result_that_differs_is_a_failed_check():
 @pytest.mark.parametrize(
     ("ranks", "size", "said"),
     [
-        (17, 1024, "17 ranks: this machine runs a program on at most 16 processes; take fewer ranks"),
+        (17, 1024, "17 ranks: this machine runs a program on at most 16 processes; use fewer ranks"),
         (16, 1e13, "16 ranks with 10,000,000,000,000 bytes each need about .* GiB, and this machine has"),
-        (2, -4, "-4 bytes; there must be at least 0"),
+        (2, -4, "bytes must be at least 0, not -4"),
     ],
 )
 def test_excessive_process_count_is_refused(ranks: int, size: float, said: str):
@@ -170,8 +170,8 @@ def test_stalled_rank_is_named_by_waiting_ranks():
     with LocalRanks(3) as ranks, pytest.raises(RankLost) as error:
         ranks.run(stopped, checked, 1, timeout=20)
     assert re.match(
-        r"rank (2 waits for rank 1|0 waits for rank 2): step \d \((reduce|receive) data\[\d\] from \d\) of all-reduce "
-        "ring: ",
+        r"rank (2 waits for rank 1|0 waits for rank [12]): step \d \((reduce|receive|send) data\[\d\] (from|to) \d\) "
+        "of all-reduce ring: ",
         str(error.value),
     )
 
@@ -183,7 +183,7 @@ def ended(checked: CheckedCollective, which: int) -> None:
     executable.run(torch.ones(600))
 
 
-def test_a_rank_that_has_ended_is_named():
+def test_exited_rank_is_named():
     checked = program_of("all-reduce", "ring", 3)
     with LocalRanks(3) as ranks, pytest.raises(RankLost, match="local rank 1 died in"):
         ranks.run(ended, checked, 1, timeout=20)

@@ -1,4 +1,4 @@
-"""Groups other than an axis's: as large, of ranks that make the same calls, each rank in one, never the right one."""
+"""Wrong groups of an axis: equal sizes, ranks with the same calls, each rank in one, never a right group."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def test_single_group_is_halved_unless_equal_sizes_are_required():
 
 
 def test_ranks_whose_calls_differ_are_not_mixed():
-    """Under ZeRO the ranks of one tp group have the same shard, those of another one another."""
+    """Under ZeRO the ranks of a tp group have the same shard; other groups have other shards."""
     assert others("dp2 zero1 tp2", "tp", alike=["first", "first", "second", "second"]) == []
     assert others("dp4 zero1 tp2", "tp", alike=list("aabbaabb")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-def test_parts_of_an_axis_are_found_by_their_names():
+def test_sub_axis_names_select_their_groups():
     assert list_axis_groups(Layout.parse("tp4"), "tp/2") == [(0, 1), (2, 3)]
     assert list_axis_groups(Layout.parse("dp2 pp4 mb4"), "pp[0,3]") == [(0, 6), (1, 7)]
     assert others("dp2 pp4 mb4", "pp[0,3]") == [(0, 1), (6, 7)]
 
 
 def with_wrong_groups() -> dict[str, tuple[list[float], int]]:
-    """On each of four ranks (dp2 tp2): what each operation gives over the wrong groups, and how often it was spoilt."""
+    """On each of four ranks (dp2 tp2): results of each operation over wrong groups, and numbers of affected calls."""
     mesh = Mesh.create(Layout.parse("dp2 tp2"))
     found = {}
 

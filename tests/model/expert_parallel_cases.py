@@ -1,4 +1,4 @@
-"""What the ranks of test_expert_parallel.py do."""
+"""Functions that the ranks of test_expert_parallel.py run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, SEQUENCE = 4, 12
 
 
 def whole_model(config: ModelConfig, idle: bool) -> Transformer:
-    """Weights of one device. `idle`: the second half of the layers sends every token to the same few experts."""
+    """Unsharded weights. `idle`: the second half of the layers sends every token to the same few experts."""
     model = Transformer(config, dtype=torch.float64)
     initialise(model, parameter_table(config), seed=1)
     with torch.no_grad():
@@ -43,8 +43,8 @@ def inputs(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(layout_text: str, config: ModelConfig, idle: bool = False, compiled: str = "") -> dict[str, float]:
-    """How far a rank's loss and gradients, summed as the table says, are from those of the whole model and batch; and
-    of how many rows its experts saw fewest in one layer."""
+    """Relative errors of a rank's loss and gradients, reduced over the table's axes, against the unsharded model and
+    batch; and the smallest number of rows that its experts received in one layer."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout, timeout_seconds=30)
     try:
@@ -101,7 +101,7 @@ def _compare(layout: Layout, mesh: Mesh, config: ModelConfig, idle: bool, compil
 
 
 def calls(mesh: Mesh) -> dict[str, int]:
-    """Calls that concern experts, by site."""
+    """Number of calls at the sites of experts."""
     return {
         line["site"]: line["calls"] for line in mesh.record.table() if line["site"].startswith(("experts.", "router."))
     }

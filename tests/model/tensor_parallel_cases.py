@@ -1,4 +1,4 @@
-"""What the ranks of test_tensor_parallel.py do."""
+"""Functions that the ranks of test_tensor_parallel.py run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def inputs(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor, Documents]:
 
 
 def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, float]:
-    """How far a rank's loss, logits and each gradient are from the whole model's."""
+    """Relative errors of a rank's loss, logits and each gradient against the unsharded model."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     table, whole = parameter_table(config), whole_model(config)
@@ -60,7 +60,7 @@ def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, 
 
     with torch.no_grad():
         for parameter in parameters.values():
-            parameter.fill_(1e3)  # rows that only fill up must not count
+            parameter.fill_(1e3)  # padded rows must not count
         for entry, box, offset in boxes:
             parameters[entry.tensor][box.local_slices] = part(theirs, entry, box, offset)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from meshwright.model import tiled_attention as tiles
-from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.scaled_dot_product import attend, visibility
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.spec.presets import preset
+from tests.model.key_value_cache import KeyValueCache
 
 CPU = torch.device("cpu")
 # rows, tokens, query heads, key-value heads, head size; lengths that a tile of queries divides, and others
@@ -29,7 +29,7 @@ def heads(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[t
 
 
 def allowed(ids_BS: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Who may look where, from the definition, [B, S, S]."""
+    """Attention mask from the definition, [B, S, S]."""
     places = torch.arange(ids_BS.shape[1])
     distance = places[:, None] - places
     same = ids_BS[:, :, None] == ids_BS[:, None, :]
@@ -44,7 +44,7 @@ def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed_BSS
 
 
 def packed(rows: int, tokens: int) -> torch.Tensor:
-    """Document numbers with other boundaries in every row; the last row is one document."""
+    """Document IDs with different boundaries in every sequence; the last sequence is one document."""
     ids = torch.stack([torch.arange(tokens) // (tokens // 3 + 5 * row + 1) for row in range(rows)])
     ids[-1] = 0
     return ids
@@ -79,7 +79,7 @@ def test_attention_result_is_independent_of_tile_size(scores: int, monkeypatch: 
 
 def test_invisible_keys_are_not_read():
     size = tiles.TILE_QUERIES
-    first = torch.arange(4 * size)[None] // size * size  # a document for each tile
+    first = torch.arange(4 * size)[None] // size * size  # one document per tile
     everything = slice(0, 4 * size)
     found = tiles.tiles_of(tiles.Span(everything, everything), torch.zeros(size, size), first)
     assert [(tile.keys.start, tile.keys.stop) for tile in found] == [(at * size, (at + 1) * size) for at in range(4)]
@@ -98,10 +98,11 @@ def test_bfloat16_keeps_scores_in_float32():
 def test_custom_operators_match_their_declarations():
     q, k, v = heads((2, 70, 4, 2, 8))
     first = Documents.from_ids(packed(2, 70)).starts_BS
-    for arguments in ((q, k, v, None), (q, k, v, first)):
-        torch.library.opcheck(torch.ops.meshwright.tiled_attention.default, arguments)
+    operators, declarations = torch.ops.meshwright, ("test_schema", "test_faketensor")
+    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, first))
     q, k, v = q.detach(), k.detach(), v.detach()
-    torch.library.opcheck(torch.ops.meshwright.tiled_attention_backward.default, (q, q, k, v, first))
+    torch.library.opcheck(operators.tiled_attention.default, (q, k, v, None), test_utils=declarations)
+    torch.library.opcheck(operators.tiled_attention_backward.default, (q, q, k, v, first), test_utils=declarations)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -1,4 +1,4 @@
-"""transformers reads what we write, and builds from it exactly the tensors that our table lists."""
+"""transformers reads our config.json and builds exactly the tensors of the parameter table."""
 
 from __future__ import annotations
 
@@ -46,30 +46,33 @@ VARIANTS = {
 
 
 def build(config: ModelConfig, tmp_path) -> transformers.PreTrainedModel:
-    """The model that transformers makes of our config.json, without values."""
+    """The model that transformers builds from our config.json, on the meta device."""
     (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(config)))
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_parameter_names_and_shapes_match_transformers(config: ModelConfig, tmp_path):
-    model = build(config, tmp_path)
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[ModelConfig, transformers.PreTrainedModel]:
+    """A configuration, and the model that transformers builds from it."""
+    return request.param, build(request.param, tmp_path_factory.mktemp("written"))
+
+
+def test_parameter_names_and_shapes_match_transformers(built: Any):
+    config, model = built
     theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     ours = {entry.name: entry.shape for entry in parameter_table(config).entries}
     assert ours == theirs
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_config_rewritten_by_transformers_gives_same_model(config: ModelConfig, tmp_path):
-    model = build(config, tmp_path)
+def test_config_rewritten_by_transformers_gives_same_model(built: Any, tmp_path):
+    config, model = built
     model.config.save_pretrained(tmp_path / "again")
     assert config_from_path(tmp_path / "again") == config
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_transformers_computes_with_the_values_we_mean(config: ModelConfig, tmp_path):
-    theirs = build(config, tmp_path).config
+def test_transformers_reads_written_config_values(built: Any):
+    config, theirs = built[0], built[1].config
     assert theirs.tie_word_embeddings == config.tied
     assert theirs.bos_token_id == config.bos_token
     if config.positions == "learned":
@@ -88,7 +91,7 @@ def test_transformers_computes_with_the_values_we_mean(config: ModelConfig, tmp_
 
 @pytest.mark.parametrize("name", ["gemma-2-2b", "bloom-176b"])
 def test_planning_families_list_the_tensors_of_transformers(name: str):
-    """Cut to two layers, built from the data of the preset, as there is no config.json of ours."""
+    """Cut to two layers, built from the preset's data, because planning-only families are not written."""
     config = dataclasses.replace(preset(name), layers=2, windowed_layers=None, sliding_window=None)
     if name.startswith("gemma"):
         theirs_config = transformers.Gemma2Config(
@@ -125,7 +128,7 @@ def test_a_nemotron_lists_the_tensors_of_transformers():
 
 
 def test_every_runnable_preset_has_same_parameter_count_in_transformers(tmp_path):
-    """Shapes without values; the largest are cut to two layers, which each count alike."""
+    """On the meta device; the largest are cut to two equal layers."""
     for name, entry in PRESETS.items():
         if entry.config.planning_only or entry.config.encoder:  # encoders: test_encoder.py
             continue

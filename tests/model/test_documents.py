@@ -1,4 +1,4 @@
-"""Where documents begin, and what follows from it."""
+"""Document boundaries in packed sequences: positions and masks."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def test_window_masks_tokens_within_document():
     documents = Documents.from_ids(torch.tensor([[0, 0, 0, 0, 1, 1]]))
     assert documents.first_visible_BS(6, 2, CPU).tolist() == [[0, 0, 1, 2, 4, 4]]
     assert Documents().first_visible_BS(6, 2, CPU).tolist() == [[0, 0, 1, 2, 3, 4]]
-    assert Documents().first_visible_BS(6, 6, CPU) is None  # as wide as the row
+    assert Documents().first_visible_BS(6, 6, CPU) is None  # as wide as the sequence

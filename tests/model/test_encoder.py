@@ -1,4 +1,4 @@
-"""The encoder is BERT as transformers computes it, on rows and on packed documents, from files and back."""
+"""The encoder equals BERT of transformers, on single and packed documents, loaded and saved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def their_model(architecture: str, dtype: torch.dtype = torch.float64, **setting
 
 
 def batch(rows: int = 3, sequence: int = 40, types: int = 3) -> dict[str, torch.Tensor]:
-    """Tokens (no padding among them), of which some at either end are hidden, and their segments."""
+    """Tokens (without padding IDs), an attention mask that hides some on both sides, and segment IDs."""
     make = torch.Generator().manual_seed(1)
     mask = torch.ones(rows, sequence, dtype=torch.int64)
     mask[0, 25:] = 0
@@ -74,7 +74,7 @@ def ours_on(model: Encoder, inputs: dict[str, torch.Tensor], what: str = "logits
 
 
 def outputs_of(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What transformers gives: hidden states and pooler, or logits; hidden tokens' own states mean nothing."""
+    """Outputs of transformers: hidden states and pooler, or logits; states of masked tokens are undefined."""
     found = model(**inputs)
     if "logits" not in found:
         return [found.last_hidden_state, found.pooler_output]
@@ -90,7 +90,7 @@ def ours_of(model: Encoder, inputs: dict[str, torch.Tensor]) -> list[torch.Tenso
 
 def compare(mine: list[torch.Tensor], theirs: list[torch.Tensor], seen: torch.Tensor, tolerance: float) -> None:
     for a, b in zip(mine, theirs, strict=True):
-        assert b.std() > 0.1  # the comparison means something
+        assert b.std() > 0.1  # not a comparison of zeros
         if a.dim() == 3:
             a, b = a[seen > 0], b[seen > 0]
         torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
@@ -128,7 +128,7 @@ def test_float32_is_close(tmp_path: Path):
 
 
 def test_bert_base_sized_encoder_matches_transformers(tmp_path: Path):
-    """Two of its layers, all 512 positions, its own vocabulary."""
+    """Two layers, all 512 positions, full vocabulary."""
     base = dataclasses.replace(preset("bert-base-uncased"), layers=2)
     model = Encoder(base)
     initialise(model, parameter_table(base), seed=0)
@@ -277,7 +277,7 @@ def test_bfloat16_follows_float64():
     mine = gradients(rough, tokens, masked(tokens))
     assert rough(tokens, masked(tokens)).dtype == torch.float32
     size = torch.cat([value.flatten() for value in want.values()]).square().mean().sqrt()
-    for name, value in want.items():  # the gradient of a key's bias is zero in truth
+    for name, value in want.items():  # the exact gradient of a key bias is zero
         difference = (mine[name].double() - value).norm()
         assert difference < 0.05 * max(value.norm(), size * value.numel() ** 0.5), name
 
@@ -300,8 +300,8 @@ def numel(name: str, **changes: Any) -> int:
 
 
 def test_parameter_counts_match_published_ones():
-    """Whole files of the hub hold a pooler and a head for the next sentence beside the masked model; BertModel has no
-    head. Turc et al. 2019 round theirs, in millions."""
+    """Published counts include a pooler and a next-sentence head; BertModel has no head. Turc et al. 2019 round to
+    millions."""
     for name, whole, bare in (
         ("bert-base-uncased", 110_106_428, 109_482_240), ("bert-base-cased", 108_932_934, 108_310_272),
         ("bert-large-uncased", 336_226_108, 335_141_888),
@@ -344,7 +344,7 @@ def rewrite(directory: Path, change: Any) -> None:
 
 
 def of_the_hub(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The names of 2018, and all that BERT's own files hold beside the masked model."""
+    """Files with the names of 2018 and the further heads of BERT's own files."""
     old = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
         for name, value in tensors.items()
@@ -367,7 +367,7 @@ def test_bert_files_with_2018_names_and_other_heads_load(saved: Path):
     (saved / "config.json").write_text(json.dumps(data))
     assert torch.equal(load_encoder(saved)[0].logits(tokens), want)
     model, _ = load_encoder(saved, head="none")
-    assert bool((model.pooler.weight == 1).all()), "the pooler that the files have"
+    assert bool((model.pooler.weight == 1).all()), "the pooler in the files"
 
 
 def test_new_head_is_seeded_and_other_weights_are_loaded(saved: Path):
@@ -396,15 +396,15 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a body that lacks a tensor": (
         lambda t: {k: v for k, v in t.items() if k != NAME}, {"head": "none"}, rf"{NAME} \[128\] is missing"
     ),
-    "a head that is not": (lambda t: t, {"head": "clases"}, 'unknown head "clases"; did you mean "classes"'),
+    "unknown head": (lambda t: t, {"head": "clases"}, 'unknown head "clases"; did you mean "classes"'),
     "a decoder's head": (lambda t: t, {"head": "next"}, 'unknown head "next"'),
-    "labels without a head": (lambda t: t, {"labels": ("a", "b")}, 'ask for it'),
+    "labels without a head": (lambda t: t, {"labels": ("a", "b")}, 'labels need head="classes"'),
     "one class": (lambda t: t, {"head": "classes", "labels": ("a",)}, "at least 2 classes, not 1"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "options", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_line(change: Any, options: dict[str, Any], words: str, saved: Path):
+def test_user_error_is_one_line(change: Any, options: dict[str, Any], words: str, saved: Path):
     rewrite(saved, change)
     with pytest.raises(UserError, match=words) as caught:
         load_encoder(saved, **options)
@@ -465,21 +465,21 @@ def test_encoder_layouts_other_than_replicas_are_refused(layout: str):
 
 def test_sequences_longer_than_positions_are_refused():
     model = build(small(max_positions=16))
-    with pytest.raises(UserError, match="rows of 20 tokens are longer than the model's 16 positions"):
+    with pytest.raises(UserError, match="sequences of 20 tokens are longer than the model's 16 positions"):
         model.logits(batch(sequence=20)["input_ids"])
 
 
 def test_encoder_without_head_names_its_available_outputs():
     tokens = batch()["input_ids"]
-    with pytest.raises(UserError, match='of head "none" has no logits: it gives `hidden` and `pooled`'):
+    with pytest.raises(UserError, match='with head "none" has no logits; use `hidden` or `pooled`'):
         build(small("none")).logits(tokens)
-    with pytest.raises(UserError, match='of head "masked" has no pooler'):
+    with pytest.raises(UserError, match='with head "masked" has no pooler'):
         model = build(small())
         model.pooled(model.hidden(tokens))
 
 
 def test_loss_is_independent_of_chunking(monkeypatch: pytest.MonkeyPatch):
-    """The bias of the vocabulary, over several chunks and where logits are made twice."""
+    """With a vocabulary bias, several chunks and recomputed logits."""
     from meshwright.model import loss
     from meshwright.model.axis_operations import SINGLE_DEVICE
     from meshwright.spec import chunks

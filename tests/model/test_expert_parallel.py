@@ -1,4 +1,4 @@
-"""Tokens travel to their experts and back, and the ranks compute what one device computes."""
+"""Expert-parallel ranks dispatch and combine tokens and compute what one device computes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ranks_whose_experts_get_no_tokens_have_zero_gradients(ranks: LocalRanks
     config = dataclasses.replace(config, experts=8)
     found = ranks.run(COMPARE, layout, config, True)
     assert max(each["worst"] for each in found) < 1e-10
-    assert any(each["rows with gradients"] == 0 for each in found), "somebody was to get no token"
+    assert any(each["rows with gradients"] == 0 for each in found), "no rank without tokens"
 
 
 def test_ranks_make_equal_calls_and_recomputation_repeats_them(ranks: LocalRanks):
@@ -69,7 +69,7 @@ def test_ranks_make_equal_calls_and_recomputation_repeats_them(ranks: LocalRanks
         f"experts.{part}.backward": 2 for part in backward
     }
     again = {site for site, count in calls["selective"].items() if count == 4}
-    assert again == {"experts.counts", "experts.gather"}, "what travelled far is kept"
+    assert again == {"experts.counts", "experts.gather"}, "dispatched tokens are saved"
     assert calls["full"] == {
         site: count * (2 if "backward" not in site else 1) for site, count in calls["none"].items()
     }

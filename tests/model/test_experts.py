@@ -1,4 +1,4 @@
-"""Mixtures of experts: what transformers computes, in float64; nothing dropped; balanced as the papers say."""
+"""Mixtures of experts against transformers in float64: dropless dispatch, load balancing as published."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.experts import Router
 from meshwright.model.grouped_product import grouped_product
@@ -31,6 +30,7 @@ from meshwright.spec.config_json import config_from_huggingface, config_to_huggi
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
+from tests.model.key_value_cache import KeyValueCache
 from tests.model.transformers_names import entry_in_transformers
 
 ODD: dict[str, Any] = {
@@ -81,7 +81,7 @@ def tokens_of(rows: int = 3, sequence: int = 20) -> tuple[torch.Tensor, torch.Te
 
 
 def in_transformers(directory: Path) -> transformers.PreTrainedModel:
-    """The model as transformers reads it; its own grouped products take only widths that divide by 16 bytes."""
+    """The model loaded by transformers, whose grouped products need widths that are multiples of 16 bytes."""
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, output_loading_info=True, experts_implementation="eager"
     )
@@ -156,7 +156,7 @@ def test_an_expert_without_tokens_has_gradients_of_zero(name: str):
     last = model.layers[4].mlp
     with torch.no_grad():
         if last.router.bias is None:
-            last.router.weight.zero_()  # equal scores: the first ones in order, or any, but always the same three
+            last.router.weight.zero_()  # equal scores: any three experts, but always the same
         else:
             last.router.bias.copy_(torch.tensor([9.0, 9.0, 9.0, 0.0, 0.0]))
     tokens, targets = tokens_of()
@@ -178,7 +178,7 @@ def test_reported_loss_excludes_router_loss():
 
 @pytest.mark.parametrize("name", ["mixtral", "dots1"])
 def test_load_balancing_is_per_sequence(name: str):
-    """A row's part of the gradient does not depend on what other rows a batch has."""
+    """The gradient of a sequence does not depend on the other sequences of the batch."""
     model = build(config_of(name, **({"router_loss": 0.5} if name == "mixtral" else {})))
     tokens, targets = tokens_of()
     together = torch.autograd.grad(model(tokens, targets), list(model.parameters()))
@@ -240,8 +240,8 @@ def test_flops_count_only_experts_of_each_token(name: str):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             block.mlp(x_BSH)
         counted += counter.get_total_flops()
-    told = forward_flops_per_token(config, 20)
-    assert counted == 40 * sum(flops for operation, flops in told.items() if operation.startswith("mlp."))
+    flops = forward_flops_per_token(config, 20)
+    assert counted == 40 * sum(value for operation, value in flops.items() if operation.startswith("mlp."))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_compiled_blocks_match_eager_blocks(name: str, backend: str):
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
-        ("mixtral", {"experts_per_token": 6}, "experts_per_token 6 is more than the 5 experts there are"),
+        ("mixtral", {"experts_per_token": 6}, "experts_per_token 6 is more than the model's 5 experts"),
         ("mixtral", {"experts": 0}, "experts must be at least 1 in family mixtral"),
         ("mixtral", {"expert_intermediate": 12}, "family mixtral has one width"),
         ("mixtral", {"dense_layers": (1,)}, "dense_layers is always"),

@@ -1,7 +1,7 @@
-"""The table's gradient sums, against the mathematics: a whole tensor-parallel group in one autograd graph.
+"""The table's gradient axes against autograd: a whole tensor-parallel group in one autograd graph.
 
-Every rank has its own copy of what it holds, cut out by the table's boxes, so a copy's gradient is that rank's part.
-Summed as the table says, the parts must be the gradient of the one-device model.
+Every rank has its own copy of its shard, cut by the table's boxes, whose gradient is that rank's partial gradient.
+Reduced over the table's axes, partial gradients must equal the gradient of the one-device model.
 
 Shapes: S tokens, H hidden, N heads, D head size.
 """
@@ -42,7 +42,7 @@ Ranks = list[torch.Tensor]
 
 
 class CopyTo(torch.autograd.Function):
-    """Into a column-parallel product without sequence parallelism: the same values, gradients summed over ranks."""
+    """Input of a column-parallel product without sequence parallelism: identity; backward sums over ranks."""
 
     @staticmethod
     def forward(ctx: Any, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -54,7 +54,7 @@ class CopyTo(torch.autograd.Function):
 
 
 class ReduceFrom(torch.autograd.Function):
-    """Out of a row-parallel product without sequence parallelism: values summed over ranks, gradients as they are."""
+    """Output of a row-parallel product without sequence parallelism: sum over ranks; backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, *x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -66,7 +66,7 @@ class ReduceFrom(torch.autograd.Function):
 
 
 class Group:
-    """All ranks of tp at once: their parameters by name, and what they do together."""
+    """All tp ranks in one process: their parameters by name, and their forward."""
 
     def __init__(self, config: ModelConfig, layout: Layout, parameters: list[dict[str, torch.Tensor]]) -> None:
         self.config, self.layout, self.parameters = config, layout, parameters
@@ -154,7 +154,7 @@ class Group:
 
 
 def cut(table: ParameterTable, whole: dict[str, torch.Tensor], layout: Layout, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's engine tensors, from whole entries (in engine orientation)."""
+    """A rank's engine tensors, cut from unsharded entries (in engine orientation)."""
     parts = {}
     for tensor in table.tensors:
         local = torch.zeros(tensor.local_shape(layout), dtype=torch.float64)

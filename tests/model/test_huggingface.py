@@ -1,4 +1,4 @@
-"""Directories of transformers and ours are the same thing, and a damaged one is named in a line."""
+"""Model directories are interchangeable with transformers; a damaged one is a one-line error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
-from meshwright.model.cache import KeyValueCache
 from meshwright.model.huggingface import load_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config_json import config_from_huggingface
 from meshwright.spec.parameters import parameter_table
+from tests.model.key_value_cache import KeyValueCache
 
 ODD = {
     "vocab_size": 499, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 5, "num_attention_heads": 6,
@@ -84,7 +84,7 @@ def some_tokens() -> torch.Tensor:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A small saved model to be damaged."""
+    """A small saved model that tests damage."""
     config = config_from_huggingface({**ODD, "model_type": "llama", "num_hidden_layers": 2})
     model = Transformer(config)
     initialise(model, parameter_table(config), seed=0)
@@ -105,7 +105,7 @@ def test_logits_match_transformers_in_both_directions(family: str, settings: dic
     tokens = some_tokens()
     with torch.no_grad():
         want = theirs(tokens).logits
-        assert want.std() > 0.1  # the comparison means something
+        assert want.std() > 0.1  # not a comparison of zeros
         torch.testing.assert_close(ours.logits(tokens), want, atol=1e-5, rtol=0)
         torch.testing.assert_close(back.eval()(tokens).logits, want, atol=1e-5, rtol=0)
 
@@ -163,7 +163,7 @@ def test_files_of_a_model_without_its_head_load(saved: Path, tmp_path: Path):
     theirs.transformer.save_pretrained(tmp_path / "bare")
     tensors = load_file(tmp_path / "bare" / "model.safetensors")
     assert "wte.weight" in tensors
-    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # a mask, as GPT-2's first files have it
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # a mask buffer, as in GPT-2's first files
     save_file(tensors, tmp_path / "bare" / "model.safetensors")
     config.save_pretrained(tmp_path / "bare")
     ours, _ = load_huggingface(tmp_path / "bare")
@@ -178,7 +178,7 @@ def rewrite(directory: Path, change: Any) -> None:
 
 
 def in_two_files(directory: Path, change: Any = lambda index, first, second: None) -> None:
-    """The model in two files with an index, `change`d before they are written."""
+    """The model in two files with an index; `change` edits them before they are written."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     first, second = ({n: t for at, (n, t) in enumerate(sorted(tensors.items())) if at % 2 == odd} for odd in (0, 1))
@@ -238,7 +238,7 @@ DAMAGES = {
         lambda at: (at / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-9.safetensors"}}'),
         ["index.json", "model-9.safetensors"],
     ),
-    "index that lies": (
+    "index with a wrong file": (
         lambda at: (at / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}'),
         ["model.safetensors", "tensor a is missing"],
     ),

@@ -43,7 +43,7 @@ def test_loss_and_gradients_equal_cross_entropy(scale: float, chunk: None):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12 * scale)
 
 
-def test_only_the_gradients_that_are_wanted_are_made(chunk: None):
+def test_only_required_gradients_are_computed(chunk: None):
     hidden, weight, targets = problem()
     want = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, targets, reduction="sum"), (hidden, weight))
     (mine,) = torch.autograd.grad(linear_cross_entropy(hidden.detach(), targets, OutputHead(weight, TENSOR)), (weight,))
@@ -60,7 +60,7 @@ def test_without_gradients_no_gradient_work_is_done(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, targets, reduction="sum").detach())
 
 
-def test_all_logits_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_logits_of_all_tokens_are_never_in_memory_together(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
     monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 8 * VOCABULARY)
     hidden, weight, targets = problem()
@@ -99,7 +99,7 @@ def test_loss_without_targets_is_zero_without_gradient(chunk: None):
         assert not gradient.any()
 
 
-def test_a_loss_can_be_differentiated_twice_over(chunk: None):
+def test_loss_can_be_differentiated_twice(chunk: None):
     hidden, weight, targets = problem()
     loss = linear_cross_entropy(hidden, targets, OutputHead(weight, TENSOR))
     once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -150,8 +150,8 @@ def test_loss_with_deferred_backward_saves_nothing_of_weight_size(keep: bool, ch
     sum(losses_kept).backward()
 
 
-def test_head_gradients_are_saved_when_small_beside_saved_activations() -> None:
-    # 8B on 8 stages, 8,192 tokens: 128,256 against 8 x 8,192 x 4; short rows; a model that keeps nothing else.
+def test_head_gradients_are_saved_when_smaller_than_saved_activations() -> None:
+    # 8B on 8 stages, 8,192 tokens: 128,256 against 8 x 8,192 x 4; short sequences; full recomputation.
     assert keeps_head_gradient(8192, 128_256, 4, "none", at_once=False)
     assert keeps_head_gradient(8192, 128_256, 4, "selective", at_once=False)
     assert not keeps_head_gradient(512, 128_256, 4, "none", at_once=False)

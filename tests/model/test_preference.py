@@ -1,4 +1,4 @@
-"""Losses of pairs of responses against the papers' formulas written out, and against transformers' Llama."""
+"""Preference losses against the papers' formulas and transformers' Llama."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_tiny_and_huge_token_loss_gradients_survive_narrow_dtype(dtype: torch.dt
         assert (mine.double() - theirs).norm() < 0.02 * theirs.norm()
 
 
-def test_all_logits_of_token_losses_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_logits_of_all_token_losses_are_never_in_memory_together(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
     monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 8 * VOCABULARY)
     hidden, weight, targets, upstream = problem()
@@ -121,7 +121,9 @@ def test_pairs_follow_document_ids_and_exclude_padding():
     assert pairs.response_BC[1].tolist() == [0] * 5 + [1] * 5 + [4] * 2 and set(pairs.response_BC[2].tolist()) == {4}
     assert int(pairs.count) == 3 and pairs.reference_BD.shape == (3, 4)
     assert Pairs.from_ids(IDS, most=3).response_BC[2].tolist() == [6] * 12
-    assert Pairs.from_ids(IDS[2:]).counted_BP.tolist() == [[False]], "a batch of padding alone has a place, and no pair"
+    assert Pairs.from_ids(IDS[2:]).counted_BP.tolist() == [[False]], (
+        "a batch of padding has room for a pair, and no pair"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_pairs_follow_document_ids_and_exclude_padding():
     [Preference(), Preference("dpo", 0.7, 0.2), Preference("ipo", 0.3)],
     ids=["dpo", "conservative dpo", "ipo"],
 )
-def test_losses_and_rewards_are_the_papers(preference: Preference):
+def test_losses_and_rewards_match_the_papers(preference: Preference):
     generator = torch.Generator().manual_seed(1)
     pairs = Pairs.from_ids(IDS)
     reference = -10 * torch.rand(3, 4, dtype=torch.float64, generator=generator)
@@ -151,7 +153,7 @@ def test_losses_and_rewards_are_the_papers(preference: Preference):
 
 
 def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
-    """The formula in float64 on a Llama of transformers, every response by itself, beside packed rows of ours."""
+    """The formula in float64 on transformers' Llama, one response at a time, against our packed sequences."""
     import transformers
 
     config = scale_down_config(preset("llama-3-8b"))
@@ -186,8 +188,8 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
                 here = IDS[row] == number
                 scores = model(tokens[row, :-1][here][None]).logits[0].log_softmax(dim=1)
                 goals = targets[row][here]
-                told = goals != -100
-                ratios.append(scores[told].gather(1, goals[told, None]).sum() - reference[row, number])
+                counted = goals != -100
+                ratios.append(scores[counted].gather(1, goals[counted, None]).sum() - reference[row, number])
             total = total - torch.log(torch.sigmoid(beta * (ratios[0] - ratios[1])))
         (total / 3).backward()
     assert loss.item() == pytest.approx(total.item() / 3, rel=1e-12)

@@ -75,7 +75,7 @@ def test_scores_depend_on_the_distance_alone():
     torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)
 
 
-def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
+def test_yarn_keeps_high_frequencies_and_scales_low_ones():
     plain = inverse_frequencies(config("plain"), torch.float64)
     yarn = inverse_frequencies(config("yarn"), torch.float64)
     assert yarn[0] == plain[0]

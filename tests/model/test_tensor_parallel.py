@@ -1,4 +1,4 @@
-"""The places where tensor-parallel ranks meet are in place: two ranks compute what one device computes."""
+"""Tensor parallelism: two ranks compute what one device computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 
-ODD = {"vocabulary": 499, "layers": 2}  # a vocabulary that two ranks cannot share evenly
+ODD = {"vocabulary": 499, "layers": 2}  # a vocabulary that 2 does not divide
 CONFIGS = {
     "llama, every bias": dataclasses.replace(
         preset("llama-tiny"), **ODD, qkv_bias=True, output_bias=True, mlp_bias=True, tied=False

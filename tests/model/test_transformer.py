@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import KeyValueCache
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.layers import Embedding
@@ -20,6 +20,7 @@ from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from tests.model.key_value_cache import KeyValueCache
 
 FAMILIES = [
     *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),
@@ -29,10 +30,10 @@ IDS = torch.tensor([[0] * 9 + [1] * 11, [0] * 20, [0, 1] + [2] * 18])
 
 
 def odd(name: str, **changes: Any) -> ModelConfig:
-    """Five layers, 499 tokens; windows shorter than the tests' rows."""
+    """Five layers, 499 token IDs; windows shorter than the tests' sequences."""
     config = preset(name)
     window = 5 if config.sliding_window else None
-    changes["router_loss"] = 0.0  # what balances experts is not in the logits
+    changes["router_loss"] = 0.0  # load balancing does not affect logits
     return dataclasses.replace(config, layers=5, vocabulary=499, sliding_window=window, **changes)
 
 
@@ -43,7 +44,7 @@ def recomputing(kind: str) -> AxisOperations:
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Transformer:
     model = Transformer(config, dtype=dtype, **options)
     initialise(model, parameter_table(config), seed=1)
-    with torch.no_grad():  # norms and biases away from where they have no effect
+    with torch.no_grad():  # norms and biases not at their neutral values
         generator = torch.Generator().manual_seed(2)
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(dtype))
@@ -142,7 +143,7 @@ def test_positions_can_be_given(name: str):
 
 
 class Recorder:
-    """Units that write down who comes by, forwards and backwards."""
+    """Units that record entries and exits in forward and backward."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -183,18 +184,22 @@ def test_units_are_gathered_and_freed_around_each_block(recompute: str):
     assert units.calls == [*backward, "back through leave embedding"]
 
 
+@functools.cache
+def packed_gradients(name: str, recompute: str) -> dict[str, torch.Tensor]:
+    """Gradients of a batch of packed documents."""
+    return gradients(build(odd(name), axes=recomputing(recompute)), *batch(), Documents.from_ids(IDS))
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recomputation_changes_no_bit(name: str, recompute: str):
-    config = odd(name)
-    inputs = (*batch(), Documents.from_ids(IDS))
-    want = gradients(build(config), *inputs)
-    mine = gradients(build(config, axes=recomputing(recompute)), *inputs)
+    want = packed_gradients(name, "none")
+    mine = packed_gradients(name, recompute)
     assert all(torch.equal(mine[name], want[name]) for name in want)
 
 
 def kept_bytes(model: Transformer) -> int:
-    """Bytes that autograd keeps between the forward and the backward pass, parameters aside."""
+    """Bytes that autograd saves for backward, without parameters."""
     sizes: dict[int, int] = {}
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -217,7 +222,7 @@ def test_recomputation_saves_fewer_activations():
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operators that are really carried out."""
+    """Counts executed operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,8 +258,8 @@ def test_bfloat16_follows_float64():
         assert (mine[name].double() - want[name]).norm() < 0.05 * want[name].norm(), name
 
 
-def test_the_gradient_of_a_frequent_token_does_not_stall():
-    """Ten thousand small contributions: in bfloat16 the sum would stop growing at 256 times one of them."""
+def test_gradient_of_a_frequent_token_is_summed_in_float32():
+    """Ten thousand small contributions: a bfloat16 sum would stall at 256 of them."""
     embedding = Embedding(3, 4, None, dtype=torch.bfloat16)
     numbers = torch.zeros(100, 100, dtype=torch.int64)
     embedding(numbers).backward(torch.ones(100, 100, 4, dtype=torch.bfloat16))
@@ -267,11 +272,10 @@ def test_validation_saves_no_activations():
         assert not model(*batch()).requires_grad
 
 
-# Without generating code they are quicker; what they show lies before that.
+# No code generation: the tested graphs are made before it.
 @pytest.mark.parametrize(
     ("recompute", "windows", "backend"),
     [
-        ("none", False, "aot_eager"),
         ("none", True, "aot_eager"),
         ("selective", True, "aot_eager"),
         ("full", True, "aot_eager"),
@@ -293,7 +297,7 @@ def test_equal_blocks_share_one_compiled_graph(recompute: str, windows: bool, ba
     for name in want:
         torch.testing.assert_close(mine[name], want[name], rtol=1e-9, atol=1e-12, msg=name)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    # Blocks with and without a window, the final norm, and the two parts of the loss.
+    # Blocks with and without a window, the final norm, and the two functions of the loss.
     assert graphs == (2 if windows else 1) + 1 + 2
     for number in range(2):  # other values, the same graphs
         with torch.no_grad():

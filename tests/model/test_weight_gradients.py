@@ -1,4 +1,4 @@
-"""Split backward: the same gradients as a whole backward pass, in two halves that do not do each other's work."""
+"""Split backward: the gradients of a full backward pass, in two passes with disjoint work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch(number: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Grads:
-    """Sums gradients as autograd does, in each parameter's `grad`; `come`: whose they were, in their order."""
+    """Accumulates gradients in each parameter's `grad`; `come`: parameters in the order of accumulation."""
 
     def __init__(self) -> None:
         self.come: list[torch.nn.Parameter] = []
@@ -69,7 +69,7 @@ def split(model: Transformer, queue: WeightGradients, sums: Grads, batches: list
 
 
 def deferred_names(model: Transformer) -> set[str]:
-    """The weights of all products of blocks: every matrix in a layer but routers, which are small."""
+    """Weights of all matrix products in layers, without routers, which are small."""
     return {
         name
         for name, parameter in model.named_parameters()
@@ -157,7 +157,7 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_experts_products_are_put_off_too() -> None:
+def test_expert_weight_gradients_are_deferred_too() -> None:
     model, queue = build("qwen2-moe-tiny"), WeightGradients(Grads())
     take_weight_gradients(model, queue)
     loss = model(*batch(0, model.config.vocabulary))
@@ -172,7 +172,7 @@ def test_experts_products_are_put_off_too() -> None:
 
 
 class Storages(TorchDispatchMode):
-    """Watches everything that operators make."""
+    """Records the storages that operators create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Storages(TorchDispatchMode):
 
 
 def held_bytes(queue: WeightGradients) -> int:
-    """Memory that the queues keep alive: each storage once."""
+    """Bytes of the storages that the queues hold, each counted once."""
     products = [product for waiting in queue._queues.values() for product in waiting]
     storages = [operand.untyped_storage() for product in products for operand in product.operands]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -211,7 +211,7 @@ def test_memory_between_split_backwards_is_that_of_the_queue(recompute: str) -> 
     gradients = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     alive = {pointer: size for pointer, size in storages.alive().items() if pointer not in gradients | own}
-    tables = {2 * (SEQUENCE * model.config.head_dim * 4)}  # cosines and sines that the model keeps for good
+    tables = {2 * (SEQUENCE * model.config.head_dim * 4)}  # persistent rotary tables
     kept = sum(size for size in alive.values())
     held = held_bytes(queue)
     assert held <= kept <= held + max(tables) * 8
@@ -232,7 +232,7 @@ def test_memory_between_split_backwards_is_that_of_the_queue(recompute: str) -> 
     ("name", "recompute"),
     [("llama-tiny", "full"), *(pytest.param(name, "none", marks=pytest.mark.exhaustive) for name in FAMILIES)],
 )
-def test_compiled_blocks_split_their_backward_too(name: str, recompute: str) -> None:
+def test_compiled_blocks_split_their_backward(name: str, recompute: str) -> None:
     model, sums = build(name, recompute=recompute), Grads()
     queue = WeightGradients(sums)
     batches = [batch(0, model.config.vocabulary)]
@@ -245,7 +245,7 @@ def test_compiled_blocks_split_their_backward_too(name: str, recompute: str) -> 
     for parameter, gradient in split(model, queue, sums, batches).items():
         torch.testing.assert_close(gradient, whole[parameter], rtol=1e-10, atol=1e-12)
     cuts = torch._dynamo.utils.counters["graph_break"]
-    assert bool(cuts) == bool(model.config.experts), cuts  # what is cut inside of what is computed again runs as it is
+    assert bool(cuts) == bool(model.config.experts), cuts  # graph breaks inside a recomputed region run eagerly
 
 
 def test_linear_without_queue_is_pytorch_linear() -> None:
@@ -258,7 +258,7 @@ def test_linear_without_queue_is_pytorch_linear() -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_queue_does_not_keep_graph_of_its_inputs(grouped: bool) -> None:
-    """Else the input of a stage and its gradient would stay until the weight gradients are computed."""
+    """Otherwise a stage's input and its gradient would be held until the weight gradients are computed."""
     queue, weight = WeightGradients(Grads()), torch.nn.Parameter(torch.randn(6, 4))
     x_NX = torch.randn(8, 4, requires_grad=True)
     product = x_NX.square()

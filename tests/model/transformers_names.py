@@ -1,4 +1,4 @@
-"""Where a model of transformers in memory has the entries of a file."""
+"""Maps parameter entries on disk to the parameters of a transformers model in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def entry_in_transformers(tensors: Mapping[str, torch.Tensor], name: str) -> tor
     """The view of an entry, by its name on disk, in the parameters (or gradients) of a model of transformers.
 
     In memory a layer's experts are stacked: `experts.gate_up_proj` [experts, 2 x width, hidden], gates first, and
-    `experts.down_proj` [experts, hidden, width]; what Mixtral's files call `block_sparse_moe` is `mlp`.
+    `experts.down_proj` [experts, hidden, width]; `block_sparse_moe` of Mixtral's files is `mlp`.
     """
     start, _, rest = name.replace("block_sparse_moe", "mlp").partition(".experts.")
     if not rest:

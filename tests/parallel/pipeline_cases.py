@@ -1,4 +1,4 @@
-"""What each rank does in the tests of the pipeline runtime: toy stages of uneven widths, in float64."""
+"""Functions that the ranks of test_pipeline.py run: toy stages of uneven widths, in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = 2
 
 
 def width(stage: int) -> int:
-    """What enters a stage has this many columns: no two neighbours alike."""
+    """Number of columns of a stage's input; neighbours differ."""
     return 3 + stage % 3
 
 
@@ -52,7 +52,7 @@ def truth(stages: int, micro_batches: int) -> tuple[list[torch.Tensor], float]:
 
 
 class Toy:
-    """tanh(x W) a stage, by autograd; what passed between stages is watched until it is gone."""
+    """Stages tanh(x W) with autograd; the lifetimes of transferred tensors are recorded."""
 
     def __init__(self, program: PipelineProgram) -> None:
         self.last = program.stages - 1
@@ -62,7 +62,7 @@ class Toy:
         self.gradients: dict[int, torch.Tensor] = {}
         self.loss, self.peak = 0.0, 0
         self.alive: dict[str, StorageWeakRef] = {}
-        self.late: list[str] = []  # outputs that are kept though their gradient has come back
+        self.late: list[str] = []  # outputs still alive when their gradient has arrived
         self.calls: Counter[str] = Counter()
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
@@ -87,7 +87,7 @@ class Toy:
         if stage == self.last:
             self.loss += y.square().sum().item()
             return None
-        out = y + 0.0  # a tensor of its own, of which nothing here keeps hold
+        out = y + 0.0  # a separate tensor that nothing here references
         self.alive[f"output {stage} {replica} {micro_batch}"] = StorageWeakRef(out.untyped_storage())
         return out
 
@@ -134,7 +134,7 @@ class Toy:
 
 
 def run(program: PipelineProgram, mesh: Mesh, steps: int = 1) -> dict[str, Any]:
-    """Gradients and loss of this rank after `steps` runs, and what the runtime held."""
+    """Gradients and loss of this rank after `steps` runs, and the runtime's peak memory."""
     pipeline = Pipeline(program, mesh.pp)
     for _ in range(steps):
         toy = Toy(program)
@@ -155,7 +155,7 @@ def run(program: PipelineProgram, mesh: Mesh, steps: int = 1) -> dict[str, Any]:
 
 
 def named(names: list[str], ranks: int, micro_batches: int, layout: str, steps: int = 2) -> list[dict[str, Any]]:
-    """Each schedule (a name, or `@FILE`), `steps` times over the same mesh."""
+    """Run each schedule (a name, or `@FILE`) `steps` times over the same mesh."""
     mesh = Mesh.create(Layout.parse(layout))
     results = []
     for name in names:
@@ -173,7 +173,7 @@ def random_ones(seeds: list[int], layout: str) -> list[dict[str, Any]]:
 
 
 def spoilt(site: str, kind: str, call: int | None = None) -> tuple[float, list[Any], int]:
-    """Loss, the gradients and how often a fault struck."""
+    """Loss, gradients and the number of calls with the fault."""
     mesh = Mesh.create(Layout(pp=2, micro_batches=3))
     mesh.faults.inject(Fault(site, "transfer", kind, call=call))
     result = run(generate("1f1b", 2, 3), mesh)
@@ -186,7 +186,7 @@ PASSING = "pipeline x\nranks 2\nmicro-batches 1\nplacement 0 1\nrank 0\n0F0\n0B0
 
 
 def left_alone(absent: int) -> str:
-    """What the rank says whose neighbour never comes."""
+    """Error message of a rank whose neighbour never arrives."""
     mesh = Mesh.create(Layout(pp=2), timeout_seconds=0.5)
     if mesh.rank == absent:
         return ""

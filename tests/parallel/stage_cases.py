@@ -1,4 +1,4 @@
-"""What each rank does in the tests of stages: one step of a layout, watched."""
+"""Functions that the ranks of test_stages.py run: one observed step of a layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.batches import make_batch, share_of
 
 
 def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Tokens, targets and documents of this rank's part of a batch of whole sequences."""
+    """This rank's slices of tokens, targets and documents of a batch of unsharded sequences."""
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     return shard_sequences(tokens, targets, Documents.from_ids(batch.document_ids), mesh)
 
@@ -54,7 +54,7 @@ class Rank:
 
 
 def names_and_holdings(problem: Problem, layout_text: str) -> dict[str, Any]:
-    """Names of this rank's parameters; what it would write and what it holds; memory and its prediction."""
+    """Names of this rank's parameters, the slices that it writes and holds, its memory and the prediction."""
     rank = Rank(problem, layout_text)
     rank.passes.train(rank.micro_batches, rank.targets)
     found = {
@@ -70,11 +70,11 @@ def names_and_holdings(problem: Problem, layout_text: str) -> dict[str, Any]:
 
 
 def gradients_of_a_step(problem: Problem, layout_text: str, backend: str | None = None) -> list[TensorSlice]:
-    """What this rank holds of the summed gradients; `backend`: of torch.compile, for the blocks."""
+    """This rank's slices of the reduced gradients. `backend`: torch.compile backend of the blocks."""
     rank = Rank(problem, layout_text)
     if backend is not None:
         rank.model.compile_blocks(backend=backend)
-        rank.model._compiled_loss = False  # the loss alone would go through inductor
+        rank.model._compiled_loss = False  # otherwise the loss would be compiled by inductor
     rank.passes.train(rank.micro_batches, rank.targets)
     gradients = [shard.gradient for shard in rank.engine.shards]
     found = rank.engine.slices_like("gradient", gradients, owned=False)
@@ -83,7 +83,7 @@ def gradients_of_a_step(problem: Problem, layout_text: str, backend: str | None 
 
 
 def gathered_under_zero3(problem: Problem, layout_text: str) -> dict[str, Any]:
-    """Which units have memory between the steps of a program and, at most, within them; whole gradient buffers too."""
+    """Units unsharded between the steps of a program and, at most, within them; unsharded gradient buffers too."""
     rank = Rank(problem, layout_text)
     units = rank.engine._units
     seen: dict[str, list[set[str]]] = {"between": [], "within": []}
@@ -141,7 +141,7 @@ def bf16_copies(problem: Problem, layout_text: str) -> list[tuple[str, int, torc
 
 
 def outputs_kept(problem: Problem, layout_text: str) -> list[bool]:
-    """Of each output that left this rank's stages: whether its memory was still there when its backward began."""
+    """For each output sent by this rank's stages: True if its memory was still allocated when its backward began."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     rank = Rank(problem, layout_text)
@@ -171,7 +171,7 @@ def outputs_kept(problem: Problem, layout_text: str) -> list[bool]:
 
 
 def head_gradients_kept(problem: Problem, layout_text: str) -> list[int]:
-    """How many gradients of the head's weight are in memory when each backward of the last stage begins."""
+    """Number of head weight gradients in memory at the start of each backward of the last stage."""
     import gc
 
     rank = Rank(problem, layout_text)
@@ -198,8 +198,8 @@ def head_gradients_kept(problem: Problem, layout_text: str) -> list[int]:
     return found
 
 
-def gathers_under_way_after_a_step(problem: Problem, layout_text: str) -> dict[str, int]:
-    """How many gathers of parameters run when updates begin, after steps without a pass and with all of them."""
+def gathers_in_flight_after_a_step(problem: Problem, layout_text: str) -> dict[str, int]:
+    """Number of parameter all-gathers in flight when updates begin, after steps without passes and with all passes."""
     rank = Rank(problem, layout_text)
     counts = {}
     for what in ("published", "idle", "trained"):
@@ -215,7 +215,7 @@ def gathers_under_way_after_a_step(problem: Problem, layout_text: str) -> dict[s
 
 
 def trainer_of_another_program(text: str) -> str:
-    """What the trainer says where the last rank has read another program than the others."""
+    """Error message of the trainer if the last rank has read another program than the others."""
     recipe = load_recipe_text(text, "recipe")
     layout = recipe.parsed_layout
     mesh = Mesh.create(layout)

@@ -1,4 +1,4 @@
-"""Context parallelism: who has which tokens, equal work, and attention over ranks against the softmax of one."""
+"""Context parallelism: token placement, balanced work, and attention over ranks against one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES: list[cases.Case] = [
 THREE = [((rows, tokens, 6, keys, size), *rest) for (rows, tokens, _, _, size), *rest in CASES for keys in (1, 3)]
 
 
-# --- who has which tokens
+# --- token placement
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -64,7 +64,7 @@ def test_single_rank_keeps_whole_sequences():
     assert shard_sequences(tokens, targets, documents, Mesh.single()) == (tokens, targets, documents)
 
 
-# --- equal work, and none for nothing
+# --- balanced work
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -99,14 +99,14 @@ def test_all_ranks_compute_equally_many_scores_in_every_round(ranks):
     first, *others = next(iter(rounds))
     assert set(others) == {tokens * tokens // 2}, "half of all pairs"
     assert first == tokens * tokens // 2 + tokens * tiles.TILE_QUERIES // 2, (
-        "the same, and what tiles hide on the diagonal"
+        "the same, and the masked half of diagonal tiles"
     )
 
 
 def test_keys_invisible_to_local_queries_are_not_read():
     ranks, tokens = 4, 2 * tiles.TILE_QUERIES
     places = torch.arange(ranks * tokens)
-    piece = places // tiles.TILE_QUERIES * tiles.TILE_QUERIES  # a document for each piece
+    piece = places // tiles.TILE_QUERIES * tiles.TILE_QUERIES  # one document per chunk
     window = (places - 9).clamp(min=0)
     for rank in range(ranks):
         here = local_positions(Layout(cp=ranks), rank, ranks * tokens)

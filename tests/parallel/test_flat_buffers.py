@@ -1,4 +1,4 @@
-"""Flat buffers and the table: every element of every entry has one place, and pieces find it."""
+"""Flat buffers: every element of every parameter entry has one offset, and slices address it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def test_decayed_tensors_come_first_in_a_unit():
     unit = flat_layout(table, "layers.0")
     for placed in unit.tensors:
         assert (placed.offset < unit.decay_numel) == placed.tensor.decay
+    assert unit.decay_numel == max(placed.offset + placed.numel for placed in unit.tensors if placed.tensor.decay)
 
 
 def test_slice_is_writable_view_for_checkpoint():
@@ -56,7 +57,7 @@ def test_parts_of_range_are_adjacent_and_complete():
     assert even_share(5, 5, 0, 3) == (5, 5)
 
 
-def test_padding_is_the_least_that_divides():
+def test_padding_is_minimal():
     assert padded_numel(1, 1) == ALIGNMENT
     assert padded_numel(3 * ALIGNMENT, 3) == 3 * ALIGNMENT
     assert padded_numel(3 * ALIGNMENT + 1, 3) == 6 * ALIGNMENT

@@ -1,4 +1,4 @@
-"""The pipeline runtime: every program gives the gradients of one device, in the memory that the checker promises."""
+"""The pipeline runtime: every program computes the gradients of one device, within the checker's memory prediction."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def generated(name: str, ranks: int, micro_batches: int) -> PipelineProgram | No
         return None
 
 
-def hold_against_one_device(program: PipelineProgram, results: list[dict[str, Any]]) -> None:
-    """results: of the ranks of one pipeline."""
+def check_against_one_device(program: PipelineProgram, results: list[dict[str, Any]]) -> None:
+    """Compare the results of one pipeline's ranks with one device."""
     expected, loss = cases.truth(program.stages, program.micro_batches)
     total: dict[int, Any] = defaultdict(float)
     for result in results:
@@ -40,7 +40,7 @@ def hold_against_one_device(program: PipelineProgram, results: list[dict[str, An
         np.testing.assert_allclose(gradient, expected[stage].numpy(), rtol=1e-11, atol=1e-13, err_msg=program.name)
     assert sum(result["loss"] for result in results) == pytest.approx(loss, rel=1e-12)
     for rank, result in enumerate(results):
-        # Of a group the checker counts what all its steps hold at once; here a backward may end before a forward.
+        # The checker counts the memory of all steps of a group together; here a backward may end before a forward.
         least = 0 if program.name == "random" else result["promised"]
         assert least <= result["peak"] <= result["promised"], (program.name, rank)
         assert result["late"] == result["left"] == [], (program.name, rank)
@@ -52,14 +52,14 @@ def test_every_schedule_on_4_ranks_trains_like_one_device(four: LocalRanks) -> N
         assert len(programs) == count
         results = four.run(cases.named, list(programs), 4, micro_batches, "pp4")
         for at, program in enumerate(programs.values()):
-            hold_against_one_device(program, [rank[at] for rank in results])
+            check_against_one_device(program, [rank[at] for rank in results])
 
 
 def test_every_schedule_with_replicas_trains_like_one_device(four: LocalRanks) -> None:
     results = four.run(cases.named, SYNCHRONOUS, 2, 6, "dp2 pp2")
     for at, name in enumerate(SYNCHRONOUS):
         for ranks in ((0, 2), (1, 3)):
-            hold_against_one_device(generate(name, 2, 6), [results[rank][at] for rank in ranks])
+            check_against_one_device(generate(name, 2, 6), [results[rank][at] for rank in ranks])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_schedules_on_other_rank_counts_train_like_one_device(ranks: int, micro_
     with LocalRanks(ranks) as local:
         results = local.run(cases.named, list(programs), ranks, micro_batches, f"pp{ranks}", 1)
     for at, program in enumerate(programs.values()):
-        hold_against_one_device(program, [rank[at] for rank in results])
+        check_against_one_device(program, [rank[at] for rank in results])
 
 
 def test_every_valid_program_executes_unchanged(four: LocalRanks, tmp_path: Any) -> None:
@@ -81,19 +81,19 @@ def test_every_valid_program_executes_unchanged(four: LocalRanks, tmp_path: Any)
     assert len({(len(p.placement), p.chunks) for p in on_four.values()}) == 3
     results = four.run(cases.random_ones, list(on_four), "pp4")
     for at, program in enumerate(on_four.values()):
-        hold_against_one_device(program, [rank[at] for rank in results])
+        check_against_one_device(program, [rank[at] for rank in results])
 
     path = tmp_path / "mine.txt"
     path.write_text(format_pipeline(next(iter(on_four.values()))))
     program = generate(f"@{path}")
     results = four.run(cases.named, [f"@{path}"], None, None, "pp4")
-    hold_against_one_device(program, [rank[0] for rank in results])
+    check_against_one_device(program, [rank[0] for rank in results])
 
 
 def test_one_rank_runs_a_program_without_a_message() -> None:
     with LocalRanks(1) as one:
         ((result,),) = one.run(cases.named, ["1f1b"], 1, 3, "dp1")
-    hold_against_one_device(generate("1f1b", 1, 3), [result])
+    check_against_one_device(generate("1f1b", 1, 3), [result])
     assert result["record"] == []
 
 
@@ -106,7 +106,7 @@ def test_split_and_full_backwards_run_as_scheduled(four: LocalRanks) -> None:
 
 
 def test_sent_bytes_match_values_crossing_stage_boundaries(four: LocalRanks) -> None:
-    """Each rank sends what its stage makes, once a micro-batch, and nothing where the V turns."""
+    """Each rank sends its stage's output once per micro-batch, and nothing at the turn of the V."""
     results = four.run(cases.named, ["zb-v"], 4, 8, "pp4")
     program = generate("zb-v", 4, 8)
     for rank, (result,) in enumerate(results):

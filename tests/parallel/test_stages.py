@@ -1,4 +1,4 @@
-"""Stages on ranks: who holds which units, each counted, written and summed once; memory that comes and goes."""
+"""Stages on ranks: each unit is counted, written and reduced once; temporary memory."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_only_parameters_shared_by_stages_are_all_reduced(four):
 def test_zero3_frees_gathered_parameters_between_forward_and_backward(four, layout):
     for rank in four.run(cases.gathered_under_zero3, Problem(TIED, 8), layout):
         sizes = [len(there) for there in rank["within"]]
-        assert 2 <= max(sizes) <= 3, "a unit and the next one of its stage, a tied embedding"
+        assert 2 <= max(sizes) <= 3, "a unit, the next one of its stage, a tied embedding"
         for kind, there in zip(rank["steps"], rank["between"], strict=True):
-            # The last stage begins at once with the backward pass of what it has just computed.
+            # The last stage starts the backward pass of a micro-batch right after its forward pass.
             assert there <= {"head", "embedding"} if kind == "forward" else there == set(), (kind, there)
         assert rank["after"] == set()
         if "gpipe" in layout:
@@ -77,7 +77,7 @@ def test_unit_copies_on_several_stages_stay_bitwise_equal(four):
 
 
 def test_sent_output_is_freed(four):
-    """Ranks before the last: of their outputs most are gone by the time their gradients are back."""
+    """On all ranks but the last: most outputs are freed before their gradients arrive."""
     kept = four.run(cases.outputs_kept, Problem(LLAMA, 8), "pp4:gpipe mb8")
     assert [len(each) for each in kept] == [8, 8, 8, 0]
     assert not any(any(each) for each in kept), kept
@@ -95,15 +95,15 @@ def test_last_stage_saves_head_gradient_when_backward_follows(four):
         assert [rank for rank in found if rank] == [each] * 2, layout
 
 
-def test_no_parameters_are_gathered_any_more_when_updates_begin(four):
+def test_parameter_all_gathers_are_complete_when_updates_begin(four):
     for layout in ("dp4 zero1", "dp4 zero2"):
-        for counts in four.run(cases.gathers_under_way_after_a_step, Problem(TIED, 8), layout):
+        for counts in four.run(cases.gathers_in_flight_after_a_step, Problem(TIED, 8), layout):
             assert counts["published"] > 0 and counts["idle"] == counts["trained"] == 0, layout
 
 
 @pytest.mark.slow
 def test_compiled_stages_have_gradients_of_eager_stages(four):
-    """Split backwards, two chunks on a rank, parameters that come and go and are recomputed with."""
+    """Split backward passes, two chunks on a rank, ZeRO-3 parameters, recomputation."""
     problem = Problem(dataclasses.replace(LLAMA, layers=4), 8)
     layout = "dp2 zero3 pp2:zb-v mb4 ac:selective"
     plain = four.run(cases.gradients_of_a_step, problem, layout)
@@ -115,7 +115,7 @@ def test_compiled_stages_have_gradients_of_eager_stages(four):
 
 
 def test_ranks_with_different_programs_fail_before_first_step(four, tmp_path):
-    for layout, told in (("dp2 pp2 mb2", "1f1b of rank 3 is another than that of rank 0"), ("dp2 pp2:gpipe mb2", "")):
+    for layout, expected in (("dp2 pp2 mb2", "1f1b of rank 3 differs from that of rank 0"), ("dp2 pp2:gpipe mb2", "")):
         text = recipe(tmp_path, layout, model_layers=2).to_toml()
-        said = four.run(cases.trainer_of_another_program, text)
-        assert all(told in each and bool(told) == bool(each) for each in said), said
+        found = four.run(cases.trainer_of_another_program, text)
+        assert all(expected in each and bool(expected) == bool(each) for each in found), found

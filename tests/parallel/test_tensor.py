@@ -1,4 +1,4 @@
-"""Tensor parallelism: who holds what, what begins alike, which calls are made, and each gradient summed once."""
+"""Tensor parallelism: shards, initial values, collective calls, and partial gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGS = {
 SEQUENCE = 24
 
 
-# --- who holds what
+# --- shards
 
 
 @pytest.mark.parametrize("layout_text", ["tp2", "tp4", "tp4:nosp", "dp2 zero1 tp2", "dp3 zero3 tp4"])
@@ -79,7 +79,7 @@ def test_slice_reports_its_columns_of_parameter():
 
 
 def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bool]:
-    """Of each piece whether it has its initial values; whether what only fills up is zero, and stays so."""
+    """For each slice: True if it has its initial values; True if padding is zero and stays zero."""
     layout = Layout.parse(layout_text)
     mesh, table = Mesh.create(layout), parameter_table(config)
     model = Transformer(config, axes=axis_operations(mesh), device="meta", dtype=torch.float64)
@@ -121,7 +121,7 @@ def test_initial_values_equal_one_device_and_padding_stays_zero(four, layout, co
         assert untouched
 
 
-# --- which calls
+# --- collective calls
 
 
 def calls_of_a_step(
@@ -133,7 +133,7 @@ def calls_of_a_step(
     parallel = ZeroEngine(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
     if backend is not None:
         model.compile_blocks(backend=backend)
-        model._compiled_loss = False  # the loss alone would go through inductor
+        model._compiled_loss = False  # otherwise the loss would be compiled by inductor
     mesh.record.clear()
     one_step(parallel, model, mesh, config, layout.micro_batches)
     mesh.close()
@@ -169,8 +169,8 @@ def test_tensor_parallelism_without_sequence_parallelism_makes_four_all_reduces(
 
 
 @pytest.mark.slow
-def test_compiled_blocks_call_no_more(two):
-    """What is computed again in a compiled backward pass is not what came over the wire."""
+def test_compiled_blocks_make_the_same_calls(two):
+    """Recomputation in a compiled backward repeats no communication."""
     config = dataclasses.replace(LLAMA, layers=2)
     (eager, _) = two.run(calls_of_a_step, "tp2", config)
     (compiled, _) = two.run(calls_of_a_step, "tp2", config, "aot_eager")
@@ -178,8 +178,8 @@ def test_compiled_blocks_call_no_more(two):
 
 
 @pytest.mark.parametrize(("layout", "more"), [("tp4 ac:selective", 2), ("tp4 ac:full", 3)])
-def test_recomputation_repeats_gathers_and_full_a_sum_too(four, layout, more):
-    """Selective keeps what was summed and gathers again; full repeats all but the block's last call."""
+def test_recomputation_repeats_gathers_and_full_also_a_reduction(four, layout, more):
+    """Selective saves reductions and repeats gathers; full repeats all calls but the block's last."""
     (calls, *_) = four.run(calls_of_a_step, layout, LLAMA)
     made = sum(count for (site, _), (count, _) in calls.items() if site.startswith(("attention", "mlp")))
     assert made == LLAMA.layers * (8 + more)
@@ -187,7 +187,7 @@ def test_recomputation_repeats_gathers_and_full_a_sum_too(four, layout, more):
 
 @pytest.mark.parametrize("name", ["llama", "one key-value head", "qwen3", "gpt2"])
 @pytest.mark.parametrize("layout", ["tp4", "tp4:nosp"])
-def test_partial_gradients_travel_once_a_step(four, name, layout):
+def test_partial_gradients_are_reduced_once_a_step(four, name, layout):
     config = CONFIGS[name]
     table, parsed = parameter_table(config), Layout.parse(layout)
     expected: dict[int, int] = {}

@@ -37,7 +37,7 @@ def loss_of(model: Any, batch: Any, **units: Any) -> torch.Tensor:
 
 
 def whole_gradient(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """One device's gradient of the whole batch, by engine tensor."""
+    """Gradient of the whole batch on one device, by engine tensor."""
     model = Transformer(LLAMA, dtype=dtype)
     initialise(model, TABLE, PROBLEM.seed)
     batch = make_batch(PROBLEM, 0)
@@ -46,7 +46,7 @@ def whole_gradient(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor
 
 
 def assembled(pieces: list, table: Any = TABLE) -> dict[str, torch.Tensor]:
-    """Rows that the pieces cover entirely."""
+    """The rows that the slices cover completely."""
     entries: dict[str, torch.Tensor] = {}
     for piece in pieces:
         entry = table.entry(piece.name)
@@ -58,7 +58,7 @@ def assembled(pieces: list, table: Any = TABLE) -> dict[str, torch.Tensor]:
 def one_step(
     layout_text: str, parameter_dtype: torch.dtype, master_dtype: torch.dtype, backend: str | None = None
 ) -> list:
-    """Pieces of this rank's reduced gradient of the whole batch."""
+    """Slices of this rank's reduced gradient of the whole batch."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=parameter_dtype)
@@ -67,7 +67,7 @@ def one_step(
     )
     if backend is not None:
         model.compile_blocks(backend=backend)
-        model._compiled = False  # the loss alone would still go through inductor, for a minute
+        model._compiled = False  # otherwise inductor would compile the loss for a minute
     batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
     for _ in range(2):  # the second step overwrites the first
         targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
@@ -81,7 +81,7 @@ def one_step(
 
 
 class Watch:
-    """Stands between model and engine; notes which units' parameters have memory whenever the model comes by."""
+    """Wrapper of an engine's units that records at each call which units are unsharded."""
 
     def __init__(self, parallel: ZeroEngine) -> None:
         self.parallel = parallel
@@ -115,14 +115,14 @@ def memory_of_zero3(tied: bool) -> None:
     parallel.begin_step(1)
     loss = loss_of(model, batch, units=watch)
     held = {"head", "embedding"} if tied else {"head"}
-    assert watch.note() == held, "only what the backward pass begins with stays"
+    assert watch.note() == held, "only the first unit of backward stays unsharded"
     parallel.backward(loss)
     assert watch.note() == set()
     parallel.finish()
     assert max(len(there - held) for there in watch.seen) <= 2, "a unit and the next one"
     with torch.no_grad():
         loss_of(model, batch, units=watch)
-    assert watch.note() == set(), "nor does evaluation leave anything"
+    assert watch.note() == set(), "evaluation leaves no unit unsharded"
     for unit in parallel._units.values():
         unit.start_all_gather()
     for unit in parallel._units.values():
@@ -138,7 +138,7 @@ def memory_of_zero3(tied: bool) -> None:
 
 
 def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes sent of one whole step, by site and operation."""
+    """Number of calls and bytes sent in one step, by site and operation."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=torch.bfloat16)
@@ -171,7 +171,7 @@ def owned_by_rank(layout_text: str) -> list[tuple[str, int, int]]:
 
 
 def torch_gradients(engine: str) -> dict[str, torch.Tensor]:
-    """torch's DistributedDataParallel or fully_shard on the same model and batch; both average, so times the ranks."""
+    """Gradients of torch's DistributedDataParallel or fully_shard, times the ranks, because both average."""
     size, rank = dist.get_world_size(), dist.get_rank()
     model = Transformer(LLAMA, dtype=torch.float64)
     initialise(model, TABLE, PROBLEM.seed)
@@ -206,7 +206,7 @@ def truth():
 
 
 def check(results: list, truth: dict[str, torch.Tensor], tolerance: float, copies: int) -> None:
-    """Every copy of every gradient is the true one, to `tolerance` of its norm."""
+    """Check every copy of every gradient, within `tolerance` of its norm."""
     per_copy = len(results) // copies
     for first in range(0, len(results), per_copy):
         entries = assembled([piece for pieces in results[first : first + per_copy] for piece in pieces])
@@ -237,13 +237,13 @@ def test_bf16_parameters_keep_float32_gradients(ranks, truth, layout):
 
 @pytest.mark.parametrize("layout", ["dp2 zero3 ac:full", pytest.param("dp2 zero3", marks=pytest.mark.exhaustive)])
 def test_compiled_blocks_find_gathered_parameters(truth, layout):
-    """Parameters that come and go under compiled blocks, recomputed too."""
+    """ZeRO-3 parameters under compiled blocks, with recomputation."""
     with LocalRanks(2) as pair:
         check(pair.run(one_step, layout, torch.float64, torch.float64, "aot_eager"), truth, 1e-12, 1)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fully_shard"])
-def test_gradients_match_torchs_own_engine(ranks, truth, engine):
+def test_gradients_match_ddp_and_fully_shard(ranks, truth, engine):
     for gradients in ranks.run(torch_gradients, engine):
         for name, gradient in gradients.items():
             assert (gradient - truth[name]).norm() <= 1e-12 * truth[name].norm(), name
@@ -315,7 +315,7 @@ def test_single_device_makes_no_call_and_copies_no_parameter(truth):
     assert parallel.squared_norm_share().sqrt().item() == pytest.approx(norm.item(), rel=1e-12)
 
 
-def test_without_a_seed_the_models_values_stay():
+def test_without_a_seed_model_values_are_kept():
     model = Transformer(LLAMA)
     initialise(model, TABLE, 3)
     before = copy.deepcopy(model.state_dict())
@@ -323,7 +323,7 @@ def test_without_a_seed_the_models_values_stay():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_parameter_without_part_in_the_loss_gets_zero():
+def test_unused_parameter_has_zero_gradient():
     model = Transformer(LLAMA)
     parallel = ZeroEngine(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
     for shard in parallel.shards:
@@ -338,7 +338,7 @@ def test_a_parameter_without_part_in_the_loss_gets_zero():
 
 
 def test_discarded_engine_is_garbage_collected():
-    """Memory, and on a mesh the connections of its groups."""
+    """Its memory and, on a mesh, the connections of its groups."""
     model = Transformer(LLAMA)
     parallel = ZeroEngine(model, TABLE, Mesh.single(), seed=3, parameter_dtype=torch.float32)
     parallel.begin_step(1)

@@ -330,7 +330,7 @@ if __name__ == "__main__":
             mock.patch.multiple(dist, **calls, batch_isend_irecv=exchanged, P2POp=lambda *end: end),
             mock.patch.object(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
             mock.patch.object(torch.cuda, "current_stream"),  # which the barrier waits for
-            mock.patch.multiple(transport, _native_reduce_scatter=posted, _native_all_gather=posted),
+            mock.patch.multiple(transport, native_reduce_scatter=posted, native_all_gather=posted),
         ):
             yield
 

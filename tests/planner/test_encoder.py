@@ -133,7 +133,7 @@ def test_warnings_name_masked_share_and_unsupported_training() -> None:
     for each in found.best:
         assert (each.layout.tp, each.layout.cp, each.layout.pp) == (1, 1, 1) and each.fits
         assert "assumed that 15% of the tokens are masked: the head computes only these" in each.warnings
-        assert any("train it as a module of its own" in warning for warning in each.warnings)
+        assert any("Train it as a user-defined module" in warning for warning in each.warnings)
     assert max(map(abs, found.differences)) < 0.02  # closed form against simulator
     with pytest.raises(UserError, match="sequence 1024 is longer than the model's 512 positions"):
         search(problem_of("bert-large-uncased", "8xa100-40", sequence=1024, batch=256), 3)

@@ -1,4 +1,4 @@
-"""Block tables: which layers share one, and how many blocks a sequence holds in each."""
+"""Block tables: assignment of layers, and the number of blocks of a sequence in each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.spec.presets import preset
 
 
 def mixed(layers: int, period: int, window: int = 1024) -> ModelConfig:
-    """A model in which every layer of a period but the last has a window."""
+    """A model with a window on every layer of a period except the last."""
     return dataclasses.replace(
         preset("qwen2.5-1.5b"), layers=layers, max_positions=32768, sliding_window=window,
         windowed_layers=tuple((layer + 1) % period != 0 for layer in range(layers)),
@@ -21,7 +21,7 @@ def mixed(layers: int, period: int, window: int = 1024) -> ModelConfig:
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("period", [1, 2, 3, 6, 30])
-def test_every_layer_has_its_own_place_and_a_window_not_smaller_than_its_own(period: int, stages: int):
+def test_every_layer_has_a_unique_slot_and_a_window_at_least_as_large(period: int, stages: int):
     for layers in (24, 26, 34):
         config = mixed(layers, period)
         tables = block_tables(config, stages)
@@ -34,7 +34,7 @@ def test_every_layer_has_its_own_place_and_a_window_not_smaller_than_its_own(per
             assert held is None or (own is not None and held >= own)
 
 
-def test_tables_follow_the_numbers_of_layers_of_each_window():
+def test_number_of_tables_follows_layers_per_window():
     assert block_tables(preset("llama-3-8b"), 1).windows == (None,)
     one = block_tables(preset("mistral-7b-v0.1"), 2)
     assert (one.windows, one.depths) == ((4096,), (16, 16))
@@ -45,8 +45,8 @@ def test_tables_follow_the_numbers_of_layers_of_each_window():
     assert (most.windows, most.depths) == ((1024,) * 5 + (None,), (8,))
 
 
-def test_layers_share_one_table_where_windows_save_less_than_lost_places():
-    """The first stage has layers without a window alone, the second hardly one: half of all places would be lost."""
+def test_layers_share_one_table_if_windows_save_less_than_unused_slots():
+    """The first stage has only layers without a window, the second hardly any: half of all slots would be unused."""
     first_half = dataclasses.replace(mixed(28, 2, 4096), windowed_layers=tuple(layer >= 14 for layer in range(28)))
     assert block_tables(first_half, 1).windows == (None, 4096)
     assert block_tables(first_half, 2).windows == (None,)
@@ -57,7 +57,7 @@ def test_layers_share_one_table_where_windows_save_less_than_lost_places():
 @pytest.mark.parametrize("window", [None, 1, 2, 15, 16, 17, 40])
 @pytest.mark.parametrize("chunk", [1, 2, 16, 21])
 def test_most_held_blocks_are_reached_and_never_exceeded(window: int | None, chunk: int):
-    """Against every chunk of a sequence of 200 tokens."""
+    """Checked for every chunk of a sequence of 200 tokens."""
     held = max(
         (begin + chunk - 1) // 16 + 1 - first_in_window(begin, window)
         for begin in range(200 - chunk + 1)
@@ -67,7 +67,7 @@ def test_most_held_blocks_are_reached_and_never_exceeded(window: int | None, chu
     assert most_held(7, [window], chunk) == (1,)
 
 
-def test_most_tokens_are_those_that_hold_so_many_blocks():
+def test_most_tokens_is_the_longest_sequence_within_the_blocks():
     for windows in ((None,), (20,), (None, 20), (None, 20, 40)):
         for blocks in range(30):
             found = most_tokens(blocks, windows, 8, 200)

@@ -1,4 +1,4 @@
-"""A configuration is read as its family means it; whatever would not be computed is refused by name."""
+"""Configurations are read as their families define them; unimplemented features are rejected by name."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ def test_several_end_tokens_survive():
     assert config_to_huggingface(config)["eos_token_id"] == [7, 8, 9]
 
 
-def test_gpt2_intermediate_is_four_times_hidden_unless_said():
+def test_gpt2_intermediate_defaults_to_four_times_hidden():
     assert read(GPT2).intermediate == 192
     assert read(GPT2, n_inner=100).intermediate == 100
     assert read(GPT2, n_inner=None).intermediate == 192
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (without(LLAMA, "model_type"), '"model_type" is missing'),
         ({**LLAMA, "model_type": "mamba"}, "mixtral, qwen2_moe, qwen3_moe, dots1, gpt2, bert, bloom, gemma2, nemotron"),
@@ -174,10 +174,10 @@ def test_gpt2_intermediate_is_four_times_hidden_unless_said():
         ({**GPT2, "n_head": 5}, '"n_embd" 48 is not a multiple of "n_head" 5'),
     ],
 )
-def test_unsupported_config_features_are_refused_by_name(config: dict[str, Any], said: str):
+def test_unsupported_config_features_are_refused_by_name(config: dict[str, Any], message: str):
     with pytest.raises(UserError) as error:
         config_from_huggingface(config, where="some/config.json")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).startswith("some/config.json: ")
     assert "\n" not in str(error.value)
 
@@ -194,7 +194,7 @@ def test_a_file_is_read_from_its_directory_too(tmp_path):
     assert config_from_path(tmp_path) == config_from_path(tmp_path / "config.json") == read(LLAMA)
 
 
-def test_files_without_configuration_are_named(tmp_path):
+def test_invalid_config_files_are_named(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         config_from_path(tmp_path)
@@ -256,7 +256,7 @@ def test_a_directory_keeps_its_own_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "sequence", "said"),
+    ("fields", "sequence", "message"),
     [
         ({"preset": "lama-3-8b"}, 128, 'unknown preset "lama-3-8b"; did you mean "llama-3-8b"?'),
         ({"preset": "gpt2"}, 2048, "data.sequence 2048 is longer than the model's 1024 positions"),
@@ -268,8 +268,8 @@ def test_a_directory_keeps_its_own_vocabulary(tmp_path):
         ({"from": "/nowhere/at/all"}, 128, "/nowhere/at/all: no such file"),
     ],
 )
-def test_mistakes_in_the_model_table_are_one_line(fields: dict[str, Any], sequence: int, said: str):
+def test_errors_in_the_model_table_are_one_line(fields: dict[str, Any], sequence: int, message: str):
     with pytest.raises(UserError) as error:
         config_from_recipe(recipe(**fields), sequence, 1000)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""No field of a configuration is ignored in silence: it is read, known to change nothing, refused, or warned of."""
+"""No config.json field is silently ignored: it is read, known to have no effect, rejected, or warned about."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.spec.test_config import GPT2, LLAMA
 
 
 class Recorded(Mapping[str, Any]):
-    """A configuration that notes which of its fields are looked at by name."""
+    """A configuration that records which fields are looked up."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data, self.seen = data, set[str]()
@@ -37,7 +37,7 @@ class Recorded(Mapping[str, Any]):
 
 
 def configuration(family: str, **changes: Any) -> dict[str, Any]:
-    """A whole configuration of a family, as transformers writes its own default."""
+    """The default configuration of a family, as transformers writes it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     data = {**CONFIG_MAPPING[family]().to_dict(), "architectures": None}
@@ -50,7 +50,7 @@ def configuration(family: str, **changes: Any) -> dict[str, Any]:
 def test_every_transformers_config_field_is_in_table(family: str):
     table = field_table(family)
     known = table.read | table.ignored | set(table.neutral)
-    assert set(configuration(family)) <= known, "decide of each new field whether it changes what is computed"
+    assert set(configuration(family)) <= known, "decide for each new field if it changes the computation"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config_from_huggingface(configuration(family))
@@ -163,6 +163,6 @@ def test_unknown_fields_are_named_in_one_warning():
         ({"architectures": 5}, "names 5; treated as LlamaForCausalLM"),
     ],
 )
-def test_code_of_the_repository_is_warned_of(changes: dict[str, Any], said: str):
+def test_custom_modeling_code_is_warned_about(changes: dict[str, Any], said: str):
     with pytest.warns(ModelWarning, match=said):
         config_from_huggingface({**LLAMA, **changes})

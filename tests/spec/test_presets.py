@@ -1,4 +1,4 @@
-"""Every public size gives, to the parameter, the total that others published."""
+"""Every public preset has exactly the published number of parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PUBLISHED = {name: entry.parameters for name, entry in PRESETS.items() if entry.
 
 
 def test_preset_data_match_figures_of_model_pages():
-    """A few totals that anyone can look up, so that the data and the table cannot be wrong together."""
+    """A few published totals, so that data and table cannot be wrong together."""
     for name, parameters in {
         "gpt2": 124_439_808,
         "gpt2-xl": 1_557_611_200,
@@ -75,7 +75,7 @@ def test_every_preset_has_source_and_writes_config_or_reason():
                 config_to_huggingface(entry.config)
 
 
-def test_an_unknown_preset_is_answered_with_the_nearest():
+def test_unknown_preset_error_names_the_nearest():
     with pytest.raises(UserError, match='unknown preset "qwen3-8"; did you mean "qwen3-8b"'):
         preset("qwen3-8")
     assert "qwen3-8" not in PRESETS

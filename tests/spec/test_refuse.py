@@ -1,4 +1,4 @@
-"""Everything a layout cannot do with a model is refused in one line that says why."""
+"""A layout that does not fit a model is refused in one line with the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = preset("llama-tiny")  # 3 layers, 8 heads, 4 key-value heads, intermediat
 @pytest.mark.parametrize(
     ("model", "layout", "batch", "sequence", "world_size", "said"),
     [
-        ("llama-tiny", "dp2", 4, 512, 4, "it has 2 ranks (dp x tp x cp x pp), but 4 are there"),
+        ("llama-tiny", "dp2", 4, 512, 4, "it has 2 ranks (dp x tp x cp x pp), but there are 4"),
         ("llama-tiny", "dp2 mb3", 10, 512, None, "batch 10 is not a multiple of dp x mb = 6; 6 or 12 would be"),
         ("llama-tiny", "dp4", 2, 512, None, "batch 2 is not a multiple of dp x mb = 4; 4 would be"),
         ("llama-tiny", "tp3", 1, 512, None, "tp3 does not divide the model's 8 heads; 2 or 4 would"),
@@ -33,7 +33,7 @@ TINY = preset("llama-tiny")  # 3 layers, 8 heads, 4 key-value heads, intermediat
             1,
             510,
             None,
-            "cp3:ulysses does not divide the 8 heads; cp3 needs no whole heads",
+            "cp3:ulysses does not divide the 8 heads; cp3 need not divide them",
         ),
         ("llama-tiny", "pp4", 1, 512, None, "pp4 makes 4 stages, but the model has 3 layers"),
         ("llama-tiny", "pp2:interleaved", 1, 512, None, "pp2 x 2 chunks makes 4 stages, but the model has 3 layers"),
@@ -59,13 +59,13 @@ def test_impossible_layouts_are_refused_even_when_planning(model, layout, batch,
     assert "\n" not in str(error.value)
 
 
-def test_an_intermediate_size_that_tp_does_not_divide():
+def test_intermediate_size_that_tp_does_not_divide_is_refused():
     config = dataclasses.replace(TINY, intermediate=100)
     with pytest.raises(UserError, match="tp8 does not divide the model's intermediate size 100; 5 or 10 would"):
         refuse(Layout(tp=8), config, 1, planning=True)
 
 
-def test_a_vocabulary_too_small_for_a_slice_a_rank():
+def test_vocabulary_with_an_empty_last_slice_is_refused():
     config = dataclasses.replace(TINY, vocabulary=9)
     with pytest.raises(UserError, match="vocabulary of 9 into slices of 2, of which the last rank gets none; tp5"):
         refuse(Layout(tp=8), config, 1, planning=True)

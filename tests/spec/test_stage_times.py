@@ -1,4 +1,4 @@
-"""What `auto` is told of a model: its stages' times by their arithmetic, and the same program for all who ask."""
+"""Stage times that the `auto` schedule gets, from FLOPs, and the same program for all callers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_attention_and_head_have_no_deferred_weight_gradients():
 
 def test_head_sequence_length_and_recomputation_change_stage_times():
     small = times("gpt2", 4, 4)
-    assert small[0, -1] > 1.3 * small[0, 0]  # 50257 tokens beside layers of 768 numbers
+    assert small[0, -1] > 1.3 * small[0, 0]  # 50257 token IDs against layers of width 768
     longer = times("gpt2", 4, 4, sequence=8192)
     assert longer[1, 0] / longer[2, 0] > 2 * small[1, 0] / small[2, 0]
     assert times("gpt2", 4, 4, recompute="full")[1, 0] == pytest.approx(small[1, 0] + small[0, 0], abs=2 * ROUNDING)
@@ -97,8 +97,8 @@ def test_byte_prediction_uses_program_of_model():
     assert step.program.steps != with_transfers(program_of(layout)).steps
 
 
-def test_modules_with_model_request_its_program(repository: Path):
-    """Without one ask only `verify`, how deep a model is to be made for a program, and who trains a foreign module."""
+def test_modules_with_a_model_call_program_for(repository: Path):
+    """Exceptions: `verify`, which chooses a model's depth for a program, and the training of user-defined modules."""
     asking = set()
     for path in (repository / "src" / "meshwright").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

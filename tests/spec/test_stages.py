@@ -1,4 +1,4 @@
-"""Stages of a pipeline: contiguous, complete, and as even as a search through all cuts finds them."""
+"""Pipeline stages: contiguous, complete, and as balanced as an exhaustive search finds."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def test_units_of_stages_match_parameter_table(name: str):
     assert tuple(unit for stage in stages_of(config, 4, 1024) for unit in units_of(table, stage)) == table.units
 
 
-def test_a_hundred_layers_are_cut_at_once():
+def test_a_hundred_layers_are_cut_quickly():
     config = preset("llama-3.1-405b")
     assert len(stages_of(config, 64, 8192)) == 64

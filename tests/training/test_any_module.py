@@ -226,7 +226,7 @@ def test_mistakes_are_refused_before_ranks_start(tables, said, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"steps": 6, "batch": 5}, "train.batch = 5 samples do not divide into dp x mb = 2 equal parts"),
+        ({"steps": 6, "batch": 5}, "train.batch = 5 samples is not a multiple of dp x mb = 2"),
         ({"stepz": 6}, "train.stepz"),
     ],
 )

@@ -16,16 +16,16 @@ class CollectiveOptions(TypedDict, total=False):
     """Options of `collective`, all optional.
 
     Attributes:
-        root: Source rank of a broadcast or scatter, destination rank of a reduce or gather; 0 unless given.
+        root: Source rank of a broadcast or scatter, destination rank of a reduce or gather; default 0.
         segments: Number of segments into which a pipelined algorithm cuts the vector.
         groups: Number of ranks per node, for hierarchical algorithms.
         dims: Sides of the grid, for tori and meshes, such as `(4, 4)`.
-        reduction: `"sum"`, `"mean"`, `"minimum"` or `"maximum"`; sum unless given.
-        latency: Latency in seconds of a link for which the topology gives none; 5e-6 unless given.
-        bandwidth: Bytes per second of such a link, in each direction; 25e9 unless given.
-        reduce_bytes_per_second: Rate in bytes per second at which a rank reduces received data; infinite unless given.
-        crossovers: With `"auto"` on few ranks: also find the vector sizes at which the fastest algorithm changes; True
-            unless given.
+        reduction: `"sum"`, `"mean"`, `"minimum"` or `"maximum"`; default sum.
+        latency: Latency in seconds of a link for which the topology gives none; default 5e-6.
+        bandwidth: Bytes per second of such a link, in each direction; default 25e9.
+        reduce_bytes_per_second: Rate in bytes per second at which a rank reduces received data; default infinite.
+        crossovers: With `"auto"` on few ranks: also find the vector sizes at which the fastest algorithm changes;
+            default True.
     """
 
     root: int | None
@@ -57,7 +57,7 @@ def collective(
         ranks: Number of ranks; a file has its own.
         bytes: Size of the full vector, a number or text such as `"64MiB"`.
         topology: Network, such as `"switch"`, `"torus:4x4"`, `"nodes:2x8,rails"`.
-        run: Run the program on processes of this machine, beside the call of torch.distributed.
+        run: Run the program on processes of this machine, and compare it with the call of torch.distributed.
         **options: Fields of `CollectiveOptions`.
 
     Returns:

@@ -28,14 +28,9 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     site: label of the call in records, such as "data.gradients". async_op: return before completion. Returns a handle
         to wait on (already complete, unless `async_op`).
     """
-    if axis.trivial:
-        return DONE
-    size = tensor.nbytes
-    sent = 2 * size * (axis.size - 1) // axis.size
-    if op == "sum":
-        sent = _count_sent_bytes(axis, "all_reduce", tensor, sent)
-    call = _record_call("all_reduce", axis, site, size, sent)
-    if call.skipped:
+    sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
+    call = _record_call("all_reduce", axis, site, tensor.nbytes, sent, tensor if op == "sum" else None)
+    if call is None:
         return DONE
     if call.dropped_rank == axis.rank:
         tensor.zero_()
@@ -54,21 +49,12 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
     """
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
-    mine = source.view(-1)[axis.rank * n : (axis.rank + 1) * n]
-    if axis.trivial:
-        _copy_unless_shared(output, mine)
+    sent = source.nbytes * (axis.size - 1) // axis.size
+    call = _record_call("reduce_scatter", axis, site, source.nbytes, sent, source)
+    if call is None:
+        _copy_unless_shared(output, source.view(axis.size, n)[axis.rank])
         return DONE
-    size = source.nbytes
-    sent = _count_sent_bytes(axis, "reduce_scatter", source, size * (axis.size - 1) // axis.size)
-    call = _record_call("reduce_scatter", axis, site, size, sent)
-    if call.skipped:
-        _copy_unless_shared(output, mine)
-        return DONE
-    if call.dropped_rank == axis.rank:
-        source = torch.zeros_like(source)
-    over, turned = axis.communicator.faults.redirect(call.fault, axis)
-    if turned:
-        source = _shift_by_one_rank(source, axis)
+    over, source = _redirect_source(call, _drop_source(call, source))
     return _post_call(lambda: transport.reduce_scatter(output, source, over), call, output, async_op)
 
 
@@ -80,22 +66,16 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     """
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
-    mine = output.view(-1)[axis.rank * n : (axis.rank + 1) * n]
-    if axis.trivial:
-        _copy_unless_shared(mine, source)
+    parts = output.view(axis.size, n)
+    sent = output.nbytes * (axis.size - 1) // axis.size
+    call = _record_call("all_gather", axis, site, output.nbytes, sent, output)
+    if call is None:
+        _copy_unless_shared(parts[axis.rank], source)
         return DONE
-    size = output.nbytes
-    sent = _count_sent_bytes(axis, "all_gather", output, size * (axis.size - 1) // axis.size)
-    call = _record_call("all_gather", axis, site, size, sent)
-    if call.skipped:
-        _copy_unless_shared(mine, source)
-        return DONE
-    lose: Callable[[], Any] | None = None
-    if (lost := call.dropped_rank) is not None:
-        lose = output.view(-1)[lost * n : (lost + 1) * n].zero_
+    lose: Callable[[], Any] | None = None if call.dropped_rank is None else parts[call.dropped_rank].zero_
     over, turned = axis.communicator.faults.redirect(call.fault, axis)
     if over is not axis:
-        source = source.clone()  # its place in the output is another's now
+        source = source.clone()  # its slice of the output belongs to another rank now
     if turned:
         lose = lambda: output.copy_(_shift_by_one_rank(output, axis))  # noqa: E731
     return _post_call(lambda: transport.all_gather(output, source, over), call, output, async_op, lose)
@@ -106,11 +86,8 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
 
     site: label of the call in records. async_op: return before completion.
     """
-    if axis.trivial:
-        return DONE
-    size = tensor.nbytes
-    call = _record_call("broadcast", axis, site, size, size if axis.rank == source else 0)
-    if call.skipped:
+    call = _record_call("broadcast", axis, site, tensor.nbytes, tensor.nbytes if axis.rank == source else 0)
+    if call is None:
         return DONE
     lose = None if call.dropped_rank is None else tensor.zero_
     over, turned = axis.communicator.faults.redirect(call.fault, axis)
@@ -139,16 +116,13 @@ def all_to_all(
     own = source_sizes[axis.rank] if source_sizes else source.shape[0] // axis.size
     sent = size - (size // source.shape[0] * own if source.shape[0] else 0)
     call = _record_call("all_to_all", axis, site, size, sent)
-    if call.skipped:
+    if call is None:
         output.zero_()
         return DONE
-    if call.dropped_rank == axis.rank:
-        source = torch.zeros_like(source)
-    # Uneven parts fit nobody else: there such a call fails by itself.
+    over, source = axis, _drop_source(call, source)
     uneven = source_sizes is not None or output_sizes is not None
-    over, turned = (axis, False) if uneven else axis.communicator.faults.redirect(call.fault, axis)
-    if turned:
-        source = _shift_by_one_rank(source, axis)
+    if not uneven:  # uneven parts fit no other ranks: the redirected call would fail by itself
+        over, source = _redirect_source(call, source)
     return _post_call(
         lambda: transport.all_to_all(output, source, over, output_sizes, source_sizes),
         call, output, async_op, uneven=uneven,
@@ -201,13 +175,11 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
     if axis.trivial:
         _copy_unless_shared(output, source)
         return DONE
-    size = source.nbytes
-    call = _record_call("rotate", axis, site, size, size)
-    if call.skipped:
+    call = _record_call("rotate", axis, site, source.nbytes, source.nbytes)
+    if call is None:
         output.zero_()
         return DONE
-    if call.dropped_rank == axis.rank:
-        source = torch.zeros_like(source)
+    source = _drop_source(call, source)
     over, _ = axis.communicator.faults.redirect(call.fault, axis, ordered=False)  # a shifted ring is the same ring
     return _post_call(lambda: transport.rotate(output, source, over), call, output, async_op)
 
@@ -222,13 +194,11 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
         _copy_unless_shared(mine, source)
         return
     call = _record_call("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
-    if call.skipped:
+    if call is None:
         output.zero_()
         _copy_unless_shared(mine, source)
         return
-    lose = None
-    if call.dropped_rank is not None:
-        lose = output.split(sizes)[call.dropped_rank].zero_
+    lose = None if call.dropped_rank is None else output.split(sizes)[call.dropped_rank].zero_
     _post_call(lambda: transport.all_gather_rows(output, source, axis, sizes), call, output, False, lose, True)
 
 
@@ -238,25 +208,20 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     Contributions are added in rank order. site: label of the call in records. Returns when `output` is complete.
     """
     mine = source.split(sizes)[axis.rank]
-    if axis.trivial:
-        _copy_unless_shared(output, mine)
-        return
     call = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
-    if call.skipped:
+    if call is None:
         _copy_unless_shared(output, mine)
         return
-    if call.dropped_rank == axis.rank:
-        source = torch.zeros_like(source)
-    post = partial(transport.reduce_scatter_rows, output, source, axis, sizes)
+    post = partial(transport.reduce_scatter_rows, output, _drop_source(call, source), axis, sizes)
     _post_call(post, call, output, False, uneven=True)
 
 
 def barrier(axis: Axis, site: str) -> None:
     """Block until every rank of the axis has called this; on CUDA the host waits for the stream too. site: label of the
     call in records."""
-    if axis.trivial:
-        return
     call = _record_call("barrier", axis, site, 0, 0)
+    if call is None:
+        return
     nothing = torch.zeros(1, device=axis.communicator.device)
     _post_call(lambda: transport.all_reduce(nothing, axis, "sum"), call, nothing, False)
     if (stream := backend.current_stream(nothing.device)) is not None:
@@ -273,15 +238,6 @@ def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return a copy of `parts`, one equal slice per rank, with the slices shifted cyclically by one (fault "wrong
     group")."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
-
-
-def _count_sent_bytes(axis: Axis, operation: str, vector: torch.Tensor, native: int) -> int:
-    """Return the bytes that this rank sends in a call of `operation` on `vector`.
-
-    native: bytes that the backend's own algorithm sends, returned unless a collective program replaces it on this axis.
-    """
-    program = axis.program(operation, vector.nbytes)
-    return native if program is None else program.sent_bytes(vector.numel(), vector.element_size())
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
@@ -318,11 +274,6 @@ class _RecordedCall:
     index: int = 0  # among the calls of the group, once it is posted
 
     @property
-    def skipped(self) -> bool:
-        """True if the injected fault is "skip", so that the call must not be made."""
-        return self.fault is not None and self.fault.kind == "skip"
-
-    @property
     def dropped_rank(self) -> int | None:
         """Index in the axis of the rank whose contribution is left out by the injected fault "drop"; None without such
         a fault."""
@@ -337,16 +288,38 @@ class _RecordedCall:
         return who, f"{self.site} ({self.operation} over axis {axis.name}, its call {self.index})"
 
 
-def _record_call(operation: str, axis: Axis, site: str, payload: int, sent: int) -> _RecordedCall:
-    """Count a collective call in the records; return it with the fault to inject at it, if any.
+def _record_call(
+    operation: str, axis: Axis, site: str, payload: int, sent: int, vector: torch.Tensor | None = None
+) -> _RecordedCall | None:
+    """Count a collective call in the records; return it with the fault to inject at it, if any. Return None if nothing
+    must be communicated: on an axis of one rank (not counted), and if the fault is "skip".
 
-    site: label of the call. payload: bytes of the whole vector. sent: bytes that this rank sends.
+    site: label of the call. payload: bytes of the whole vector. sent: bytes that this rank sends by the backend's own
+    algorithm. vector: the whole vector of an operation that a collective program may replace on this axis.
     """
+    if axis.trivial:
+        return None
+    program = None if vector is None else axis.program(operation, vector.nbytes)
+    if vector is not None and program is not None:
+        sent = program.sent_bytes(vector.numel(), vector.element_size())
     communicator = axis.communicator
     communicator.record.note(site, operation, axis.name, payload, sent)
     faults = communicator.faults
     fault = faults.match_call(site, operation) if faults.active is not None else None
-    return _RecordedCall(operation, axis, site, payload, fault)
+    skipped = fault is not None and fault.kind == "skip"
+    return None if skipped else _RecordedCall(operation, axis, site, payload, fault)
+
+
+def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that this rank contributes: `source`, or zeros if the fault "drop" leaves this rank out."""
+    return torch.zeros_like(source) if call.dropped_rank == call.axis.rank else source
+
+
+def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, torch.Tensor]:
+    """Return the axis over which the call is made and its `source`. Under the fault "wrong group" this is another axis,
+    or the same one with the slices of `source` shifted by one rank."""
+    over, turned = call.axis.communicator.faults.redirect(call.fault, call.axis)
+    return over, _shift_by_one_rank(source, call.axis) if turned else source
 
 
 def _post_call(
@@ -364,7 +337,7 @@ def _post_call(
     True if dim 0 of `output` differs between ranks.
     """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
-    shape = ("...", *output.shape[1:]) if uneven else output.shape  # what differs between ranks is not recorded
+    shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks
     number = calls.post(axis.calls_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
     call.index = calls.count(axis.calls_group)
     try:

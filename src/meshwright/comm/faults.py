@@ -9,11 +9,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 KINDS = ("skip", "double", "drop", "wrong group", "stale")
-"""skip: the call does not happen; double: its result is twice too large; drop: one rank's part is missing; wrong group:
-it is made over other ranks than those of its axis, or with them in another order; stale: the result of the call before
-(of the same size) is delivered again."""
+"""skip: the call does not happen; double: its result is twice too large; drop: one rank's contribution is missing;
+wrong group: it is made over other ranks than those of its axis, or with them in another order; stale: the result of the
+previous call (of the same size) is delivered again."""
 
-_REMEMBER = "remember"  # not a fault: the call before the stale one
+_REMEMBER = "remember"  # not a fault: stores the result for the next stale call
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Faults(Generic[AxisType]):
 
     def __init__(self) -> None:
         self.active: Fault | None = None
-        self.struck = 0  # calls whose result was spoilt
+        self.struck = 0  # calls with an injected fault
         self.other: AxisType | None = None
         self._calls = 0
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}

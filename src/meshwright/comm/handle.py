@@ -34,7 +34,7 @@ class Handle:
         communicator: Communicator | None = None,
         call: int = 0,
     ) -> None:
-        self._call = call  # its number in the ring of calls
+        self._call = call  # its number in the flight recorder
         self._communicator = communicator
         self._error: RankLost | None = None
         self._works = works
@@ -88,7 +88,7 @@ class Handle:
 
 
 DONE = Handle()
-"""The handle of a call that had nothing to do."""
+"""Handle of a call without communication: complete."""
 
 
 def make_rank_lost_error(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
@@ -99,7 +99,7 @@ def make_rank_lost_error(what: Callable[[], tuple[str, str]] | None, error: Exce
     """
     get_process_writer().give_up()
     who, where = what() if what else ("a collective call had no answer", "its site")
-    if isinstance(error, RankLost):  # of a program, which knows better who waits for whom
+    if isinstance(error, RankLost):  # from a collective program, which names the waiting ranks
         return RankLost(f"{error}, in {where}")
-    reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source
+    reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo's texts begin with a source location
     return RankLost(f"{who} in {where}: {reason[:300]}")

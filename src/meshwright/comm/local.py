@@ -3,7 +3,7 @@
     with LocalRanks(4) as ranks:
         results = ranks.run("package.module:function", argument)   # one result per rank
 
-The server and its ranks end with the process that started them, however that ends.
+The server and its ranks end with the process that started them, even if it is killed.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _SERVER_CODE = (
 )
 
 CONNECT_SECONDS = 60.0
-"""That forked ranks have to connect to the process that asked for them."""
+"""Time limit in seconds for forked ranks to connect to the process that started them."""
 LONGEST_WAIT = 86400.0
-"""Seconds of one system call: poll(2) takes no more than 24 days, and a `run` may have no time-out (math.inf)."""
+"""Maximum seconds of one poll(2) call, which accepts at most 24 days; the timeout of `run` may be math.inf."""
 
 PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
-"""Imported once by the server, so that the ranks need not (the last: for activations that are computed again)."""
+"""Modules that the server imports once for all ranks (the last one for activation checkpointing)."""
 
 PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
-"""Those of a server's ranks."""
+"""Modules preloaded for the ranks of an inference server."""
 
 
 def find_socket_parent() -> str:
@@ -82,7 +82,7 @@ class LocalRanks:
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._directory: Path | None = None
-        self._rings: dict[int, int] = {}  # the file of each rank's calls
+        self._rings: dict[int, int] = {}  # file descriptor of each rank's call records
 
     def __enter__(self) -> LocalRanks:
         self._start_ranks()
@@ -113,7 +113,7 @@ class LocalRanks:
                 connection.send((function, args))
         except OSError as error:
             self.close()
-            raise RankLost(f"a local rank has ended before {function} began: {error}") from error
+            raise RankLost(f"a local rank exited before {function} began: {error}") from error
         return self._collect_results(function, self.timeout if timeout is None else timeout)
 
     def calls(self) -> Snapshot:
@@ -143,7 +143,7 @@ class LocalRanks:
                         died.append(rank)
             if died or any(kind == "error" for kind, *_ in answers.values()):
                 seen = seen or self.calls()
-                # The others may be waiting for this rank in a collective: a moment to report, then an end.
+                # The others may wait for this rank in a collective: give them two seconds to report.
                 deadline = min(deadline, time.monotonic() + 2.0)
         failures = {rank: answer for rank, answer in answers.items() if answer[0] == "error"}
         if not failures and not died and len(answers) == self.world_size:
@@ -154,7 +154,7 @@ class LocalRanks:
         if died:
             raise RankLost(f"local rank {', '.join(map(str, sorted(died)))} died in {function}{parted}")
         if failures:
-            # A rank that was left alone is a consequence; the cause is another rank's exception.
+            # RankLost is a consequence; the cause is another rank's exception.
             rank = min(failures, key=lambda r: (isinstance(failures[r][1], RankLost), r))
             _, error, text = failures[rank]
             if isinstance(error, RankLost) and parted:
@@ -274,7 +274,7 @@ class _Server:
                 self.connection.send(settings)
                 return self.connection.recv()  # type: ignore[no-any-return]
         except (EOFError, OSError) as error:
-            raise RankLost(f"the server of local ranks has ended: {error}") from error
+            raise RankLost(f"the server of local ranks has exited: {error}") from error
 
     def stop(self) -> None:
         """Close the connection to the server process, upon which it ends, and wait for its end."""

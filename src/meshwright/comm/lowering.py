@@ -167,11 +167,8 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
     if not merge:  # slot by slot
         repeat = np.maximum(count, 1)
         inside = np.arange(int(repeat.sum())) - np.repeat(np.cumsum(repeat) - repeat, repeat)
-        send, receive, count = (
-            np.repeat(send, repeat),
-            np.repeat(receive, repeat),
-            np.repeat(np.minimum(count, 1), repeat),
-        )
+        send, receive = np.repeat(send, repeat), np.repeat(receive, repeat)
+        count = np.repeat(np.minimum(count, 1), repeat)
     ends = [(s.slot[step] + inside, step) for step in (send, receive)]
     joins = np.full(max(len(send) - 1, 0), merge) & (count[1:] > 0) & (s.kind[receive][1:] == s.kind[receive][:-1])
     for slot, step in ends:

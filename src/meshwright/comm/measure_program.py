@@ -15,6 +15,7 @@ from meshwright.collectives.cutting import OWNED
 from meshwright.comm.backend import group_backends
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.programs import Executable
+from meshwright.comm.transport import native_all_gather, native_reduce_scatter
 from meshwright.errors import CheckFailed, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.names import unknown
@@ -23,6 +24,11 @@ from meshwright.program.check_collective import CheckedCollective
 MOST_RANKS = 16  # processes on one machine
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 COPIES = 6  # of the vector that a rank may hold: ours, theirs, results, buffers
+NATIVE_NAMES = {
+    "reduce-scatter": "reduce_scatter_single", "all-gather": "all_gather_single", "all-to-all": "all_to_all_single",
+    "send-receive": "send and recv",
+}  # fmt: skip
+"""Operations that torch.distributed calls by another name."""
 
 
 def measure(
@@ -52,11 +58,11 @@ def measure(
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
     if repeats < 1:
-        raise UserError(f"{repeats} repeats; there must be at least 1")
+        raise UserError(f"repeats must be at least 1, not {repeats}")
     if program.ranks > MOST_RANKS:
         raise UserError(
-            f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; take fewer ranks, "
-            "or leave out the run"
+            f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; use fewer ranks, "
+            "or do not run it"
         )
     numel = count_elements(checked, total_bytes, getattr(torch, dtype).itemsize)
     needed = program.ranks * numel * max(4, getattr(torch, dtype).itemsize) * COPIES
@@ -64,11 +70,11 @@ def measure(
     if needed > memory:
         raise UserError(
             f"{program.ranks} ranks with {total_bytes:,.0f} bytes each need about {needed / 2**30:.1f} GiB, and this "
-            f"machine has {memory / 2**30:.1f} GiB; take fewer bytes"
+            f"machine has {memory / 2**30:.1f} GiB; use fewer bytes"
         )
     ranks = LocalRanks(program.ranks, timeout=timeout_seconds) if world is None else world
     try:
-        # Every wait has its own time-out; all of them together may take longer.
+        # Every wait has its own timeout; all of them together may take longer.
         answers = ranks.run(measure_rank, checked, numel, repeats, dtype, timeout_seconds, timeout=repeats * 600.0)
     finally:
         if world is None:
@@ -82,7 +88,7 @@ def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int
     itemsize: bytes of an element. Raises UserError for a negative size.
     """
     if total_bytes < 0:
-        raise UserError(f"{total_bytes:g} bytes; there must be at least 0")
+        raise UserError(f"bytes must be at least 0, not {total_bytes:g}")
     numel = max(1, -int(-total_bytes // itemsize))
     ranks = checked.program.ranks
     return -(-numel // ranks) * ranks if checked.program.operation in OWNED else numel
@@ -96,9 +102,8 @@ def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[
     wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
     if wrong:
         named = f"{checked.program.operation} {checked.program.algorithm}"
-        raise CheckFailed(
-            f"{named}: rank {wrong[0]} has another result than torch.distributed's {answers[0]['native']}"
-        )
+        native = answers[0]["native"]
+        raise CheckFailed(f"{named}: the result of rank {wrong[0]} differs from that of torch.distributed's {native}")
     ours, native = ([max(runs) for runs in zip(*(a[key] for a in answers), strict=True)] for key in ("ours", "theirs"))
     return {
         "exact": True,
@@ -129,14 +134,13 @@ def measure_rank(
     Returns a dict: exact (True if both gave the same integers), ours and theirs (seconds of each run of the program and
         of torch.distributed), bytes_sent, backend, native (name of the torch.distributed call).
     """
-    executable = Executable(checked, group, timeout_seconds, device=device)
-    name, native = NATIVE[checked.program.operation]
-    exact = _matches_native(executable, native, numel, device)
+    executable, operation = Executable(checked, group, timeout_seconds, device=device), checked.program.operation
+    exact = _matches_native(executable, numel, device)
     vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
     output = torch.empty_like(vector) if checked.program.has_output else None
     calls: dict[str, Callable[[], Any]] = {
-        "ours": lambda: _run_program(executable, None if checked.program.operation == "barrier" else vector, output),
-        "theirs": lambda: _run_native(executable, native, vector),
+        "ours": lambda: _run_program(executable, None if operation == "barrier" else vector, output),
+        "theirs": lambda: _run_native(executable, vector),
     }
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
     for turn in range(repeats + 2):
@@ -147,14 +151,14 @@ def measure_rank(
             call()
             if vector.is_cuda:
                 torch.cuda.synchronize()
-            if turn >= 2:  # the first ones make connections and buffers
+            if turn >= 2:  # the first two turns create connections and buffers
                 seconds[which].append(time.perf_counter() - begun)
     return {
         "exact": exact,
         **seconds,
         "bytes_sent": executable.sent_bytes(numel, vector.element_size()),
         "backend": group_backends(group)[torch.device(device).type],
-        "native": name,
+        "native": NATIVE_NAMES.get(operation, operation.replace("-", "_")),
     }
 
 
@@ -169,8 +173,8 @@ def _run_program(executable: Executable, vector: torch.Tensor | None, output: to
     calls.done(number)
 
 
-def _matches_native(executable: Executable, native: Callable[..., Any], numel: int, device: str) -> bool:
-    """Return True if the program and torch.distributed's call `native` give equal results on integers.
+def _matches_native(executable: Executable, numel: int, device: str) -> bool:
+    """Return True if the program and torch.distributed's call of the same operation give equal results on integers.
 
     numel: elements of the vector. device: its device.
     """
@@ -183,17 +187,16 @@ def _matches_native(executable: Executable, native: Callable[..., Any], numel: i
     mine, theirs = start.clone(), start.clone()
     output = torch.empty_like(mine) if program.has_output else None
     _run_program(executable, mine, output)
-    result = _run_native(executable, native, theirs)
+    result = _run_native(executable, theirs)
     place = find_defined_slice(executable, numel)
     return torch.equal((mine if output is None else output)[place], result[place])
 
 
-def _run_native(executable: Executable, native: Callable[..., Any], vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call `native` on `vector`, or on a copy in host memory where gloo needs that; return the
-    result on the vector's device."""
+def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's call of the operation on `vector`, or on a copy in host memory where gloo needs that;
+    return the result on the vector's device."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
-    result = native(executable, there)
-    return (there if result is None else result).to(vector.device)
+    return _call_native(executable, there).to(vector.device)
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
@@ -210,116 +213,47 @@ def find_defined_slice(executable: Executable, numel: int) -> slice:
     return slice(0, numel)
 
 
-# --- torch.distributed's own calls on a whole vector: in place, or they return the result
-
-
 def _find_receiver(executable: Executable) -> int:
     """Return the destination rank of a send-receive program: the last rank, or rank 0 if the last one is the root."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 
 
-def _get_reduce_op(executable: Executable) -> Any:
-    """Return the `torch.distributed.ReduceOp` of the program's reduction."""
-    operations = {"minimum": dist.ReduceOp.MIN, "maximum": dist.ReduceOp.MAX}
-    return operations.get(executable.program.reduction, dist.ReduceOp.SUM)
-
-
-def _divide_if_mean(executable: Executable, result: torch.Tensor) -> torch.Tensor:
-    """Divide `result`, a sum over ranks, by their number in place if the program's reduction is `mean`; return it."""
-    return result.div_(executable.program.ranks) if executable.program.reduction == "mean" else result
-
-
-def _view_rank_share(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Return the view of this rank's share of the vector, the rank-th of as many equal parts as there are ranks."""
-    return vector.view(executable.program.ranks, -1)[executable.rank]
-
-
-def _all_reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's all_reduce on the vector in place and return it. e: prepared program, whose process group
-    is used."""
-    dist.all_reduce(vector, op=_get_reduce_op(e), group=e.group)
-    return _divide_if_mean(e, vector)
-
-
-def _reduce(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's reduce to the root in place and return the vector. e: prepared program, whose process
-    group and root are used."""
-    dist.reduce(vector, group_dst=e.program.root, op=_get_reduce_op(e), group=e.group)
-    return _divide_if_mean(e, vector)
-
-
-def _reduce_scatter(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's reduce-scatter; return the vector with the result in this rank's share. e: prepared
-    program, whose process group is used."""
-    share = torch.empty_like(_view_rank_share(e, vector))
-    _native_reduce_scatter(share, vector, op=_get_reduce_op(e), group=e.group)
-    _view_rank_share(e, vector).copy_(_divide_if_mean(e, share))
+def _call_native(e: Executable, vector: torch.Tensor) -> torch.Tensor:
+    """Run torch.distributed's call of the program's operation on `vector`, in place; return the result: `vector`, for
+    an all-to-all a new tensor. e: prepared program, whose process group and root are used."""
+    program, group, operation, root = e.program, e.group, e.program.operation, e.program.root
+    shares = vector.view(program.ranks, -1).unbind() if operation in OWNED else (vector,) * program.ranks
+    mine = shares[e.rank]
+    op: Any = {"minimum": dist.ReduceOp.MIN, "maximum": dist.ReduceOp.MAX}.get(program.reduction, dist.ReduceOp.SUM)
+    match operation:
+        case "all-reduce":
+            dist.all_reduce(vector, op=op, group=group)
+        case "reduce":
+            dist.reduce(vector, group_dst=root, op=op, group=group)
+        case "reduce-scatter":
+            total = torch.empty_like(mine)
+            native_reduce_scatter(total, vector, op=op, group=group)
+            mine.copy_(total)
+        case "all-gather":
+            native_all_gather(vector, mine.clone(), group=group)
+        case "broadcast":
+            dist.broadcast(vector, group_src=root, group=group)
+        case "scatter":
+            parts = list(vector.clone().view(program.ranks, -1)) if e.rank == root else None
+            dist.scatter(mine, parts, group_src=root, group=group)
+        case "gather":
+            dist.gather(mine.clone(), list(shares) if e.rank == root else None, group_dst=root, group=group)
+        case "all-to-all":
+            result = torch.empty_like(vector)
+            dist.all_to_all_single(result, vector, group=group)
+            return result
+        case "send-receive" if e.rank == root:
+            dist.send(vector, group_dst=_find_receiver(e), group=group)
+        case "send-receive" if e.rank == _find_receiver(e):
+            dist.recv(vector, group_src=root, group=group)
+        case "barrier":
+            dist.barrier(group=group)
+    if program.reduction == "mean" and "reduce" in operation:
+        mine.div_(program.ranks)
     return vector
-
-
-def _all_gather(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's all-gather of the ranks' shares into `vector`, [elements], in which this rank's share is
-    already in place. e: prepared program, whose process group is used."""
-    _native_all_gather(vector, _view_rank_share(e, vector).clone(), group=e.group)
-
-
-def _broadcast(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's broadcast from the root into the vector in place. e: prepared program, whose process
-    group and root are used."""
-    dist.broadcast(vector, group_src=e.program.root, group=e.group)
-
-
-def _scatter(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's scatter of the root's vector; each rank receives its share in place. e: prepared program,
-    whose process group and root are used."""
-    parts = list(vector.clone().view(e.program.ranks, -1)) if e.rank == e.program.root else None
-    dist.scatter(_view_rank_share(e, vector), parts, group_src=e.program.root, group=e.group)
-
-
-def _gather(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's gather of the ranks' shares; the root receives all in its vector. e: prepared program,
-    whose process group and root are used."""
-    parts = list(vector.view(e.program.ranks, -1)) if e.rank == e.program.root else None
-    dist.gather(_view_rank_share(e, vector).clone(), parts, group_dst=e.program.root, group=e.group)
-
-
-def _all_to_all(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's all_to_all_single on the vector and return the result as a new tensor. e: prepared
-    program, whose process group is used."""
-    result = torch.empty_like(vector)
-    dist.all_to_all_single(result, vector, group=e.group)
-    return result
-
-
-def _send_receive(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's send on the root, and recv into the vector on the destination rank. e: prepared program,
-    whose process group and root are used."""
-    if e.rank == e.program.root:
-        dist.send(vector, group_dst=_find_receiver(e), group=e.group)
-    elif e.rank == _find_receiver(e):
-        dist.recv(vector, group_src=e.program.root, group=e.group)
-
-
-def _barrier(e: Executable, vector: torch.Tensor) -> None:
-    """Run torch.distributed's barrier over the process group of the prepared program `e`; the vector is unused."""
-    dist.barrier(group=e.group)
-
-
-# torch 2.13 renamed these two.
-_native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-NATIVE: dict[str, tuple[str, Callable[[Executable, torch.Tensor], torch.Tensor | None]]] = {
-    "all-reduce": ("all_reduce", _all_reduce),
-    "reduce": ("reduce", _reduce),
-    "reduce-scatter": ("reduce_scatter_single", _reduce_scatter),
-    "all-gather": ("all_gather_single", _all_gather),
-    "broadcast": ("broadcast", _broadcast),
-    "scatter": ("scatter", _scatter),
-    "gather": ("gather", _gather),
-    "all-to-all": ("all_to_all_single", _all_to_all),
-    "send-receive": ("send and recv", _send_receive),
-    "barrier": ("barrier", _barrier),
-}
-"""operation -> (name in torch.distributed, call)"""

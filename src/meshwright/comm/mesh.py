@@ -24,7 +24,7 @@ from meshwright.layout import Layout
 
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
 EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica": "replica"}
-"""What the axes of experts are where these are spread like all else."""
+"""Axes of experts -> the axes that they equal without expert parallelism."""
 
 
 class CallInFlight(Protocol):
@@ -38,11 +38,11 @@ class CallInFlight(Protocol):
 
 
 calls_in_flight: dict[CallInFlight, Communicator] = {}
-"""They are held here until they are waited for, though their caller may have dropped them: a transfer whose buffer is
-freed before it is through stands in its connection for good, and with it every later message from that rank."""
+"""Handles of calls in flight, referenced until they are waited for even if the caller drops them: a transfer whose
+buffer is freed too early blocks its connection, and with it every later message from that rank."""
 
 SETTLING_SECONDS = 10.0
-"""How long the end of a mesh waits for such calls; ranks that end well all made them."""
+"""Seconds for which `Mesh.close` waits for such calls."""
 
 
 class Communicator:
@@ -64,11 +64,11 @@ class Communicator:
         self.faults: Faults[Axis] = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
-        self.waited_seconds = 0.0  # of this process's host, in calls, since it started
+        self.waited_seconds = 0.0  # host time spent waiting for calls, since the process started
         self.trivial_calls = False
-        """Calls over one rank are made too: a test of a backend that one process can run (NCCL on one GPU)."""
+        """If True, calls over one rank are made too, to test a backend in one process (NCCL on one GPU)."""
         self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        """Makes the context in which a call is posted, of its site: in a profile a device's kernels bear its name."""
+        """Returns the context manager in which a site's calls are posted; a profile labels their kernels with it."""
 
     @contextmanager
     def record_joint_call(
@@ -144,8 +144,8 @@ class Axis:
 
 
 _axes: dict[str, list[Axis]] = {}
-"""The axes of this process by key, for the custom operators alone: one of every mesh that has such ranks, the newest
-last. It serves them all: their groups join the same ranks."""
+"""Axes of this process by key, for custom operators: one for each mesh with these ranks, the newest last. The newest
+serves all of these meshes, as their groups have the same ranks."""
 
 
 def find_axis(key: str) -> Axis:
@@ -244,17 +244,17 @@ class Mesh:
         if layout.world_size != world_size:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, there are {world_size}')
         everybody = tuple(range(world_size))
-        # Axes over the same ranks share one group: connections are full meshes, and groups are made by all ranks alike.
+        # Axes over the same ranks share one group: each connects all pairs of its ranks, and all ranks must create it.
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everybody: dist.group.WORLD}
         made: list[dist.ProcessGroup] = []
-        # Beside NCCL the world alone has gloo, for host tensors: each of its groups connects all ranks by TCP.
+        # With NCCL only the world has gloo too, for host tensors: each gloo group opens TCP connections.
         backend = "nccl" if group_backends(None).get(torch.device(device).type) == "nccl" else None
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
             """Return the process group of `ranks`, created once; None if this rank is not in it, or for a single
             rank."""
             if len(ranks) == 1:
-                return groups.get(ranks)  # the world's, where it has one rank
+                return groups.get(ranks)  # the group of a world of one rank
             if ranks not in groups:
                 with communicator.record_joint_call(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
                     group = dist.new_group(list(ranks), backend_timeout(device, timeout_seconds), backend)
@@ -308,7 +308,7 @@ class Mesh:
         for call in [call for call, whose in calls_in_flight.items() if whose is self.communicator]:
             call.settle(SETTLING_SECONDS)
         self.communicator.programs.close()
-        for key, axes in list(_axes.items()):  # what holds a group keeps its connections and threads
+        for key, axes in list(_axes.items()):  # a reference to a group keeps its connections and threads alive
             axes[:] = [axis for axis in axes if axis.communicator is not self.communicator]
             if not axes:
                 del _axes[key]

@@ -95,7 +95,7 @@ class NamedPrograms:
             return None
         checked = named.choose_program(size)
         key = (ranks, id(checked))
-        if key not in self._executables:  # the program is kept too: its id must not be another's
+        if key not in self._executables:  # the program is kept too: its id must not be reused
             made = Executable(checked, group, self._timeout_seconds, self._buffers, self._device)
             self._executables[key] = (checked, made)
         return self._executables[key][1]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.program.check_collective import CheckedCollective
 
-UNDER_WAY = 2  # segments
-TAG = 77  # of the first segment under way; calls that are no programs use lower tags
+SEGMENTS_IN_FLIGHT = 2
+TAG = 77  # of the first segment in flight; calls without a program use lower tags
 
 _COMBINE: dict[str, Callable[..., Any]] = {
     "sum": torch.add,
@@ -132,7 +133,7 @@ class Executable:
         if vector.is_cpu or self.batched:
             self._run_flat(vector.view(-1), None if output is None else output.view(-1))
             return
-        host = vector.cpu().view(-1)  # gloo moves host memory
+        host = vector.cpu().view(-1)  # gloo sends host memory only
         result = host if output is None else torch.empty_like(host)
         self._run_flat(host, None if output is None else result)
         (vector if output is None else output).view(-1).copy_(result)
@@ -153,14 +154,17 @@ class Executable:
             self._divide_by_ranks(vector)
 
     def _run_segments(self, segments: list[_Segment]) -> None:
-        """Run the program on each segment of the vector; on gloo `UNDER_WAY` segments are in flight at a time."""
+        """Run the program on each segment of the vector; on gloo up to `SEGMENTS_IN_FLIGHT` of them at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
             return
-        lanes = [self._run_lane(lane, segments[lane::UNDER_WAY]) for lane in range(min(UNDER_WAY, len(segments)))]
-        # Each lane one group further in turn. No circle of ranks can wait for each other: a group that a rank has not
-        # posted stands, there and in the program, behind the one that the rank waits in.
+        lanes = [
+            self._run_lane(lane, segments[lane::SEGMENTS_IN_FLIGHT])
+            for lane in range(min(SEGMENTS_IN_FLIGHT, len(segments)))
+        ]
+        # Advance the lanes in turn by one group each. Ranks cannot deadlock: a group that a rank has not posted yet
+        # follows the group in which it waits, on that rank and in the program.
         while lanes:
             lanes = [lane for lane in lanes if next(lane, False)]
 
@@ -178,18 +182,11 @@ class Executable:
             for group in segment.plan.groups:
                 for sent in group.before:
                     self._wait_for_message(works, sent.message)
-                for message in group.receives:
-                    self._post_message(
-                        works, message, self.group.recv, self._get_message_memory(message, memory, staging), tag
-                    )
-                for message in group.sends:
-                    self._post_message(
-                        works, message, self.group.send, self._get_message_memory(message, memory, staging), tag
-                    )
-                for message in group.ahead:
-                    self._post_message(
-                        works, message, self.group.recv, self._get_message_memory(message, memory, staging), tag
-                    )
+                recv, send = self.group.recv, self.group.send
+                for call, messages in ((recv, group.receives), (send, group.sends), (recv, group.ahead)):
+                    for message in messages:
+                        tensor = self._get_message_memory(message, memory, staging)
+                        self._post_message(works, message, call, tensor, tag)
                 yield True
                 for event in group.after:
                     if isinstance(event, (Arrive, Leave)):
@@ -202,16 +199,13 @@ class Executable:
     def _run_in_batches(self, segment: _Segment) -> None:
         """Run a segment with one batched call per group on the current CUDA stream, as NCCL requires (one
         ncclGroup)."""
-        memory, staging = (
-            self._get_slot_memory(segment, 0),
-            self._get_scratch_memory("staging", 0, segment, segment.plan.staging),
-        )
+        memory = self._get_slot_memory(segment, 0)
+        staging = self._get_scratch_memory("staging", 0, segment, segment.plan.staging)
+        memory_of = partial(self._get_message_memory, memory=memory, staging=staging)
         early: list[Message] = []
         for group in segment.plan.groups:
             transfers = [
-                dist.P2POp(
-                    call, self._get_message_memory(message, memory, staging), group=self.group, group_peer=message.peer
-                )
+                dist.P2POp(call, memory_of(message), group=self.group, group_peer=message.peer)
                 for call, messages in ((dist.irecv, early + group.receives), (dist.isend, group.sends))
                 for message in messages
             ]
@@ -244,7 +238,7 @@ class Executable:
         """
         try:
             works[message.number] = call([tensor], message.peer, tag)
-        except RuntimeError as error:  # a connection that is gone fails at once
+        except RuntimeError as error:  # a lost connection fails immediately
             raise self._make_rank_lost_error(message, error) from error
 
     def _wait_for_message(self, works: list[Any], message: Message) -> None:
@@ -262,7 +256,7 @@ class Executable:
         get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
-        reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo begins with a place in its source
+        reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo's texts begin with a source location
         return RankLost(
             f"rank {self.ranks[self.rank]} waits for rank {self.ranks[message.peer]}: step {group} "
             f"({self.program.describe(message.step)}) of {self.name}{among}: {reason[:200]}"

@@ -20,8 +20,8 @@ class SiteRecord:
     operation: str
     axis: str
     calls: int = 0
-    payload_bytes: int = 0  # the whole vector: what is reduced, or what a gather makes
-    sent_bytes: int = 0  # what this rank puts on the wire
+    payload_bytes: int = 0  # of the whole vector: input of a reduction, output of a gather
+    sent_bytes: int = 0  # by this rank
 
     def add(self, calls: int, payload_bytes: int, sent_bytes: int) -> None:
         """Add `calls` further calls with their bytes to the totals."""

@@ -19,7 +19,7 @@ from meshwright.comm.mesh import Axis
 
 Posted = tuple[list[Any], Callable[[], Any] | None]
 
-MESSAGE_TAG = 1  # on gloo: what keeps messages apart from the sends and receives of a collective in the same group
+MESSAGE_TAG = 1  # gloo tag of messages, other than that of the sends and receives of a collective in the same group
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ def uses_native_calls(axis: Axis, tensor: torch.Tensor) -> bool:
 
 
 # torch 2.13 renamed these two.
-_native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
@@ -68,7 +68,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
     if uses_native_calls(axis, source):
         # Flat: gloo on CUDA tensors refuses an output and a source whose shapes differ in more than dim 0.
         flat, parts = output.view(-1), source.view(-1)
-        return [_native_reduce_scatter(flat, parts, group=axis.group, async_op=True)], None
+        return [native_reduce_scatter(flat, parts, group=axis.group, async_op=True)], None
     parts = source.view(axis.size, -1)
     arrived = [parts[rank] if rank == axis.rank else torch.empty_like(parts[rank]) for rank in range(axis.size)]
     works = _post_exchange(list(parts), arrived, axis)
@@ -92,7 +92,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
     program = axis.program("all_gather", output.nbytes)
     if program is None and uses_native_calls(axis, source):
         whole, part = output.view(-1), source.view(-1)
-        return [_native_all_gather(whole, part, group=axis.group, async_op=True)], None
+        return [native_all_gather(whole, part, group=axis.group, async_op=True)], None
     parts = output.view(axis.size, -1)
     if parts[axis.rank].data_ptr() != source.data_ptr():
         parts[axis.rank].copy_(source.view(-1))
@@ -149,14 +149,14 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
                 for m in messages
             ]
         )
-        # NCCL joins them: then there is one work for all.
+        # NCCL may coalesce them into one work.
         return [([work], None) for work in works] if len(works) == len(messages) else [(works, None)] * len(messages)
     group = axis.group
     assert group is not None
     posted: list[Posted | None] = [None] * len(messages)
     for at in sorted(range(len(messages)), key=lambda at: not messages[at].arrives):  # receives first
         m = messages[at]
-        on_host = m.tensor if m.tensor.device.type == "cpu" else None  # gloo sends from the host alone
+        on_host = m.tensor if m.tensor.device.type == "cpu" else None  # gloo sends host memory only
         if m.arrives:
             buffer = torch.empty_like(m.tensor, device="cpu") if on_host is None else on_host
             posted[at] = (

@@ -42,7 +42,7 @@ def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Ha
         if len(groups) > 1 and size > 1:
             flat = sorted(rank for ranks in groups for rank in ranks)
             cut = [tuple(flat[start : start + size]) for start in range(0, len(flat), size)]
-            if sorted(cut) == sorted(groups):  # not the next ones: they may hold what the right ones do
+            if sorted(cut) == sorted(groups):  # strided: consecutive ranks are the right groups
                 cut = [tuple(flat[start :: len(groups)]) for start in range(len(groups))]
             others += cut
         elif size > 2 and not equal:

@@ -62,7 +62,7 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         if cache is not None:
-            assert self.context.size == 1, "a cache holds whole rows"
+            assert self.context.size == 1, "a KV cache needs unsharded sequences"
             out_BNSD = cache.attend(layer, q, k, v)
         elif self.encoder:
             out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)

@@ -1,5 +1,5 @@
-"""Operations along the parallel axes that a model calls. The classes here are those of one device, where ranks never
-meet; `meshwright.parallel` derives from them those of a mesh, and a model is built with either.
+"""Operations along the parallel axes that a model calls. The classes here are for one device and communicate nothing;
+`meshwright.parallel` derives those of a mesh from them, and a model is built with either.
 
 Shapes: B sequences, S tokens of a sequence (on this rank), H hidden, V vocabulary, N query heads, K key-value heads,
 D head size.
@@ -39,9 +39,9 @@ class TensorOperations(TokenAxis):
     name = "tp"
     rank = 0
     trivial = True
-    """No rank meets another: a bias may be added within its product."""
+    """True on one rank: a bias may be added inside the matrix product."""
     sequence_parallel = False
-    """Between `leave` and `enter` each rank holds S / size tokens of a row."""
+    """Between `leave` and `enter` each rank holds S / size tokens of a sequence."""
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself, with sequence

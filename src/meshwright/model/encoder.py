@@ -1,7 +1,7 @@
-"""The encoder: BERT (Devlin et al. 2019, arXiv:1810.04805), whose tokens see each other both ways.
+"""The encoder: BERT (Devlin et al. 2019, arXiv:1810.04805), with bidirectional attention.
 
-Made of the decoder's parts (attention.py, layers.py), with norms after the sums of the residual stream instead of
-before what is added. Parameter names are those of the parameter table (spec/parameters.py).
+It consists of the decoder's modules (attention.py, layers.py) with post-norm residual blocks. Parameter names are those
+of the parameter table (spec/parameters.py).
 
 Shapes: B sequences, S tokens of a sequence, H hidden, V vocabulary, M masked tokens of a batch, D documents, C classes.
 """
@@ -9,7 +9,7 @@ Shapes: B sequences, S tokens of a sequence, H hidden, V vocabulary, M masked to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,14 @@ class _VocabularyBias(nn.Module):
         self.bias = nn.Parameter(torch.empty(vocabulary, **options))
 
 
+class EncoderInputs(TypedDict, total=False):
+    """Optional inputs of an encoder. attention_mask_BS: 0 at padding, which no token attends to. token_types_BS:
+    segment ID of each token (default 0)."""
+
+    attention_mask_BS: torch.Tensor | None
+    token_types_BS: torch.Tensor | None
+
+
 class Encoder(nn.Module):
     """BERT-style encoder with the head `config.head`: "masked" predicts masked tokens, "classes" classifies sequences
     (or documents of packed sequences), "none" has a pooler alone. `forward` returns a summed loss; `logits`, `hidden`
@@ -73,7 +81,7 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         if not config.encoder:
-            raise UserError(f"family {config.family} is a decoder: Transformer computes it, not Encoder")
+            raise UserError(f"family {config.family} is a decoder: use Transformer, not Encoder")
         self.config = config
         options: dict[str, Any] = {"device": device, "dtype": torch.get_default_dtype() if dtype is None else dtype}
         hidden = config.hidden
@@ -107,34 +115,27 @@ class Encoder(nn.Module):
         targets: torch.Tensor,
         documents: Documents | None = None,
         units: Units = NO_UNITS,
-        *,
-        attention_mask_BS: torch.Tensor | None = None,
-        token_types_BS: torch.Tensor | None = None,
+        **inputs: Unpack[EncoderInputs],
     ) -> torch.Tensor:
         """Return the sum of the losses (nats, a scalar in float32 or float64) over targets that are not -100.
 
         `targets`: with head "masked" the true token ID at each masked position, [B, S], elsewhere -100; with head
         "classes" the class of each sequence, [B], or of each document, [D]. Only masked positions go through the head.
-        `units`: hooks around FSDP units; `documents`: boundaries in packed sequences; `attention_mask_BS`: 0 at
-        padding, which no token attends to; `token_types_BS`: segment IDs (default 0).
+        `units`: hooks around FSDP units; `documents`: boundaries in packed sequences.
         """
-        x_BSH = self.hidden(
-            tokens_BS, documents, units, attention_mask_BS=attention_mask_BS, token_types_BS=token_types_BS
-        )
+        x_BSH = self.hidden(tokens_BS, documents, units, **inputs)
         x_BSH = units.enter("head", x_BSH)
         if self.config.head == "masked":
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
             states_MH = self._transform_for_head(x_BSH.flatten(0, 1)[places_M])
-            head = OutputHead(
-                self.embedding.weight, SINGLE_DEVICE.tensor, bias_V=self.head.bias, compiled=self.compiled
-            )
+            head = OutputHead(self.embedding.weight, SINGLE_DEVICE.tensor, self.head.bias, compiled=self.compiled)
             loss = linear_cross_entropy(states_MH, targets.flatten()[places_M], head)
         elif self.config.head == "classes":
             logits = self.classifier(self.pooled(x_BSH, documents))
             wide = logits.to(at_least_float32(logits.dtype))
             loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum")
         else:
-            raise UserError('an encoder of head "none" has no loss: compute one of its `hidden` or `pooled`')
+            raise UserError('an encoder with head "none" has no loss; compute one from `hidden` or `pooled`')
         return units.leave("head", loss)
 
     def hidden(
@@ -151,9 +152,8 @@ class Encoder(nn.Module):
         boundaries in packed sequences."""
         sequence = tokens_BS.shape[1]
         if sequence > self.config.max_positions:
-            raise UserError(
-                f"rows of {sequence} tokens are longer than the model's {self.config.max_positions} positions"
-            )
+            most = self.config.max_positions
+            raise UserError(f"sequences of {sequence} tokens are longer than the model's {most} positions")
         documents = ONE_DOCUMENT if documents is None else documents
         positions_BS = documents.positions_BS()
         if positions_BS is None:
@@ -179,36 +179,28 @@ class Encoder(nn.Module):
         """Return the pooler output, tanh of a linear map of the first token: of each sequence, [B, H], or with packed
         sequences of each document, [D, H]."""
         if not self.config.pooled:
-            raise UserError(f'an encoder of head "{self.config.head}" has no pooler')
+            raise UserError(f'an encoder with head "{self.config.head}" has no pooler')
         if documents is None or documents.starts_BS is None:
-            first = hidden_BSH[:, 0].contiguous()  # a copy: a view would keep all tokens for the way back
+            first = hidden_BSH[:, 0].contiguous()  # a copy: a view would save all tokens for backward
         else:
             starts_BS = documents.starts_BS
             first = hidden_BSH[starts_BS == torch.arange(starts_BS.shape[1], device=starts_BS.device)]
         return torch.tanh(self.pooler(first))
 
     def logits(
-        self,
-        tokens_BS: torch.Tensor,
-        documents: Documents | None = None,
-        *,
-        attention_mask_BS: torch.Tensor | None = None,
-        token_types_BS: torch.Tensor | None = None,
+        self, tokens_BS: torch.Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]
     ) -> torch.Tensor:
         """Return logits in the model's dtype: with head "masked" [B, S, V], with head "classes" [B, C] (packed
         documents: [D, C]).
 
-        `documents`: boundaries in packed sequences; `attention_mask_BS`: 0 at padding, which no token attends to;
-        `token_types_BS`: segment ID of each token (default 0).
+        `documents`: boundaries in packed sequences.
         """
-        hidden_BSH = self.hidden(
-            tokens_BS, documents, attention_mask_BS=attention_mask_BS, token_types_BS=token_types_BS
-        )
+        hidden_BSH = self.hidden(tokens_BS, documents, **inputs)
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
         if self.config.head == "classes":
             return self.classifier(self.pooled(hidden_BSH, documents))  # type: ignore[no-any-return]
-        raise UserError('an encoder of head "none" has no logits: it gives `hidden` and `pooled`')
+        raise UserError('an encoder with head "none" has no logits; use `hidden` or `pooled`')
 
     def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(activation(linear(x))), the transform of the masked-language-model head, [..., H]."""

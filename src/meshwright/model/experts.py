@@ -1,7 +1,7 @@
-"""Mixture-of-experts layers: a router gives each token to a few of many MLPs; no token is ever dropped.
+"""Mixture-of-experts layers: a router sends each token to a few of many MLPs; dispatch is dropless.
 
-Without axes of their own, experts are split over tp by columns, as all MLPs are, and every rank of tp computes with all
-its tokens. With ep or etp each rank routes tokens of its own: its slice of them, where ranks of tp share a sequence.
+Without ep and etp, experts are split over tp by columns, like all MLPs, and every tp rank computes all tokens. With ep
+or etp each rank routes its own tokens; tp ranks that share a sequence route a slice of it each.
 
 Shapes: B sequences of S tokens, T = B x S, H hidden, E experts, K experts of a token, N = T x K assignments (sorted
 by expert), F an expert's width.
@@ -34,7 +34,7 @@ class Mixture(nn.Module):
         self.router = Router(config, **options)
         self.experts = Experts(config, axes, **options)
         width = config.shared_intermediate // axes.tensor.size
-        # Its partial sums are added to those of the routed experts, and leave tensor parallelism with them.
+        # Its partial sums are added to those of the routed experts: one reduction over tp covers both.
         self.shared = FeedForward(config, SINGLE_DEVICE, width, **options) if width else None
         self.shared_gate = Linear(config.hidden, 1, bias=False, **options) if config.shared_gate else None
 
@@ -49,7 +49,7 @@ class Mixture(nn.Module):
         y_BSH, loss = self._forward_routed(x_BSH, counted_B)
         if self.shared is not None:
             y_BSH = y_BSH + self._forward_shared(x_BSH)
-        if loss is not None:  # ranks of tp balance the same tokens: each does its part
+        if loss is not None:  # every tp rank computes the loss of the same tokens
             loss = loss / self.tensor.size
         return self.tensor.leave(y_BSH, "mlp.output"), loss
 

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 
 from meshwright.comm.custom_operator import custom_operator
 
-ALIGNMENT = 16  # bytes: what the strides of PyTorch's grouped product are multiples of
+ALIGNMENT = 16  # bytes; the strides of grouped_mm operands must be multiples of it
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, each with its expert's W; differentiable.
     `weight_EYX`: one W for each expert; `ends_E`: exclusive end index of each expert's copies, int32."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # an operator's first call loads the compiler
+        return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # a custom operator's first call loads the compiler
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
 
 
@@ -63,7 +63,7 @@ def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tens
     if _supports_grouped_mm(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
-    idle = set(range(len(ends_E)))  # most have rows: to zero all of them first would write the whole once more
+    idle = set(range(len(ends_E)))  # zeroing all experts first would write the whole tensor once more
     for expert, rows in _expert_slices(ends_E):
         torch.mm(dy_NY[rows].T, x_NX[rows], out=dw_EYX[expert])
         idle.discard(expert)

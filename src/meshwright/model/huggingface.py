@@ -29,9 +29,9 @@ from meshwright.untrusted import read_json
 
 Found = TypeVar("Found")
 SINGLE_FILE = "model.safetensors"
-WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # as safetensors calls them
+WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # safetensors dtype names
 INDEX_FILE = "model.safetensors.index.json"
-# Left over in files of older versions: constants that a model computes itself.
+# Constants that files of older versions hold and a model computes itself.
 CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddings.position_ids")
 
 
@@ -188,10 +188,8 @@ def load_huggingface(
         raise UserError(
             f"{directory}: {config.family} is an encoder, which predicts no next token; `load_encoder` reads it"
         )
-    table = parameter_table(config)
-    names = match_entries(files, table, config)
     model = Transformer(config, device=device, dtype=dtype)
-    _load_parameters(model, table, files, names)
+    _load_parameters(model, config, files)
     return model, config
 
 
@@ -211,15 +209,13 @@ def load_encoder(
     names). Head parameters that the files lack are initialised from `seed`. Raises what `load_huggingface` raises.
     """
     files = CheckpointFiles(directory)
-    config = read_encoder_config(directory, head, labels)
-    table = parameter_table(config)
-    names = match_entries(files, table, config, new_head=head is not None)
+    config = _read_encoder_config(directory, head, labels)
     model = Encoder(config, device=device, dtype=dtype)
-    _load_parameters(model, table, files, names, seed)
+    _load_parameters(model, config, files, seed, new_head=head is not None)
     return model, config
 
 
-def read_encoder_config(directory: str | Path, head: Head | None = None, labels: Sequence[str] = ()) -> ModelConfig:
+def _read_encoder_config(directory: str | Path, head: Head | None, labels: Sequence[str]) -> ModelConfig:
     """Return the configuration of the encoder in a Hugging Face directory, with `head` and `labels` (class names)
     replaced if given. Raises UserError if it is no encoder or has no such head."""
     data = read_config(directory)
@@ -233,15 +229,17 @@ def read_encoder_config(directory: str | Path, head: Head | None = None, labels:
         if labels:
             data["id2label"] = {str(number): label for number, label in enumerate(labels)}
     elif labels:
-        raise UserError('labels are those of head "classes": ask for it')
+        raise UserError('labels need head="classes"')
     return config_from_huggingface(data, str(directory))
 
 
 def _load_parameters(
-    model: nn.Module, table: ParameterTable, files: CheckpointFiles, names: Mapping[str, str], seed: int = 0
+    model: nn.Module, config: ModelConfig, files: CheckpointFiles, seed: int = 0, new_head: bool = False
 ) -> None:
-    """Load every parameter entry of `table` into the model. `names`: {entry's name: its name in the files}; entries
-    absent from it are initialised from `seed`."""
+    """Load all parameters of a model of configuration `config` from `files`. `new_head`: initialise head parameters
+    that the files lack from `seed`. Raises what `match_entries` raises."""
+    table = parameter_table(config)
+    names = match_entries(files, table, config, new_head)
 
     def value_of(entry: ParameterEntry) -> torch.Tensor:
         """Return the value of an entry from the files, else its initial value."""

@@ -22,8 +22,8 @@ class Linear(nn.Module):
     weight_gradients: queue to which backward hands the weight gradient; None: autograd computes it. taps: set during a
     compiled call only: dummy inputs through whose gradients the weight gradient reaches that queue."""
 
-    weight_gradients: WeightGradients | None = None  # where they are left for later, if they may be
-    taps: Taps | None = None  # of the call that runs, where it is compiled
+    weight_gradients: WeightGradients | None = None  # None: autograd computes them
+    taps: Taps | None = None  # set during a compiled call
 
     def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
         super().__init__()

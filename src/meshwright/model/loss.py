@@ -1,9 +1,9 @@
-"""Chunked cross-entropy of the output head: the logits of all tokens never exist at once.
+"""Chunked cross-entropy of the output head: the logits of all tokens are never in memory together.
 
 The gradient of a chunk's logits overwrites them in the forward pass, so that the head's product is not recomputed;
-where backward does not follow at once, or each token's loss has its own gradient, backward recomputes the logits. With
-tensor parallelism each rank holds a vocabulary slice (Shoeybi et al. 2019, arXiv:1909.08053, section 3): maxima, sums
-and the target's logit are all-reduced.
+where backward does not follow immediately, or each token's loss has its own gradient, backward recomputes the logits.
+With tensor parallelism each rank holds a vocabulary slice (Shoeybi et al. 2019, arXiv:1909.08053, section 3): maxima,
+sums and the target's logit are all-reduced.
 
 Shapes: T tokens, C tokens of a chunk, H hidden, V vocabulary (of this rank).
 """
@@ -20,15 +20,12 @@ from meshwright.model.axis_operations import SINGLE_DEVICE, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.chunks import loss_chunks
 
-IGNORED = -100  # the target of a token that does not count
-SLICE_LOGITS = 1 << 19  # logits that are worked on at once on a CPU, so that intermediate values stay in the caches
+IGNORED = -100  # target of ignored tokens
+SLICE_LOGITS = 1 << 19  # logits processed together on a CPU, so that intermediate values stay in the caches
 
 
 def linear_cross_entropy(
-    hidden_TH: torch.Tensor,
-    targets_T: torch.Tensor,
-    head: OutputHead,
-    keep: bool = True,
+    hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, keep: bool = True
 ) -> torch.Tensor:
     """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar, float32 or float64);
     targets of -100 do not count. `head`: weight and bias.
@@ -116,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
         """Return the gradients of hidden states, weight and bias, given that of the loss."""
         factor, factors_T = d_loss, None
         if d_loss.ndim:
-            # Relative to the largest of them, so that a narrow type neither loses the small ones nor overflows.
+            # Relative to the largest one, so that a 16-bit type neither underflows nor overflows.
             factor = d_loss.abs().amax().clamp(min=torch.finfo(d_loss.dtype).tiny)
             factors_T = d_loss / factor
         d_hidden_TH, d_weight_VH, d_bias_V = context.gradients or _recompute_gradients(context, factors_T)
@@ -134,7 +131,7 @@ def _scale_gradients(
     """Return the gradients of hidden states, weight and bias multiplied by `factor`, those of weight and bias cast to
     `dtype`; None stays None."""
     if d_hidden_TH is not None:
-        # One over the step's targets is not rounded to the narrow type: all gradients below would be off by that.
+        # The factor (1 / targets of the step) stays in its wide type: rounding it would scale all gradients.
         d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
     if d_weight_VH is not None:
         d_weight_VH = torch.mul(d_weight_VH, factor, out=torch.empty_like(d_weight_VH, dtype=dtype))
@@ -209,7 +206,7 @@ class _Chunk:
         self._counted_C = (targets_C != IGNORED).to(wide)
         places_C = targets_C.clamp(min=0) - head.first_token
         self._here_C = (places_C >= 0) & (places_C < logits_CV.shape[1])
-        # Indexed, not gathered and scattered: those touch the whole chunk on a CPU.
+        # Indexing, because gather and scatter touch the whole chunk on a CPU.
         self._targets = (torch.arange(len(places_C), device=places_C.device), torch.where(self._here_C, places_C, 0))
 
         self.log_sum_C, self.target_C = (

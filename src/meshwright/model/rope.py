@@ -1,5 +1,5 @@
-"""Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published stretchings, in the half-rotation order
-of Hugging Face: the pair of dimension i is dimension i + D/2.
+"""Rotary positions (RoPE, Su et al. 2021, arXiv:2104.09864) with the published scaling methods, in the half-rotation
+order of Hugging Face: the pair of dimension i is dimension i + D/2.
 
 Shapes: B sequences, S tokens of a sequence, D head size, P positions.
 """
@@ -95,7 +95,7 @@ class RotaryTable:
         if positions_BS is None:
             cosine, sine = self.up_to(stop, device)
             return cosine[None, None, start:stop], sine[None, None, start:stop]
-        # Those of packed documents stay below `stop`; a caller's own may not.
+        # Positions of packed documents stay below `stop`; those passed by a caller may not.
         cosine, sine = self.up_to(max(stop, int(positions_BS.max()) + 1), device)
         return cosine[positions_BS][:, None], sine[positions_BS][:, None]
 
@@ -115,5 +115,5 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
 def _rotate_halves(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Rotate the dimension pairs (i, i + D/2) of `x`; cosine and sine broadcast against it."""
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
-    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return rotated.to(x.dtype)

@@ -22,8 +22,8 @@ from meshwright.comm.custom_operator import custom_operator
 from meshwright.model.precision import at_least_float32
 
 TILE_QUERIES = 128
-TILE_SCORES = 1 << 20  # 4 MiB in float32: what stays in the caches near a core
-ACCELERATOR_TILE = 1024, 1 << 27  # queries and scores of a tile there: few large products
+TILE_SCORES = 1 << 20  # 4 MiB in float32, which fits in a core's caches
+ACCELERATOR_TILE = 1024, 1 << 27  # queries and scores of a tile on an accelerator
 
 
 HIDDEN = -1e30
@@ -57,7 +57,7 @@ def tiled_attention(
     """Return softmax(q kᵀ / √D) v over the keys from index `first_BS` (None: 0) to the query's own; query head n reads
     key-value head n // G. Result [B, N, S, D], stored in memory as [B, S, N, D]."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # An operator's first call loads the compiler, over a second: the first token of a generation should not wait.
+        # A custom operator's first call loads the compiler (over a second); generation does without.
         return _compute_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
     return torch.ops.meshwright.tiled_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
 

@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         learned = config.positions == "learned"
         self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned and first else None
         self.layers: Any = nn.ModuleList()
-        for layer in range(config.layers):  # None holds the place of one that is on another stage
+        for layer in range(config.layers):  # None for a layer of another stage
             block = Block(config, axes, layer, **options) if layer in held else None
             self.layers.add_module(str(layer), block)
         self.final_norm = make_norm(config, **options) if last else None
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
             counted_B = (targets_BS != IGNORED).sum(dim=1) if pairs is None else pairs.counted_BP.sum(dim=1)
-            if self.config.router_loss and pairs is None:  # weighs rows by their targets, those on other ranks too
+            if self.config.router_loss and pairs is None:  # sequences are weighted by their targets on all cp ranks
                 counted_B = self.axes.context.reduce(counted_B, "router.targets")
         given = StageInput(stage, x_BSH, tokens_BS, documents)
         x_BSH, losses = self._forward_blocks(given, units, counted_B=counted_B)
@@ -287,7 +287,7 @@ class Transformer(nn.Module):
 
     def _whole_model_stage(self) -> Stage:
         """Return the stage that spans the whole model; assert that this rank holds all of it."""
-        assert self._whole, "this rank holds some stages alone"
+        assert self._whole, "this rank holds only some of the stages"
         return whole_model(self.config)
 
     def _forward_blocks(
@@ -308,7 +308,9 @@ class Transformer(nn.Module):
         visible: dict[int | None, torch.Tensor | None] = {}
         if cache is None:
             context = self.axes.context
-            assert context.size == 1 or documents.places_C is not None, "documents that know which tokens this rank has"
+            assert context.size == 1 or documents.places_C is not None, (
+                "with context parallelism documents need places_C"
+            )
             visible = {
                 window: context.visibility(documents, sequence, window, tokens_BS.device)
                 for window in set(windows.values())
@@ -331,7 +333,7 @@ class Transformer(nn.Module):
                     positions_BS = positions_BS.chunk(tensor.size, dim=1)[tensor.rank]
                 x = x + self.positions(positions_BS)
                 x = units.leave("positions", x)
-        assert x is not None, "what the stage before gave is missing"
+        assert x is not None, "the output of the previous stage is missing"
         x_BSH, losses = x, list[torch.Tensor]()
         for layer in stage.layers:
             block = self.layers[layer]

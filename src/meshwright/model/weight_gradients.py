@@ -1,9 +1,9 @@
 """Weight gradients of linear layers: added straight to the accumulation buffer, or queued by a split backward pass.
 
-The backward of y = x Wᵀ needs dy W at once and dyᵀ x not before the optimizer step (zero bubble: Qi et al. 2024, arXiv
-2401.10241, section 1). While a queue collects, dyᵀ x is deferred: x and dy are saved until `run`. All else (norms,
-biases, embedding, head) is differentiated in the first half. The deferred product accumulates into the sum over
-micro-batches itself, which saves one pass over the memory of every weight.
+The backward of y = x Wᵀ needs dy W immediately, but dyᵀ x only before the optimizer step (zero bubble: Qi et al. 2024,
+arXiv:2401.10241, section 1). While a queue collects, dyᵀ x is deferred: x and dy are saved until `run`. All other
+parameters (norms, biases, embedding, head) are differentiated in the first half. The deferred product accumulates
+into the sum over micro-batches itself, which saves one pass over the memory of every weight.
 
 A compiled backward cannot write to a queue. So a compiled linear layer gets two tensors, its taps, whose gradients it
 declares to be dy and x; the backward of the taps' creator puts them into the queue.
@@ -155,7 +155,9 @@ class _Linear(torch.autograd.Function):
         dy_NY = dy.flatten(0, -2)
         dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
         if needs_weight:
-            context.queue.put(context.weight, None, dy_NY, x.detach().flatten(0, -2))  # a queue holds no history
+            context.queue.put(
+                context.weight, None, dy_NY, x.detach().flatten(0, -2)
+            )  # detached: a queue must not hold the graph
         return dx, None, dy_NY.sum(dim=0) if needs_bias else None, None
 
 

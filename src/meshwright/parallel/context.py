@@ -9,8 +9,8 @@ the heads (Jacobs et al. 2023, arXiv:2309.14509, section 3.1); its ranks hold co
 Mathematics: partial results over some keys are merged by their log-sum-exps; backward recomputes probabilities from the
 log-sum-exp over all keys (Dao 2023, arXiv:2307.08691, algorithms 1 and 2).
 Communication: in each of cp - 1 ring steps a rank passes the KV block on; in backward the gradients of a block travel
-with it and are home after cp steps. Ulysses: two all-to-alls forward, two backward.
-Overlap: a KV block is sent while the one before is computed with, a gradient while the next one is.
+with it and return to its rank after cp steps. Ulysses: two all-to-alls forward, two backward.
+Overlap: a KV block is sent during the computation with the previous block, its gradient during that with the next.
 
 Every other gradient is a sum over `data`, which is dp x cp.
 
@@ -104,7 +104,7 @@ class RingAttention(ContextParallel):
         result of `visibility`."""
         arguments = q_BNSD, k_BKSD, v_BKSD, visible, self.axis.key
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _compute_ring_attention(*arguments)[0]  # an operator's first call loads the compiler
+            return _compute_ring_attention(*arguments)[0]  # a custom operator's first call loads the compiler
         return torch.ops.meshwright.ring_attention(*arguments)[0]
 
 
@@ -272,7 +272,7 @@ def _add_span_gradients_fused(
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
     tokens, causal = q.shape[2], span.query_place == span.key_place
     if q.is_cuda:
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of no dropout
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused: no dropout
         between = None, None, tokens, tokens, 0.0, causal, seed, seed
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(d_out, q, k, v, out, log_sum, *between)
     else:
@@ -356,7 +356,7 @@ def _backward(
     saved = _SavedQueries(q, out, d_out, log_sum, inner, first_BC)
     add = _add_span_gradients_fused if _supports_flash_attention(q_BNCD, first_BC) else _add_span_gradients
     dq = torch.zeros_like(q, dtype=wide)
-    # Gradients travel with their KV block, sent on while the next block is computed with.
+    # Gradients travel with their KV block and are sent during the computation with the next block.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
     handle = DONE
     for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE + ".backward"):

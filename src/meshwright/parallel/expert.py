@@ -7,7 +7,7 @@ and no padding, experts multiply groups of tokens of any size (MegaBlocks, Gale 
 Expert tensor parallelism: ranks of etp hold 1 / etp of each expert's width, gather what they received, and reduce-
 scatter the partial sums of their products.
 Communication: ranks first exchange how many copies go where, because message sizes differ in every step; a rank that
-gets none takes part in every call all the same.
+receives none still takes part in every call.
 
 Shapes: N copies of this rank's tokens, sorted by expert; R copies that its experts get; H hidden; E experts, L = E / ep
 of them held here; P ranks of ep, G of etp.
@@ -98,7 +98,7 @@ class AllToAllTokenDispatcher:
         """
         if axis.trivial:
             return counts
-        # Of all calls of these ranks: the same number on all of them.
+        # The number of this group's next call, equal on all of its ranks.
         number = (axis.communicator.calls.count(axis.calls_group) + 1) << 40
         ranks, mine = counts.new_tensor(axis.ranks), axis.ranks[axis.rank]
         to_all = len(counts) == 1
@@ -114,7 +114,7 @@ class AllToAllTokenDispatcher:
         if bool(wrong.any()):
             senders = ", ".join(str(axis.ranks[place]) for place in wrong.nonzero().flatten().tolist())
             raise RanksDisagree(
-                f"rank {axis.ranks[axis.rank]} got from rank {senders} numbers of tokens that are not those of this "
-                f"call, in {COUNTS_SITE} (axis {axis.name}): the ranks are not at the same place"
+                f"rank {axis.ranks[axis.rank]} received token counts of another call from rank {senders}, in "
+                f"{COUNTS_SITE} (axis {axis.name}): the ranks are out of step"
             )
         return received[:, :-1]

@@ -169,7 +169,7 @@ class FlatLayout:
             if before.device.type == "meta":
                 parameter = nn.Parameter(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
                 module.register_parameter(leaf, parameter)
-            # Else whoever has this parameter too (a tied layer, an LSTM's list of its weights) keeps having it.
+            # The same object otherwise: a tied layer or an LSTM's list of weights may refer to it too.
             parameter.data = view.view(before.shape)
             bound.append(parameter)
         return bound
@@ -220,7 +220,8 @@ def flat_layout(
         tensors.append(placed)
         for entry in tensor.entries:
             slices += _entry_slices(table, entry, layout, coordinates, placed)
-    numel, decay_numel = table.unit_numel(name, layout, buffer), table.unit_decay_numel(name, layout, buffer)
+    numel = sum(placed.numel for placed in tensors)
+    decay_numel = sum(placed.numel for placed in tensors if placed.tensor.decay)
     padded = padded_numel(numel, shards)
     return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded)
 

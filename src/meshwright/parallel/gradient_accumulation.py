@@ -46,13 +46,13 @@ class GradientAccumulator:
         self._place = {
             parameter: (name, index) for name, bound in parameters.items() for index, parameter in enumerate(bound)
         }
-        # PyTorch keeps hooks where Python's garbage collector does not look: a strong reference would never be freed.
+        # PyTorch holds hooks outside of Python's garbage collector: a strong reference would never be freed.
         weak = WeakMethod(self._take_from_autograd)
 
         def take(parameter: torch.Tensor) -> None:
             """Post-accumulate hook: move the parameter's gradient to its unit's buffer."""
             method = weak()
-            assert method is not None, "a backward pass through a model whose gradients nobody sums any more"
+            assert method is not None, "backward through a model whose gradient accumulator was freed"
             method(parameter)
 
         for parameter in self._place:
@@ -135,7 +135,7 @@ class GradientAccumulator:
         """Add a parameter's gradient (of the parameter's shape) to the buffer of its FSDP unit; in the first half of a
         split pass only store it, until `pause`."""
         running = self._running
-        assert running is not None, "a gradient outside of every pass"
+        assert running is not None, "a gradient outside of a backward pass"
         if running.held is not None:
             running.held.append((parameter, gradient))
             return
@@ -151,7 +151,7 @@ class GradientAccumulator:
         """Add dyᵀ x, the gradient of a weight [Y, X], to its FSDP unit's buffer; where dtypes agree, the matrix product
         itself accumulates into the buffer."""
         running = self._running
-        assert running is not None, "a gradient outside of every pass"
+        assert running is not None, "a gradient outside of a backward pass"
         unit = self._units[self._place[parameter][0]]
         if running.held is not None or unit.gradient.dtype != x_NX.dtype:
             self.accumulate(parameter, dy_NY.T @ x_NX)
@@ -163,7 +163,7 @@ class GradientAccumulator:
     def _take_from_autograd(self, parameter: Any) -> None:
         """Move `parameter.grad`, if autograd set it, to the unit's buffer (post-accumulate hook)."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:  # else it came or comes another way (model/weight_gradients.py)
+        if gradient is not None:  # else a queue accumulates it (model/weight_gradients.py)
             self.accumulate(parameter, gradient)
 
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:

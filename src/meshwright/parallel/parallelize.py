@@ -46,30 +46,19 @@ def parallelize(
     """
     layout, table = mesh.layout, parameter_table(config)
 
-    # Pipeline: the program says how many stages there are, the partition which of them this rank holds.
+    # Pipeline: the program determines the number of stages, the partition those of this rank.
     program = program_for(layout, config, sequence)
     check_same_everywhere(program, mesh)
     partition = Partition.of(program, config, table, sequence)
 
-    # Tensor, sequence, context and expert parallelism are operations of the model's layers on the axes of the mesh,
-    # and so is recomputation. On "meta", because no rank has memory for a model: see ZeRO.
-    model = Transformer(
-        config,
-        axes=axis_operations(mesh),
-        device="meta",
-        dtype=parameter_dtype,
-        stages=partition.stages_on(mesh.pp.rank),
-    )
+    # Tensor, sequence, context and expert parallelism and recomputation are operations of the model's layers. Built on
+    # "meta", because the unsharded model may not fit on one rank.
+    axes, stages = axis_operations(mesh), partition.stages_on(mesh.pp.rank)
+    model = Transformer(config, axes=axes, device="meta", dtype=parameter_dtype, stages=stages)
 
     # ZeRO and data parallelism: parameters become views of flat buffers, initial values are written into shards.
     engine = ZeroEngine(
-        model,
-        table,
-        mesh,
-        seed=seed,
-        parameter_dtype=parameter_dtype,
-        master_dtype=master_dtype,
-        partition=partition,
+        model, table, mesh, seed=seed, parameter_dtype=parameter_dtype, master_dtype=master_dtype, partition=partition
     )
 
     # torch.compile last: block by block, with the parallel operations inside.

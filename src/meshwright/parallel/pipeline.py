@@ -70,10 +70,10 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
     others = [rank for rank, each in enumerate(digests) if each != digests[0]]
     if others:
         schedule = mesh.layout.schedule
-        why = "is the file" if schedule.startswith("@") else "is the version of meshwright"
+        cause = "file" if schedule.startswith("@") else "version of meshwright"
         raise UserError(
-            f"the pipeline's program {schedule} of rank {others[0]} is another than that of rank 0; {why} the same on "
-            f"every host?"
+            f"the pipeline program {schedule} of rank {others[0]} differs from that of rank 0; is the {cause} the same "
+            "on every host?"
         )
 
 
@@ -87,7 +87,7 @@ class _Step:
     key: Key
     reads: Value | None  # from another stage
     makes: Value | None  # for another stage
-    answers: tuple[Value, ...]  # what this rank sent and others have used, once what this step reads is there
+    answers: tuple[Value, ...]  # sends known to be consumed once the value read has arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class _Transfer:
     value: Value
     peer: int
     arrives: bool
-    enters: Key  # the step whose input it is, or the gradient of whose input
+    enters: Key  # the step whose input (or its gradient) it is
     site: str
     name: str
 
@@ -121,8 +121,8 @@ class Pipeline:
 
     def __init__(self, program: PipelineProgram, axis: Axis) -> None:
         assert program.ranks == axis.size, (program.name, program.ranks, axis.size)
-        assert not program.asynchronous, f"{program.name} updates weights while micro-batches are under way"
-        assert not program.steps.component.any(), f"{program.name} cuts layers into their parts"
+        assert not program.asynchronous, f"{program.name} updates weights while micro-batches are in flight"
+        assert not program.steps.component.any(), f"{program.name} splits layers"
         self.program, self.axis = with_transfers(program), axis
         self.checked = check_pipeline(self.program)
         self._groups = _build_groups(self.program, axis.rank)
@@ -140,7 +140,7 @@ class Pipeline:
         groups = []
         for group in self._groups:
             steps = [
-                replace(step, answers=())  # who gets nothing back learns at the end that it has been used
+                replace(step, answers=())  # without backward, all sends are waited for at the end
                 for step in group.steps
                 if step.kind == Kind.FORWARD and step.key[2] < micro_batches
             ]
@@ -169,7 +169,7 @@ class _PipelineExecution:
                 self.step(step)
         for handle in self.leaving.values():
             handle.wait()
-        assert not self.here and not self.arriving, "a checked program uses whatever it makes"
+        assert not self.here and not self.arriving, "a checked program consumes all values it produces"
 
     def post(self, group: list[_Transfer]) -> None:
         """Post the sends and receives of a group together, without waiting for them."""

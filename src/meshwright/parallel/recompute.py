@@ -35,9 +35,9 @@ ATTENTION = frozenset(
     }
 )
 
-# Sums over ranks and results of ring attention are small and cost communication: they are saved, and so are dispatched
-# and combined tokens. What sequence parallelism gathers is as large as the ranks' slices together: it is gathered again
-# (Korthikanti et al. 2022, section 4.2.2), and so are the all-to-alls of Ulysses repeated.
+# Saved, as small results of communication: reductions, ring attention, dispatched and combined tokens. Repeated in
+# backward, as large as the slices of all ranks: the all-gathers of sequence parallelism (Korthikanti et al. 2022,
+# section 4.2.2) and the all-to-alls of Ulysses.
 SUMS = frozenset(
     {
         torch.ops.meshwright.reduce_from.default,
@@ -113,7 +113,7 @@ def _checkpoint_always(function: Function, **options: Any) -> Function:
         """Run `function` under checkpointing when gradients are enabled."""
         if not torch.is_grad_enabled():
             return function(*arguments)
-        # Nothing here is random, so random states need not be kept and restored.
+        # No operator is random: RNG states need not be saved.
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
 
     return run

@@ -20,7 +20,7 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
 """Tokens [B, S], targets [B, S] (-100: none), documents."""
 
 Objective = Callable[[int, torch.Tensor], torch.Tensor]
-"""The summed loss of a micro-batch (its number) whose responses, in pairs, have these log-probabilities [B, D]."""
+"""Function (index of a micro-batch, log-probabilities [B, D] of its paired responses) -> summed loss."""
 
 
 class BackwardOrder(NamedTuple):
@@ -127,7 +127,7 @@ class StageCompute:
         gradient `d_out` (last stage: None); return the gradient of the stage's input (first stage: None)."""
         x, root, balance = self._kept.pop(key)
         roots, gradients = [root], [None if d_out is None else _set_output_gradient(root, d_out)]
-        # What this stage's mixtures add to the summed loss; nothing, where no loss and no bias balances them.
+        # Load-balancing loss of this stage's mixtures; without router loss and bias it needs no gradient.
         if balance is not None and balance.requires_grad:
             roots.append(balance)
             gradients.append(torch.full_like(balance, 1 / self._targets))

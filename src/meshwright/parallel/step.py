@@ -22,7 +22,7 @@ from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
 TARGET_SITE = "data.targets"
 WORTH_ADDING_AT_ONCE = 2**17
-"""Elements of a weight from which a pass over its memory takes longer than to call a product that saves it."""
+"""Elements of a weight above which accumulating inside its matrix product is faster than a separate addition."""
 
 
 class ForwardBackward:
@@ -46,14 +46,14 @@ class ForwardBackward:
         self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=engine.mesh.device)
         """`PreferenceLoss.figures` of the last call, summed over the pairs whose last stage was here."""
         self.watched: Callable[[Compute], Compute] | None = None
-        """While a profile is taken: what stands around the compute steps of a training step."""
+        """Wrapper of the compute steps of a training step while a profile is taken."""
         self._pipeline = Pipeline(program, engine.mesh.pp)
         self._passes, at_once, split = _count_passes(program, engine.mesh.pp.rank)
         queue = WeightGradients(engine.gradients)
         self._order = BackwardOrder(at_once, queue)
         if split:
             take_weight_gradients(model, queue)
-        elif not model.compiled:  # its products would give what gradients are made of, all at once
+        elif not model.compiled:  # taps would hold the operands of all weight gradients together
             take_weight_gradients(model, queue, fused_accumulation_min_numel)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
@@ -110,7 +110,7 @@ class ForwardBackward:
         def of_pairs(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
             """Return the summed preference loss of a micro-batch (by index) and add its metrics to `figures`."""
             pairs = micro_batches[micro_batch][2].pairs
-            assert pairs is not None, "documents that come in pairs"
+            assert pairs is not None, "documents without pairs"
             found = preference(log_probabilities_BD, pairs)
             self.figures.add_(found.figures)
             return found.loss

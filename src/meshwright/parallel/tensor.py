@@ -1,7 +1,7 @@
 """Tensor parallelism: ranks split the matrix products of each layer (Shoeybi et al. 2019, arXiv:1909.08053).
 
-Idea: the first product of a layer is split by columns, the second by rows, so that the ranks meet twice: all need the
-layer's input, and their partial results are summed. With sequence parallelism (Korthikanti et al. 2022,
+Idea: the first product of a layer is split by columns, the second by rows, with communication at two points: all ranks
+need the layer's input, and their partial results are summed. With sequence parallelism (Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.2.2) each rank holds a slice of the tokens between those products.
 Communication: conjugate pairs of operators (comm/operators.py); what one does forward, the other does backward:
 
@@ -83,7 +83,7 @@ class PartialGradients:
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}
         neighbours: dict[int, Axis] = {}
-        for entry in table.entries:  # also those that this rank has nothing of: all ranks make the groups
+        for entry in table.entries:  # entries of other ranks too: all ranks create all groups
             copies = entry.replicas(mesh.layout)
             if "tp" in entry.gradient_axes(mesh.layout) and copies not in neighbours:
                 neighbours[copies] = mesh.make_block_axis("tp", copies)
@@ -98,11 +98,11 @@ class PartialGradients:
 
     def all_reduce(self) -> None:
         """Replace the partial gradients by their sums over tp, in place."""
-        under_way = []
+        in_flight = []
         for axis, site, views in self._groups:
             together = torch.cat(views)
-            under_way.append((all_reduce(together, axis, site, async_op=True), together, views))
-        for handle, together, views in under_way:
+            in_flight.append((all_reduce(together, axis, site, async_op=True), together, views))
+        for handle, together, views in in_flight:
             handle.wait()
             for view, total in zip(views, together.split([view.numel() for view in views]), strict=True):
                 view.copy_(total)

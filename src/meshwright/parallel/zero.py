@@ -1,8 +1,8 @@
 """Data parallelism with sharded model states: ZeRO 1 to 3, FSDP's units and overlap, hybrid sharding.
 
 Idea. N ranks train on different samples. Plain data parallelism repeats parameters, gradients and optimizer state on
-each of them. ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054, section 5) leaves a rank 1/N of what it does not need
-just now: of the optimizer state (stage 1), of the gradients (2), of the parameters (3). As in FSDP (Zhao et al. 2023,
+each of them. ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054, section 5) shards what a rank does not need at
+the moment: the optimizer state (stage 1), the gradients (2), the parameters (3). As in FSDP (Zhao et al. 2023,
 arXiv:2304.11277, section 3.2) the FSDP unit, a layer say, is what is sharded and gathered together: one flat buffer.
 
 | zero | parameters                  | gradients                     | optimizer | calls a step of m micro-batches    |
@@ -26,10 +26,10 @@ all-reduces the gradient shards once a step over the groups' replicas.
 
 Communication. `FsdpUnit` holds the buffers and all-gathers parameters, `GradientReducer` sums gradients.
 Overlap (FSDP, section 3.3). `ParameterPrefetcher` starts the all-gather of a unit while the one before computes;
-reductions run while the backward pass goes on below, at most REDUCTIONS_IN_FLIGHT at once.
+reductions overlap with the backward pass of earlier layers, at most REDUCTIONS_IN_FLIGHT together.
 
-With tensor parallelism the flat buffers hold this rank's slices. With expert parallelism the experts of a layer are an
-FSDP unit of their own, over the ranks that hold the same experts. `parallel/zero_engine.py` puts a rank together.
+With tensor parallelism the flat buffers hold this rank's slices. With expert parallelism the experts of a layer are a
+separate FSDP unit, over the ranks that hold the same experts. `parallel/zero_engine.py` combines the units of a rank.
 """
 
 from __future__ import annotations
@@ -196,12 +196,12 @@ class GradientReducer:
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool
         self._in_flight: deque[tuple[Handle, Callable[[], None]]] = deque()
-        """Reductions, oldest first, and what is to be done when they have ended."""
+        """Reductions, oldest first, and the functions to call at their completion."""
         self.begin_step()
 
     def begin_step(self) -> None:
         """Discard the gradients of the last step."""
-        assert not self._in_flight, "the step before was not finished"
+        assert not self._in_flight, "the previous step is not finished"
         self._open: dict[str, UnshardedGradient] = {}
         self._replica_sums: list[Handle] = []
         self._stale = set(self._units)
@@ -269,7 +269,7 @@ class GradientReducer:
             self._units[name].gradient.zero_()  # no backward pass went through it
         tied = [
             all_reduce(unit.gradient, unit.axes.tied, TIED_SITE, async_op=True)
-            for unit in self._units.values()  # in the order of the table on all of them
+            for unit in self._units.values()  # in the table's order, equal on all ranks
             if unit.axes.tied is not None
         ]
         for handle in tied:
@@ -293,7 +293,7 @@ class ParameterPrefetcher(Units):
         self._next = dict(pairwise(units))
         self._previous = {after: before for before, after in pairwise(units)}
         self._sharded = {name: [unit for unit in needs[name] if unit.zero == 3] for name in units}
-        # What a later unit computes with again (a tied embedding) stays unsharded from the first use to the last.
+        # A unit that a later one uses again (a tied embedding) stays unsharded until its last use.
         self._resharded_after: dict[str, list[FsdpUnit]] = {}
         later: set[int] = set()
         for name in reversed(units):

@@ -15,13 +15,7 @@ from torch import nn
 
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.model.initialise import initial_value
-from meshwright.parallel.flat_buffers import (
-    GradientBufferPool,
-    TensorSlice,
-    even_share,
-    flat_layout,
-    slices_of,
-)
+from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, even_share, flat_layout, slices_of
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
@@ -67,7 +61,7 @@ class ZeroEngine:
         self._units: dict[str, FsdpUnit] = {}
         """The FSDP units by the name of their flat buffer."""
         self._units_of: dict[str, list[FsdpUnit]] = {name: [] for name in held}
-        """Those of each unit of the model: one, or under expert parallelism two."""
+        """The FSDP units of each unit of the model: one, or with expert parallelism two."""
         parameters: dict[str, list[nn.Parameter]] = {}
         for name in held:
             for buffer in table.unit_buffers(name, mesh.layout):
@@ -80,7 +74,7 @@ class ZeroEngine:
                 self._units_of[name].append(unit)
                 parameters[unit.flat.name] = unit.flat.bind(model, unit.parameters)
                 if unit.zero == 3:
-                    unit.reshard()  # before the next unit is made: the whole model may be too large for one device
+                    unit.reshard()  # before the next unit is built: the whole model may be too large for one device
         needs = {
             name: [unit for each in table.needed_by(name) for unit in self._units_of[each]] for name in self._units_of
         }
@@ -89,7 +83,7 @@ class ZeroEngine:
             for stage in partition.stages_on(mesh.pp.rank)
             for names in (partition.units(stage),)
         }
-        """By the number of the stage; the model calls them around each unit (model/units.py)."""
+        """Prefetchers by stage index; the model calls them around each unit (model/units.py)."""
         self.shards = list(self._units.values())
         """The FSDP units, of whose shards the optimizer updates the master weights."""
         self._partial = PartialGradients(self._units.values(), table, mesh)
@@ -169,7 +163,7 @@ class ZeroEngine:
         over all ranks and micro-batches."""
         self.gradients.finish()
         for unit in self._units.values():
-            if unit.pending_all_gather is not None:  # no pass went through it, and the optimizer is about to change it
+            if unit.pending_all_gather is not None:  # unused in this step, and updated next
                 unit.unshard()
         self._partial.all_reduce()
 

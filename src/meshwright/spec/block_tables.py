@@ -2,7 +2,7 @@
 
 A KV block holds 16 tokens of the layers of one block table, and all blocks have places for equally many layers: one
 pool serves every table, and a block that one table gives back may be the next of another. A sequence has a block for
-every 16 tokens in each table; those that the window of a table has left are given back, whatever the other tables keep.
+every 16 tokens in each table; blocks behind the window of a table are freed, independently of the other tables.
 A model whose layers all have one window has one table.
 
 Windows of unequal numbers of layers take several tables: 5 and 1 where 40 of 48 layers have one. Places of a block that
@@ -28,8 +28,8 @@ from meshwright.spec.stages import Stage, stages_of
 BLOCK_TOKENS = 16
 """Tokens of a KV block."""
 MOST_TABLES = 8
-"""Most block tables of a model: each costs the scheduler time in every step."""
-_BALANCED_FOR = 2048  # tokens of a sequence for which pipeline stages are of equal work
+"""Maximum number of block tables of a model: each costs the scheduler time in every step."""
+_BALANCED_FOR = 2048  # sequence length for which pipeline stages are balanced
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Chunk sizes of the chunked loss, which bound the logits in memory at once, and the decision to keep the head's
+"""Chunk sizes of the chunked loss, which bound the logits in memory, and the decision to keep the head's
 gradient between forward and backward."""
 
 from __future__ import annotations
 
 CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
-SMALLEST_CHUNK = 512  # tokens; below that, adding up the weight's gradient costs more than the memory is worth
+SMALLEST_CHUNK = 512  # tokens; smaller chunks would spend too much time on accumulating the weight gradient
 
 
 def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:

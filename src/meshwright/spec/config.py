@@ -21,6 +21,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Positions = Literal["rope", "learned", "alibi"]
 Router = Literal["softmax", "sigmoid"]
 Head = Literal["next", "masked", "classes", "none"]
+_SIZES = ("vocabulary", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ModelConfig:
     tied: bool = False
     bos_token: int | None = None
     eos_token: int | None = None
-    more_eos_tokens: tuple[int, ...] = ()  # some models end a turn and a text differently
+    more_eos_tokens: tuple[int, ...] = ()  # some models end a turn and a text with different tokens
     initializer_range: float = 0.02
     experts: int = 0
     experts_per_token: int = 0
@@ -102,43 +103,29 @@ class ModelConfig:
         """Return an error message for the first invalid or contradictory field; None if the configuration is valid."""
         if self.family not in FAMILIES:
             return unknown("family", self.family, FAMILIES)
-        for name in (
-            "vocabulary",
-            "hidden",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate",
-            "max_positions",
-        ):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
-        if (problem := self._size_problem()) is not None:
-            return problem
-        if (problem := self._experts_problem() or self._encoder_problem()) is not None:
+        if problem := self._size_problem() or self._experts_problem() or self._encoder_problem():
             return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
         if self.hidden % self.heads and self.family in ("llama", "gemma2"):  # transformers refuses these two only
             return f"hidden {self.hidden} must be a multiple of heads {self.heads} in family {self.family}"
         if self.positions == "rope" and self.head_dim % 2:
-            return f"head_dim {self.head_dim} must be even: rotary positions turn pairs of features"
+            return f"head_dim {self.head_dim} must be even: rotary positions rotate pairs of features"
         for name, value in FAMILIES[self.family].fixed.items():
             if getattr(self, name) != value:
                 return f"{name} is always {value!r} in family {self.family}, not {getattr(self, name)!r}"
         if self.activation == "relu2" and self.family != "nemotron":
-            return f"activation relu2 is that of family nemotron, not of {self.family}"
+            return f"activation relu2 belongs to family nemotron, not to {self.family}"
         alike = self.kv_heads == self.heads and self.head_dim * self.heads == self.hidden
         if not self.gated and not alike and self.family != "nemotron":
             return (
                 f"family {self.family} has kv_heads = heads and head_dim = hidden / heads, "
                 f"not kv_heads {self.kv_heads} and head_dim {self.head_dim}"
             )
-        if (
-            self.family in ("llama", "qwen3", "gemma2", "nemotron", "qwen3_moe", "dots1")
-            and self.qkv_bias != self.output_bias
-        ):
+        if FAMILIES[self.family].attention_bias and self.qkv_bias != self.output_bias:
             return f"family {self.family} has both attention biases or none"
         if self.sliding_window is not None and self.sliding_window < 1:
             return f"sliding_window must be at least 1, not {self.sliding_window}"
@@ -165,7 +152,7 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1 in family {self.family}, not {getattr(self, name)}"
         if self.experts_per_token > self.experts:
-            return f"experts_per_token {self.experts_per_token} is more than the {self.experts} experts there are"
+            return f"experts_per_token {self.experts_per_token} is more than the model's {self.experts} experts"
         if self.shared_intermediate < 0 or self.router_loss < 0:
             return "shared_intermediate and router_loss must be at least 0"
         if self.shared_gate and not self.shared_intermediate:
@@ -207,7 +194,7 @@ class ModelConfig:
         if self.token_types < 1:
             return f"token_types must be at least 1 in family {self.family}, not {self.token_types}"
         if (self.head == "classes") != bool(self.labels):
-            return 'labels name the classes of head "classes": leave them out with any other, give them with it'
+            return 'labels name the classes of head "classes": give them with this head and with no other'
         if self.head == "classes" and len(self.labels) < 2:
             return f"labels must name at least 2 classes, not {len(self.labels)}"
         return None

@@ -42,8 +42,7 @@ _FULL_ATTENTION = NeutralValue(
     lambda value, fields: isinstance(value, list) and all(entry == "full_attention" for entry in value),
 )
 _AS_WINDOWED = NeutralValue(
-    "the value that fits its sliding_window",
-    lambda value, fields: value is (fields.get("sliding_window") is not None),
+    "the value that fits its sliding_window", lambda value, fields: value is (fields.get("sliding_window") is not None)
 )
 _HEAD_DIM = NeutralValue("the size of a head", lambda value, fields: value == fields["head_dim"])
 _EXPERTS = NeutralValue("n_routed_experts", lambda value, fields: value == fields["experts"])
@@ -72,7 +71,7 @@ _GENERATION = """bad_words_ids begin_suppress_tokens cache_implementation decode
     cls_token_id mask_token_id unk_token_id """
 _IGNORED = frozenset((_METADATA + _DROPOUT + _GENERATION).split())
 
-# Every family's, unless its own table below has another entry.
+# Default for all families; `_OWN_NEUTRAL` overrides it.
 _NEUTRAL: dict[str, NeutralValue] = {
     **dict.fromkeys(
         ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "attention_chunk_size", "text_config",
@@ -118,7 +117,7 @@ _WINDOWS = "sliding_window layer_types use_sliding_window "
 _MIXTURE = "num_experts_per_tok router_aux_loss_coef "
 _QWEN_MIXTURE = _MIXTURE + "num_experts moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers "
 
-# Family -> the fields that its configurations are read from, beside those that `_IGNORED` lists.
+# Family -> fields that are read, in addition to those in `_IGNORED`.
 _READ: dict[str, str] = {
     "llama": _LLAMA + "attention_bias mlp_bias",
     "mistral": _LLAMA + "sliding_window layer_types",
@@ -138,7 +137,7 @@ _READ: dict[str, str] = {
     "nemotron": _DECODER + "hidden_act norm_eps attention_bias mlp_bias",
 }
 
-# Family -> fields that change nothing in it. Of families that are only planned: what no size or operation hangs on.
+# Family -> fields without effect; in planning-only families, without effect on sizes and operations.
 _OWN_IGNORED: dict[str, str] = {
     # Sizes of a summarising head, an old name of n_positions, and the precision of an intermediate result.
     "gpt2": "summary_type summary_use_proj summary_activation summary_proj_to_labels n_ctx reorder_and_upcast_attn "

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from meshwright.recipe import ModelRecipe
 
 
+# Recipe keys that replace the field of the same name in the base configuration.
+_KEYS = (
+    "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "max_positions", "rope_theta",
+    "sliding_window", "tied", "norm_epsilon", "experts", "experts_per_token", "expert_intermediate",
+    "shared_intermediate", "dense_layers", "router_loss",
+)  # fmt: skip
+
+
 def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
     """Return the ModelConfig that the recipe's ``[model]`` table (`model`) describes; its fields override those of the
     preset or Hugging Face directory that it names.
@@ -29,30 +37,7 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
         base = preset(model.preset)
     else:
         base = _default_config(model, sequence, tokenizer_vocabulary)
-    overrides: dict[str, Any] = {
-        name: value
-        for name in (
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate",
-            "vocabulary",
-            "max_positions",
-            "rope_theta",
-            "sliding_window",
-            "tied",
-            "norm_epsilon",
-            "experts",
-            "experts_per_token",
-            "expert_intermediate",
-            "shared_intermediate",
-            "dense_layers",
-            "router_loss",
-        )
-        if (value := getattr(model, name)) is not None
-    }
+    overrides: dict[str, Any] = {name: value for name in _KEYS if (value := getattr(model, name)) is not None}
     _add_derived_sizes(base, overrides)
     if model.from_path is None:
         overrides.setdefault("vocabulary", tokenizer_vocabulary)
@@ -69,7 +54,7 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
     if config.vocabulary < tokenizer_vocabulary:
         raise UserError(
             f"model.vocabulary {config.vocabulary} is smaller than the tokenizer's {tokenizer_vocabulary}; "
-            "take the model's own tokenizer or a larger vocabulary"
+            "use the model's own tokenizer or a larger vocabulary"
         )
     if sequence > config.max_positions:
         raise UserError(
@@ -83,13 +68,13 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
     """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names no preset. The table gives the sizes
     (``layers``, ``hidden``, ``heads``, ...); other fields have the family's defaults. sequence: tokens of a sequence.
     vocabulary: number of token ids."""
-    assert model.family and model.layers and model.hidden and model.heads  # the recipe has checked
+    assert model.family and model.layers and model.hidden and model.heads  # checked by the recipe
     hidden, heads = model.hidden, model.heads
     if hidden % heads and model.head_dim is None:
         raise UserError(f"model.hidden {hidden} must be a multiple of model.heads {heads}")
     fixed = FAMILIES[model.family].fixed
     gated = bool(fixed["gated"])
-    # Two thirds of 4 x hidden, so that three matrices weigh what two would (Shazeer 2020, arXiv:2002.05202).
+    # Two thirds of 4 x hidden: three gated matrices have the parameters of two (Shazeer 2020, arXiv:2002.05202).
     intermediate = -(-8 * hidden // (3 * 64)) * 64 if gated else 4 * hidden
     fields: dict[str, Any] = {
         "family": model.family,
@@ -119,12 +104,11 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
     fixed = FAMILIES[model.family].fixed
     experts = model.experts or 8
     chosen = model.experts_per_token or min(2, experts)
+    width = model.expert_intermediate
     if model.family == "mixtral":  # experts as wide as the usual MLP
-        width = model.expert_intermediate or model.intermediate or intermediate
+        width = width or model.intermediate or intermediate
     else:
-        width = model.expert_intermediate or max(
-            1, intermediate // (chosen + bool(fixed.get("shared_intermediate", 1)))
-        )
+        width = width or max(1, intermediate // (chosen + bool(fixed.get("shared_intermediate", 1))))
     return {
         "experts": experts,
         "experts_per_token": chosen,
@@ -146,7 +130,7 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
         overrides.setdefault("kv_heads", heads)
     if base.intermediate == 4 * base.hidden and not base.gated:
         overrides.setdefault("intermediate", 4 * hidden)
-    if base.family == "mixtral":  # one width under two names
+    if base.family == "mixtral":  # one width with two names
         width = overrides.get("expert_intermediate", overrides.get("intermediate", base.intermediate))
         overrides |= {"intermediate": width, "expert_intermediate": width}
     if "dense_layers" in overrides:
@@ -154,6 +138,6 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
     elif "layers" in overrides:
         overrides["dense_layers"] = tuple(layer for layer in base.dense_layers if layer < overrides["layers"])
     if base.windowed_layers is not None and "layers" in overrides:
-        # Which layers have a window is said layer by layer: cut the list, or go on as its last layer does.
+        # One entry per layer: cut the list, or repeat the last entry.
         layers = overrides["layers"]
         overrides["windowed_layers"] = (base.windowed_layers + base.windowed_layers[-1:] * layers)[:layers]

@@ -21,6 +21,11 @@ from meshwright.spec.rope_scaling import read_rope_scaling, write_rope_scaling
 from meshwright.untrusted import read_json
 
 _ACTIVATION_KEYS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
+# Activations that transformers assumes where the key is missing; "silu" in all other families.
+_DEFAULT_ACTIVATIONS = {
+    "gpt2": "gelu_new", "bert": "gelu", "bloom": "gelu_pytorch_tanh", "gemma2": "gelu_pytorch_tanh",
+    "nemotron": "relu2",
+}  # fmt: skip
 
 # Field of ModelConfig -> keys of a config.json, the usual one first.
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -32,6 +37,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "head_dim": ("head_dim",),
     "intermediate": ("intermediate_size",),
     "max_positions": ("max_position_embeddings",),
+    "activation": ("hidden_act",),
     "norm_epsilon": ("rms_norm_eps",),
 }
 _GPT2_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
@@ -39,18 +45,23 @@ _GPT2_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
     "layers": ("n_layer", "num_hidden_layers"),
     "heads": ("n_head", "num_attention_heads"),
     "kv_heads": ("n_head", "num_attention_heads"),
+    "head_dim": (),  # always hidden / heads
     "intermediate": ("n_inner",),
     "max_positions": ("n_positions", "max_position_embeddings"),
+    "activation": ("activation_function",),
     "norm_epsilon": ("layer_norm_epsilon",),
 }
 _BERT_KEYS: dict[str, tuple[str, ...]] = _KEYS | {
     "kv_heads": ("num_attention_heads",),
+    "head_dim": (),
     "norm_epsilon": ("layer_norm_eps",),
 }
-_NEMOTRON_KEYS: dict[str, tuple[str, ...]] = _KEYS | {"norm_epsilon": ("norm_eps",)}
-_BLOOM_KEYS: dict[str, tuple[str, ...]] = _GPT2_KEYS | {
-    "hidden": ("hidden_size", "n_embed"),
-    "max_positions": ("seq_length",),
+_FAMILY_KEYS = {
+    "gpt2": _GPT2_KEYS,
+    "bloom": _GPT2_KEYS | {"hidden": ("hidden_size", "n_embed"), "max_positions": ("seq_length",)},
+    "bert": _BERT_KEYS,
+    "gemma2": _KEYS | {"activation": ("hidden_activation",)},
+    "nemotron": _KEYS | {"norm_epsilon": ("norm_eps",)},
 }
 
 
@@ -98,8 +109,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
     """Return the ``config.json`` keys that may hold each ModelConfig field in this family (a ``model_type``), by field
     name, the preferred key first."""
-    keys = {"gpt2": _GPT2_KEYS, "bloom": _BLOOM_KEYS, "bert": _BERT_KEYS, "nemotron": _NEMOTRON_KEYS}
-    return keys.get(family, _KEYS)
+    return _FAMILY_KEYS.get(family, _KEYS)
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
@@ -111,8 +121,8 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
         raise UserError(f'{where}: "model_type" is missing; it must be one of {known}')
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
-            f'{where}: "model_type" {shorten_repr(name)} is not a known family; what its layers compute and which '
-            f"parameters they have is not known here, so nothing of it can be priced or run (known: {known})"
+            f'{where}: "model_type" {shorten_repr(name)} is not a known family, so it can be neither planned nor run '
+            f"(known: {known})"
         )
     for key in ("quantization_config", "compression_config"):
         if data.get(key) is not None:
@@ -143,54 +153,36 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
         "layers": read.integer("layers", keys["layers"]),
         "heads": heads,
         "kv_heads": kv_heads,
+        "activation": read.activation(keys["activation"], _DEFAULT_ACTIVATIONS.get(family.name, "silu")),
         "norm_epsilon": read.number(keys["norm_epsilon"], 1e-6 if family.fixed["norm"] == "rmsnorm" else 1e-5),
         "initializer_range": read.number(("initializer_range",), 0.02),
         "tied": read.boolean("tie_word_embeddings"),
     }
-    if family.encoder or family.name in ("gpt2", "bloom"):
-        if hidden % heads:
-            raise UserError(
-                f'{where}: "{keys["hidden"][0]}" {hidden} is not a multiple of "{keys["heads"][0]}" {heads}'
-            )
-        # BLOOM's positions are slopes, not a table: its trained length (2048) is not in the file and bounds nothing.
-        fields["head_dim"] = hidden // heads
-        of_file = family.name != "bloom"  # whose width transformers fixes, whatever the file says
-        fields["intermediate"] = (
-            read.integer("intermediate", keys["intermediate"], None if family.encoder else 4 * hidden)
-            if of_file
-            else 4 * hidden
+    head_dim_keys = keys["head_dim"]
+    if hidden % heads and (not head_dim_keys or read.get(head_dim_keys)[1] is None):
+        missing = ' and there is no "head_dim"' if head_dim_keys else ""
+        raise UserError(
+            f'{where}: "{keys["hidden"][0]}" {hidden} is not a multiple of "{keys["heads"][0]}" {heads}{missing}'
         )
-        fields["max_positions"] = read.integer(
-            "max_positions", keys["max_positions"], 2048 if family.name == "bloom" else None
-        )
-        fields["activation"] = read.activation(
-            ("hidden_act" if family.encoder else "activation_function",),
-            {"gpt2": "gelu_new", "bert": "gelu"}.get(family.name, "gelu_pytorch_tanh"),
-        )
-        if family.encoder:
-            fields |= read_encoder(read, family, fields["vocabulary"])
+    head_dim = hidden // heads
+    fields["head_dim"] = read.integer("head_dim", head_dim_keys, head_dim) if head_dim_keys else head_dim
+    if family.name == "bloom":
+        # transformers fixes the width. ALiBi positions have no table: the trained length is not in the file.
+        fields["intermediate"], positions = 4 * hidden, 2048
     else:
-        _, head_dim = read.get(keys["head_dim"])
-        if head_dim is None and hidden % heads:
-            raise UserError(
-                f'{where}: "hidden_size" {hidden} is not a multiple of "num_attention_heads" {heads} '
-                'and there is no "head_dim"'
-            )
-        fields["head_dim"] = read.integer("head_dim", keys["head_dim"], hidden // heads)
-        fields["intermediate"] = read.integer("intermediate", keys["intermediate"])
-        fields["max_positions"] = read.integer("max_positions", keys["max_positions"])
-        fields["activation"] = (
-            read.activation(("hidden_activation",), "gelu_pytorch_tanh")
-            if family.name == "gemma2"
-            else read.activation(("hidden_act",), str(family.fixed.get("activation", "silu")))
-        )
+        width, positions = 4 * hidden if family.name == "gpt2" else None, None
+        fields["intermediate"] = read.integer("intermediate", keys["intermediate"], width)
+    fields["max_positions"] = read.integer("max_positions", keys["max_positions"], positions)
+    if family.encoder:
+        fields |= read_encoder(read, family, fields["vocabulary"])
+    if family.fixed["positions"] == "rope":
         _read_rope(data, fields, where, read)
         _read_windows(data, fields, where, read)
         if family.name == "qwen2_moe":
             fields["qkv_bias"] = read.boolean("qkv_bias")
         if family.experts:
             fields |= read_experts(read, family.name, fields["layers"], fields["intermediate"])
-        if family.name in ("llama", "qwen3", "gemma2", "nemotron", "qwen3_moe", "dots1"):
+        if family.attention_bias:
             fields["qkv_bias"] = fields["output_bias"] = read.boolean("attention_bias")
         if family.name in ("llama", "nemotron"):
             fields["mlp_bias"] = read.boolean("mlp_bias")
@@ -209,7 +201,7 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
     (``data``): keys ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5).
     where: name of the configuration in errors. read: typed access to ``data``."""
     fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
-    # A file with both spellings: transformers 5 itself lets rope_scaling win.
+    # In a file with both keys rope_scaling takes precedence, as in transformers 5.
     for key in ("rope_scaling", "rope_parameters"):
         entry = data.get(key)
         if entry is None or entry == {}:
@@ -236,7 +228,7 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
     """Set the ModelConfig fields ``sliding_window`` (tokens) and ``windowed_layers`` in ``fields`` from a
     ``config.json`` object (``data``). where: name of the configuration in errors. read: typed access to ``data``."""
     family, layers = fields["family"], fields["layers"]
-    if family in ("llama", "nemotron"):  # transformers' Llama knows no window and ignores the key
+    if family in ("llama", "nemotron"):  # transformers' Llama has no window and ignores the key
         return
     _, window = read.get(("sliding_window",))
     if family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") and not read.boolean("use_sliding_window"):
@@ -255,7 +247,7 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
         windowed = [True] * layers
     elif family == "gemma2":
         windowed = [index % 2 == 0 for index in range(layers)]
-    elif family == "qwen2_moe":  # as transformers 5 has it: every other layer, below the first max_window_layers
+    elif family == "qwen2_moe":  # as in transformers 5: every other layer among the first max_window_layers
         first = _window_layers(read)
         windowed = [index % 2 == 0 and index < first for index in range(layers)]
     else:
@@ -264,7 +256,7 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
     if window is None or not any(windowed):
         return
     if family in ("mistral", "mixtral", "qwen3_moe") and not all(windowed):
-        raise UserError(f'{where}: "layer_types" of a {family} model must be all alike')
+        raise UserError(f'{where}: "layer_types" of a {family} model must be the same for all layers')
     fields["sliding_window"] = read.integer("sliding_window", ("sliding_window",))
     fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
 
@@ -284,48 +276,28 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
     if config.planning_only:
         raise UserError(f"{config.family} can be planned but not written: {config.planning_only}")
     family = FAMILIES[config.family]
-    eos: int | list[int] | None = config.eos_token
-    if config.more_eos_tokens:
-        eos = list(config.eos_tokens)
-    shared: dict[str, Any] = {
+    keys = file_keys(config.family)
+    activation = _ACTIVATION_KEYS[config.activation]
+    written: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocabulary,
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tied,
         "bos_token_id": config.bos_token,
-        "eos_token_id": eos,
+        "eos_token_id": list(config.eos_tokens) if config.more_eos_tokens else config.eos_token,
         "use_cache": True,
+        **{names[0]: getattr(config, field) for field, names in keys.items() if names},
+        keys["activation"][0]: "gelu_new"
+        if activation == "gelu_pytorch_tanh" and config.family == "gpt2"
+        else activation,
     }
     if config.family == "gpt2":
-        return shared | {
-            "n_embd": config.hidden,
-            "n_layer": config.layers,
-            "n_head": config.heads,
-            "n_inner": config.intermediate,
-            "n_positions": config.max_positions,
-            "n_ctx": config.max_positions,
-            "activation_function": {"gelu_tanh": "gelu_new"}.get(
-                config.activation, _ACTIVATION_KEYS[config.activation]
-            ),
-            "layer_norm_epsilon": config.norm_epsilon,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        }
+        return written | {"n_ctx": config.max_positions, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     if family.encoder:
-        return shared | write_encoder(config, family, _ACTIVATION_KEYS[config.activation])
+        return written | write_encoder(config, family)
     scaling = write_rope_scaling(config.rope_scaling) if config.rope_scaling else None
-    written = shared | {
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate,
-        "max_position_embeddings": config.max_positions,
-        "hidden_act": _ACTIVATION_KEYS[config.activation],
-        "rms_norm_eps": config.norm_epsilon,
+    written |= {
         "attention_dropout": 0.0,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
@@ -333,7 +305,7 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
     }
     if config.experts:
         written |= write_experts(config)
-    if config.family in ("llama", "qwen3", "qwen3_moe", "dots1"):
+    if family.attention_bias:
         written["attention_bias"] = config.qkv_bias
     if config.family == "llama":
         written["mlp_bias"] = config.mlp_bias

@@ -110,16 +110,16 @@ DISK_NAMES: Mapping[str, Mapping[str, str]] = {
     "bert": _BERT,
 }
 
-# Files saved from a bare model, without its head, leave this out at the front of every name (GPT-2's own files do).
+# Name prefix that files of a base model (without its head) omit, such as GPT-2's own files.
 BASE_PREFIX = {
     family: {"gpt2": "transformer.", "bloom": "transformer.", "bert": "bert."}.get(family, "model.")
     for family in DISK_NAMES
 }
 
-# Heads that a file may hold beside the one that is computed (BERT's own files do), as their names begin.
+# Name prefixes of further heads that a file may contain, such as BERT's own files.
 OTHER_HEADS = {"bert": ("pooler.", "cls.", "classifier.", "qa_outputs.")}
 
-# Older names of the same tensors: what a name ends with, and what it ends with today.
+# Former endings of tensor names -> current endings.
 FORMER_ENDINGS = {
     "bert": {
         "LayerNorm.gamma": "LayerNorm.weight",

@@ -45,20 +45,12 @@ def _read_labels(read: Reader) -> tuple[str, ...]:
         raise UserError(f"{read.where}: {message}") from None
 
 
-def write_encoder(config: ModelConfig, family: Family, activation: str) -> dict[str, Any]:
-    """Return the ``config.json`` keys of an encoder, with their values, beyond those that every family has. activation:
-    Hugging Face's name of the activation function."""
+def write_encoder(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the ``config.json`` keys of an encoder, with their values, beyond those that every family has."""
     (architecture,) = (name for name, head in family.heads.items() if head == config.head)
     written: dict[str, Any] = {
         "architectures": [architecture],
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "intermediate_size": config.intermediate,
-        "max_position_embeddings": config.max_positions,
         "type_vocab_size": config.token_types,
-        "hidden_act": activation,
-        "layer_norm_eps": config.norm_epsilon,
         "pad_token_id": config.pad_token,
         "position_embedding_type": "absolute",
         "hidden_dropout_prob": 0.0,

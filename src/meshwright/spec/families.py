@@ -24,6 +24,11 @@ class Family:
     heads: Mapping[str, str] = field(default_factory=dict)  # of an encoder: architecture -> ``ModelConfig.head``
 
     @property
+    def attention_bias(self) -> bool:
+        """True if one key, ``attention_bias``, sets the biases of all attention projections."""
+        return self.fixed["positions"] == "rope" and "output_bias" not in self.fixed
+
+    @property
     def encoder(self) -> bool:
         """True if models of this family are encoders: bidirectional attention and post-norm layers."""
         return bool(self.heads)
@@ -55,6 +60,10 @@ _SOFTMAX_ROUTER: dict[str, object] = {"router": "softmax", "router_bias": False,
 _NO_SHARED_EXPERT: dict[str, object] = {"shared_intermediate": 0, "shared_gate": False}
 _NO_WINDOW: dict[str, object] = {"sliding_window": None, "windowed_layers": None}
 _NO_BIAS: dict[str, object] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+_MISTRAL_DEFAULTS = {
+    "num_key_value_heads": 8, "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096}
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -69,36 +78,19 @@ FAMILIES: dict[str, Family] = {
             "mistral",
             "MistralForCausalLM",
             _ROPE_DECODER | _NO_BIAS | {"query_key_norm": False, "windowed_layers": None},
-            {
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 131072,
-                "sliding_window": 4096,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
+            _MISTRAL_DEFAULTS | {"sliding_window": 4096},
         ),
         Family(
             "qwen2",
             "Qwen2ForCausalLM",
             _ROPE_DECODER | {"qkv_bias": True, "output_bias": False, "mlp_bias": False, "query_key_norm": False},
-            {
-                "num_key_value_heads": 32,
-                "max_position_embeddings": 32768,
-                "sliding_window": 4096,
-                "max_window_layers": 28,
-            },
+            _QWEN_DEFAULTS | {"num_key_value_heads": 32, "max_window_layers": 28},
         ),
         Family(
             "qwen3",
             "Qwen3ForCausalLM",
             _ROPE_DECODER | {"mlp_bias": False, "query_key_norm": True},
-            {
-                "num_key_value_heads": 32,
-                "head_dim": 128,
-                "max_position_embeddings": 32768,
-                "sliding_window": 4096,
-                "max_window_layers": 28,
-            },
+            _QWEN_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
         ),
         Family(
             "mixtral",
@@ -108,17 +100,9 @@ FAMILIES: dict[str, Family] = {
             | _SOFTMAX_ROUTER
             | _NO_SHARED_EXPERT
             | {"query_key_norm": False, "windowed_layers": None, "normalise_choice": True, "dense_layers": ()},
-            {
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 131072,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1e6,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "router_aux_loss_coef": 0.001,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
+            _MISTRAL_DEFAULTS
+            | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2},
             experts=True,
         ),
         Family(
@@ -127,18 +111,10 @@ FAMILIES: dict[str, Family] = {
             _ROPE_DECODER
             | _SOFTMAX_ROUTER
             | {"output_bias": False, "mlp_bias": False, "query_key_norm": False, "shared_gate": True},
-            {
-                "num_key_value_heads": 16,
-                "max_position_embeddings": 32768,
-                "sliding_window": 4096,
-                "max_window_layers": 28,
-                "qkv_bias": True,
-                "num_experts": 60,
-                "num_experts_per_tok": 4,
-                "moe_intermediate_size": 1408,
-                "shared_expert_intermediate_size": 5632,
-                "router_aux_loss_coef": 0.001,
-            },
+            _QWEN_DEFAULTS
+            | {"num_key_value_heads": 16, "max_window_layers": 28, "qkv_bias": True, "router_aux_loss_coef": 0.001}
+            | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+            | {"shared_expert_intermediate_size": 5632},
             experts=True,
         ),
         Family(
@@ -148,35 +124,19 @@ FAMILIES: dict[str, Family] = {
             | _SOFTMAX_ROUTER
             | _NO_SHARED_EXPERT
             | {"mlp_bias": False, "query_key_norm": True, "windowed_layers": None},
-            {
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 32768,
-                "sliding_window": 4096,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-                "router_aux_loss_coef": 0.001,
-            },
+            _QWEN_DEFAULTS
+            | {"num_key_value_heads": 4, "router_aux_loss_coef": 0.001}
+            | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
             experts=True,
         ),
         Family(
             "dots1",
             "Dots1ForCausalLM",
             _ROPE_DECODER
-            | {
-                "mlp_bias": False,
-                "query_key_norm": True,
-                "router": "sigmoid",
-                "router_bias": True,
-                "router_loss": 0.0,
-                "shared_gate": False,
-            },
-            {
-                "max_position_embeddings": 2048,
-                "sliding_window": 4096,
-                "max_window_layers": 62,
-                "moe_intermediate_size": 1408,
-            },
+            | {"mlp_bias": False, "query_key_norm": True}
+            | {"router": "sigmoid", "router_bias": True, "router_loss": 0.0, "shared_gate": False},
+            {"max_position_embeddings": 2048, "moe_intermediate_size": 1408}
+            | {"sliding_window": 4096, "max_window_layers": 62},
             experts=True,
         ),
         Family(
@@ -189,18 +149,9 @@ FAMILIES: dict[str, Family] = {
             "bert",
             "BertForMaskedLM",
             _GPT | {"positions": "learned", "embedding_norm": True, "tied": True},
-            {
-                "type_vocab_size": 2,
-                "layer_norm_eps": 1e-12,
-                "max_position_embeddings": 512,
-                "tie_word_embeddings": True,
-                "pad_token_id": 0,
-            },
-            heads={
-                "BertForMaskedLM": "masked",
-                "BertForSequenceClassification": "classes",
-                "BertModel": "none",
-            },
+            {"type_vocab_size": 2, "layer_norm_eps": 1e-12, "max_position_embeddings": 512}
+            | {"tie_word_embeddings": True, "pad_token_id": 0},
+            heads={"BertForMaskedLM": "masked", "BertForSequenceClassification": "classes", "BertModel": "none"},
         ),
         Family(
             "bloom",
@@ -213,31 +164,16 @@ FAMILIES: dict[str, Family] = {
             "gemma2",
             "Gemma2ForCausalLM",
             _ROPE_DECODER | {"mlp_bias": False, "query_key_norm": False, "post_norms": True},
-            {
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "max_position_embeddings": 8192,
-                "sliding_window": 4096,
-                "tie_word_embeddings": True,
-                "bos_token_id": 2,
-                "eos_token_id": 1,
-            },
+            {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "sliding_window": 4096}
+            | {"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1},
             planning_only="its capped scores, scaled embeddings and norms after each sublayer are not computed",
         ),
         Family(
             "nemotron",
             "NemotronForCausalLM",
-            _NO_WINDOW
-            | {
-                "norm": "layernorm",
-                "norm_bias": True,
-                "gated": False,
-                "activation": "relu2",
-                "positions": "rope",
-                "query_key_norm": False,
-                "post_norms": False,
-                "embedding_norm": False,
-            },
+            _ROPE_DECODER
+            | _NO_WINDOW
+            | {"norm": "layernorm", "norm_bias": True, "gated": False, "activation": "relu2", "query_key_norm": False},
             {"bos_token_id": 2, "eos_token_id": 3},
             planning_only="its squared ReLU, partly rotated heads and norms of 1 + weight are not computed",
         ),

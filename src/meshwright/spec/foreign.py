@@ -14,7 +14,7 @@ from meshwright.spec.partition import Partition
 from meshwright.spec.stages import Stage
 
 REST = "(rest)"
-"""The unit of all parameters that are in no other; it is there from the first forward to the end of the backward."""
+"""The unit of all parameters that are in no other; it stays unsharded from the first forward to the end of backward."""
 
 
 class ForeignParameter(NamedTuple):
@@ -78,19 +78,19 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
     for axis, ranks in own.items():
         if ranks > 1:
             raise UserError(
-                f"{spread}: {axis} cuts models that Meshwright builds itself; a module of your own is spread over dp "
-                "alone, with zero0 to zero3, hs and mb"
+                f"{spread}: {axis} splits models that Meshwright builds itself; your own module is parallelized over "
+                "dp alone, with zero0 to zero3, hs and mb"
             )
     if layout.recompute != "none":
         raise UserError(
-            f"{spread}: ac recomputes the blocks of models that Meshwright builds itself; a module of your own calls "
-            "torch.utils.checkpoint where it is to be computed again"
+            f"{spread}: ac recomputes the blocks of models that Meshwright builds itself; in your own module, call "
+            "torch.utils.checkpoint"
         )
     parts = layout.dp * layout.micro_batches
     if batch % parts:
         raise UserError(
-            f"{spread}: train.batch = {batch} samples do not divide into dp x mb = {parts} equal parts; take a "
-            f"multiple, such as {-(-batch // parts) * parts}"
+            f"{spread}: train.batch = {batch} samples is not a multiple of dp x mb = {parts}; use a multiple, "
+            f"such as {-(-batch // parts) * parts}"
         )
 
 
@@ -108,16 +108,9 @@ def _replicated_entry(name: str, shape: tuple[int, ...], unit: str, decay: bool,
     return ParameterEntry(
         name=name,
         shape=shape,
-        transposed=False,
         tensor=name,
-        offset=0,
         unit=unit,
-        split={},
-        blocks=(),
-        granularity=1,
-        remainder="refuse",
-        partial=None,
-        initial=Initial("zeros"),  # its own: the module's values are taken over
+        initial=Initial("zeros"),  # unused: the module's own values are kept
         decay=decay,
         kept=kept,
     )

@@ -17,11 +17,11 @@ from meshwright.layout import Layout
 
 SplitAxis = Literal["tp"]
 BufferKind = Literal["dense", "experts"]
-"""The two flat buffers that a unit may have: experts that are spread over ranks of their own lie apart, because other
-ranks hold the same of them than of all else."""
+"""The two flat buffers that a unit may have: expert-parallel experts have a separate one, because they are replicated
+on other ranks than all other parameters."""
 
 ALIGNMENT = 32
-"""Every shard holds a multiple of this many elements: whole vector registers here, what NCCL likes elsewhere."""
+"""Every shard holds a multiple of this many elements, for vector registers and NCCL."""
 
 
 REDUCTIONS_IN_FLIGHT = 2
@@ -82,7 +82,7 @@ class Box:
         return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
     """An entry of the parameter table: one tensor of a checkpoint, ``name`` and ``shape`` being those on disk.
     ``initial``: its initial values. ``decay``: True if weight decay applies. ``transposed``: the disk holds the
@@ -115,15 +115,15 @@ class ParameterEntry:
 
     name: str
     shape: tuple[int, ...]
-    transposed: bool
+    transposed: bool = False
     tensor: str
-    offset: int
+    offset: int = 0
     unit: str
-    split: Mapping[SplitAxis, int] = field(hash=False)
-    blocks: tuple[int, ...]
-    granularity: int
-    remainder: Literal["refuse", "replicate", "pad"]
-    partial: Literal["sequence", "heads"] | None
+    split: Mapping[SplitAxis, int] = field(default_factory=dict, hash=False)
+    blocks: tuple[int, ...] = ()
+    granularity: int = 1
+    remainder: Literal["refuse", "replicate", "pad"] = "refuse"
+    partial: Literal["sequence", "heads"] | None = None
     initial: Initial
     decay: bool
     active: float = 1.0

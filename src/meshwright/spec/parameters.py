@@ -116,12 +116,6 @@ class ParameterTable:
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
-    def unit_decay_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
-        """Return the number of elements with weight decay in a rank's flat buffer (of kind `buffer`) of the FSDP unit
-        named `unit`, in which they come first; without a layout, on one device."""
-        tensors = [tensor for tensor in self.unit_tensors(unit, layout, buffer) if tensor.decay]
-        return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
-
     def tensor_range(self, tensor: EngineTensor, layout: Layout | None = None) -> tuple[int, int]:
         """Return the element range [start, stop) that a rank's shard of an engine tensor (the model's parameter, such
         as fused qkv) has in the flat buffer of its FSDP unit. layout: None: one device."""
@@ -198,8 +192,8 @@ class _Builder:
         self.config = config
         self.names = DISK_NAMES[config.family]
         self.entries: list[ParameterEntry] = []
-        # GPT-2's recipe: the matrices that add to the residual stream begin smaller, by the number of additions
-        # (Radford et al. 2019, section 2.3). An encoder norms each sum, which needs no such care.
+        # As in GPT-2, matrices that write to the residual stream have a smaller initial standard deviation, divided by
+        # the root of the number of residual additions (Radford et al. 2019, section 2.3); not in a post-norm encoder.
         self.normal = Initial("normal", config.initializer_range)
         additions = 1 if config.encoder else 2 * config.layers
         self.residual = Initial("normal", config.initializer_range / math.sqrt(additions))
@@ -209,7 +203,7 @@ class _Builder:
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
         self.add(_Place("embedding", "embedding"), (vocabulary, hidden), _VOCABULARY)
-        # In units of their own: the flat buffer of a tied embedding is the same on the first and on the last stage.
+        # Separate units: a tied embedding has the same flat buffer on the first and on the last stage.
         if config.token_types:
             self.add(_Place("token_types", "token_types"), (config.token_types, hidden), _BY_TOKENS)
         if config.positions == "learned":
@@ -253,7 +247,7 @@ class _Builder:
 
         norm("attention_norm")
         if "qkv" in self.names:
-            # BLOOM's file mixes the three head by head; GPT-2's has all queries, all keys, all values.
+            # BLOOM's file interleaves query, key and value per head; GPT-2's has all queries, all keys, all values.
             mixed = config.family == "bloom"
             blocks, granularity = ((3 * query,), 3 * head_dim) if mixed else ((query,) * 3, head_dim)
             place, cut = _Place(unit, "qkv", layer, f"{attention}.qkv"), _Cut({"tp": 0}, blocks, granularity)
@@ -261,7 +255,7 @@ class _Builder:
         else:
             for part, size, offset in (("query", query, 0), ("key", key, query), ("value", key, query + key)):
                 cut = _Cut({"tp": 0}, granularity=head_dim)
-                if part != "query":  # key-value heads fewer than ranks are shared
+                if part != "query":  # with fewer key-value heads than ranks, neighbouring ranks share one
                     cut = replace(cut, remainder="replicate", partial="heads")
                 place = _Place(unit, part, layer, f"{attention}.qkv", offset)
                 self.linear(place, size, hidden, cut, bias=config.qkv_bias)
@@ -295,8 +289,7 @@ class _Builder:
         with index `layer`. `unit`: FSDP unit; `mlp`: prefix of the engine tensors' names."""
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
-        # Ranks of tp hold columns of every expert, or (expert parallelism) route their own tokens: what each finds out
-        # about a choice is a part.
+        # The router's gradient is partial over tp: ranks hold columns of every expert, or route different tokens.
         router = _Place(unit, "router", layer, f"{mlp}.router")
         self.add(router, (config.experts, hidden), _BY_HEADS)
         if config.router_bias:
@@ -319,7 +312,7 @@ class _Builder:
         0} is column parallel (outputs are sharded), {"tp": 1} row parallel (inputs are sharded)."""
         column = cut.split["tp"] == 0
         self.add(place, (output, inputs), cut, initial=self.normal if column else self.residual)
-        if bias:  # of row parallel layers added after the ranks' products are summed, to each rank's sequence slice
+        if bias:  # a row-parallel layer adds it after the reduction, to each rank's token slice
             at = place if column else replace(place, offset=0)
             self.add(at, (output,), cut if column else _BY_TOKENS, suffix="bias")
 
@@ -363,8 +356,8 @@ class _Builder:
                 remainder=cut.remainder,
                 partial=cut.partial,
                 initial=initial or (self.normal if len(shape) > 1 else Initial("zeros")),
-                # Every matrix, embeddings too, as nanoGPT, Megatron-LM and the Trainer of transformers do, so that a
-                # recipe means the same here; vectors (norms, biases) not. A tied embedding is the head's matrix.
+                # Matrices decay, embeddings too, vectors (norms, biases) do not: as in nanoGPT, Megatron-LM and the
+                # Trainer of transformers. A tied embedding is the head's matrix.
                 decay=len(shape) > 1,
                 active=1.0 if expert is None else self.config.experts_per_token / self.config.experts,
                 balances=balances,

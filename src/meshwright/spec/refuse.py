@@ -28,8 +28,8 @@ def refuse(
             raise UserError(f"{config.family} can be planned but not run: {config.planning_only}")
         if config.encoder:
             raise UserError(
-                f"{config.family} is an encoder, and what trains, verifies and serves from a recipe predicts the next "
-                f"token; train it as a module of its own (examples/bert_classifier.py, docs/model.md)"
+                f"{config.family} is an encoder, and a recipe needs a decoder to train, verify or serve. Train it as a "
+                "user-defined module (examples/bert_classifier.py, docs/model.md)"
             )
         layout.refuse_unbuilt()
     reason = (
@@ -71,7 +71,7 @@ def _ranks_problem(layout: Layout, world_size: int | None) -> str | None:
     """Return an error message if the layout does not use exactly `world_size` ranks, else None."""
     if world_size is None or world_size == layout.world_size:
         return None
-    return f"it has {layout.world_size} ranks (dp x tp x cp x pp), but {world_size} are there"
+    return f"it has {layout.world_size} ranks (dp x tp x cp x pp), but there are {world_size}"
 
 
 def _batch_problem(layout: Layout, batch: int) -> str | None:
@@ -103,18 +103,15 @@ def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
             f"intermediate size {config.intermediate}",
             config.intermediate if config.expert_layers < config.layers else 0,
         ),
-        (
-            f"expert width {config.expert_intermediate}",
-            0 if layout.expert_parallel else config.expert_intermediate,
-        ),
+        (f"expert width {config.expert_intermediate}", 0 if layout.expert_parallel else config.expert_intermediate),
         (f"shared expert's width {config.shared_intermediate}", config.shared_intermediate),
     ):
         if size % tp:
             return f"tp{tp} does not divide the model's {what}{_divisor_hint(size, tp)}"
     if config.kv_heads % tp and tp % config.kv_heads:
         return (
-            f"tp{tp} and the model's {config.kv_heads} key-value heads do not divide each other: "
-            "every rank needs whole heads, or every head whole ranks"
+            f"tp{tp} and the model's {config.kv_heads} key-value heads do not divide each other: one must be a "
+            "multiple of the other"
         )
     width = -(-config.vocabulary // tp)
     if width * (tp - 1) >= config.vocabulary:
@@ -129,13 +126,13 @@ def _sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None,
     """Return an error message if the sequence is too long or does not divide over cp and tp, else None."""
     if sequence is None:
         return None
-    # A table of positions ends; rotary positions go on, though a model is not good at what it never saw.
+    # Learned positions end with their table; rotary positions can be extrapolated.
     if sequence > config.max_positions and (config.positions == "learned" or not planning):
         return f"sequence {sequence} is longer than the model's {config.max_positions} positions"
     pieces = 1
     why: list[str] = []
     if layout.cp > 1:
-        # The causal ring gives each rank an early and a late piece, so that all have equal work.
+        # Ring attention gives each rank an early and a late chunk, for equal work.
         pieces, why = (2 * layout.cp, ["2 x cp"]) if layout.cp_method == "ring" else (layout.cp, ["cp"])
     if layout.tp > 1 and (layout.tensor_sequence_parallel or layout.expert_parallel):  # each routes its own tokens
         pieces, why = pieces * layout.tp, [*why, "tp"]
@@ -151,11 +148,11 @@ def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
     of_rank = " of a tensor-parallel rank" if layout.tp > 1 else ""
     if heads % layout.cp:
-        return f"cp{layout.cp}:ulysses does not divide the {heads} heads{of_rank}; cp{layout.cp} needs no whole heads"
+        return f"cp{layout.cp}:ulysses does not divide the {heads} heads{of_rank}; cp{layout.cp} need not divide them"
     if kv_heads % layout.cp and layout.cp % kv_heads:
         return (
-            f"cp{layout.cp}:ulysses and the {kv_heads} key-value heads{of_rank} do not divide each other: every rank "
-            f"needs whole heads, or every head whole ranks; cp{layout.cp} needs neither"
+            f"cp{layout.cp}:ulysses and the {kv_heads} key-value heads{of_rank} do not divide each other: one must be "
+            f"a multiple of the other; cp{layout.cp} needs neither"
         )
     return None
 
@@ -163,7 +160,9 @@ def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
 def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
     """Return an error message if the pipeline has more stages than the model has layers, else None."""
     stages = layout.pp * layout.chunks
-    if stages <= config.layers and not planning:  # what is only planned may be large, and its file elsewhere
+    if (
+        stages <= config.layers and not planning
+    ):  # in planning the model may be large, and the schedule file on another machine
         stages = program_for(layout, config, sequence or config.max_positions).stages
     if stages <= config.layers:
         return None

@@ -1,6 +1,6 @@
 """RoPE scaling methods (linear, llama3, yarn), which extend rotary positions beyond the training context, as data.
 
-Reads and writes both spellings of Hugging Face: ``rope_theta`` beside ``rope_scaling`` (transformers 4) and one
+Reads and writes both spellings of Hugging Face: ``rope_theta`` with ``rope_scaling`` (transformers 4) and one
 ``rope_parameters`` (transformers 5).
 """
 
@@ -102,7 +102,7 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
         )
     keys = {} if plain else _KEYS[kind]
     unknown = sorted(set(entry) - set(keys.values()) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-    # Left-overs that transformers itself ignores for this kind (its own files carry some) would change nothing.
+    # Keys of other kinds have no effect: transformers ignores them too, and its own files contain some.
     harmless = {key for keys_of_kind in _KEYS.values() for key in keys_of_kind.values()}
     for key in unknown:
         if key not in harmless:

@@ -15,8 +15,8 @@ from meshwright.spec.stages import stages_of
 from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, layer_flops
 
 _PARTS = 1024
-"""Times are whole numbers of these parts of a rank's mean forward: every sum of them is exact, so that ranks on unlike
-processors find the same program."""
+"""Times are multiples of 1 / 1024 of a rank's mean forward time: sums are exact, so that ranks on different processors
+find the same program."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def _cut_balanced(costs: list[float], count: int) -> list[int]:
     """
     size = len(costs)
     sums = np.concatenate([[0.0], np.cumsum(costs)])
-    # One run of the layers [start, end): what it costs, by [end, start]; nothing is no run.
+    # Cost of a stage of the layers [start, end), at [end, start]; infinite without layers.
     cost = np.where(np.tri(size + 1, k=-1, dtype=bool), sums[:, None] - sums[None, :], math.inf)
 
     def solve(limit: float, worth: bool) -> tuple[float, list[np.ndarray]]:
@@ -80,7 +80,7 @@ def _cut_balanced(costs: list[float], count: int) -> list[int]:
         for _ in range(count):
             table = value[None, :] + one * one if worth else np.maximum(value[None, :], one)
             least = table.min(axis=1)
-            starts.append((table <= least[:, None] * (1 + 1e-12)).argmax(axis=1))  # of equal ones the longest last run
+            starts.append((table <= least[:, None] * (1 + 1e-12)).argmax(axis=1))  # ties: the longest last stage
             value = least
         return float(value[size]), starts
 

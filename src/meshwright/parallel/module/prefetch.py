@@ -3,8 +3,8 @@
 A user's module may enter FSDP units in another order than it declares them, enter one twice, skip one on some ranks, or
 use one's parameters from outside. So all-gathers follow a fixed order: every unit once in forward, once in reverse in
 backward. Entering a unit first starts the all-gathers of all units before it; at the end the rest follow. Likewise a
-unit's gradients are reduced after the all-gather of its predecessor has started, and those of skipped units at once. So
-ranks issue matching calls whatever they compute.
+unit's gradients are reduced after the all-gather of its predecessor has started, those of skipped units immediately.
+So ranks issue matching calls whichever units they use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModulePrefetcher:
         self.sharded = any(unit.zero == 3 for unit in self._units.values())
         self.held = {REST} & set(units)
         self._settled = {True: False, False: False}  # if all ranks agree on `held`, in training and in evaluation
-        self._found: set[str] = set()  # units that are to be held
+        self._found: set[str] = set()  # units to be held from the next pass on
         self._entered: set[str] = set()  # in this forward
         self._to_gather: deque[str] = deque()  # units whose all-gather this pass has not started
         self._backward = False
@@ -93,7 +93,7 @@ class ModulePrefetcher:
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
         """Context manager around a micro-batch's backward pass. `gradients`: accumulator of the parameter gradients,
-        which is told of units that the forward did not use."""
+        which skips the units that the forward did not use."""
         if not self.sharded:
             yield
             return
@@ -164,7 +164,7 @@ class ModulePrefetcher:
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
         if not expected and not self._backward:
-            self._found.add(name)  # for the second time
+            self._found.add(name)  # entered a second time
         self._unshard(name)
 
     def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -174,7 +174,7 @@ class ModulePrefetcher:
             return
         for each in tree_leaves(outputs):
             if isinstance(each, torch.Tensor) and self._unit_in(each) is not None:
-                self._found.add(name)  # it hands its parameters out
+                self._found.add(name)  # its output contains a parameter
         if name not in self._found and not self._stays(name):
             self._units[name].reshard()
 
@@ -194,7 +194,7 @@ class ModulePrefetcher:
         all_reduce(flags, axis, HELD_SITE)
         *found, entered = flags.tolist()
         self.held |= {name for name, flag in zip(self._order, found, strict=True) if flag}
-        self.reshard()  # ranks may have kept different ones
+        self.reshard()  # ranks may have unsharded different units
         return entered > 0
 
     # --- parameters that autograd saves

@@ -18,7 +18,7 @@ from meshwright.spec.foreign import REST, ForeignParameter, KeptValue, module_ta
 from meshwright.spec.parameters import ParameterTable
 
 ChooseUnit = Callable[[str, nn.Module], bool]
-"""True for a module (given its name and itself) that is a unit of its own."""
+"""Function (name, module) -> True if the module is a separate FSDP unit."""
 
 SMALL = 1 / 32
 """Share of all parameters below which a module stays in `REST`, unless it is one of a list of modules."""
@@ -38,9 +38,7 @@ class ModuleDescription:
 
 
 def describe_module(
-    module: nn.Module,
-    choose: ChooseUnit | None = None,
-    decays: Callable[[str, nn.Parameter], bool] | None = None,
+    module: nn.Module, choose: ChooseUnit | None = None, decays: Callable[[str, nn.Parameter], bool] | None = None
 ) -> ModuleDescription:
     """Derive the parameter table and FSDP units of a module. `choose`: function of a submodule's path and the
     submodule, True if it is a unit (None: by size); `decays`: function of a parameter's name and the parameter, True if
@@ -55,7 +53,9 @@ def describe_module(
     unit_of: dict[int, str] = {}
     for name, unit in units.items():
         inside = Counter(id(each) for _, each in unit.named_parameters(remove_duplicate=False))
-        unit_of |= {key: name for key, count in inside.items() if count == uses[key]}  # shared inside is not shared
+        unit_of |= {
+            key: name for key, count in inside.items() if count == uses[key]
+        }  # sharing inside one unit does not count
     decays = decays or (lambda name, parameter: parameter.ndim > 1)
     parameters = [
         ForeignParameter(name, tuple(each.shape), unit_of.get(id(each), REST), decays(name, each))
@@ -104,7 +104,7 @@ def _find_units(
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if any(child is unit for unit in found.values()):
-            continue  # in two places: it is one module all the same
+            continue  # the same module under a second name
         called = type(child).forward is not nn.Module.forward
         trained = any(each.requires_grad for each in child.parameters())
         wanted = choose(path, child) if choose is not None else _by_size(child, total, listed)
