@@ -82,7 +82,7 @@ def test_damaged_checkpoint_falls_back_to_older_one(saved, tmp_path, file, damag
         os.truncate(path, 0 if damage == "empty" else path.stat().st_size - 1)
     step, log = resumed_step(directory)
     assert step == 100
-    assert len(log) == 1 and "step-000200 is damaged and passed over" in log[0] and file in log[0]
+    assert len(log) == 1 and "step-000200 is damaged and skipped" in log[0] and file in log[0]
     problems = verify_checkpoint(directory / "step-000200")
     assert len(problems) == 1 and file in problems[0]
     assert verify_checkpoint(directory / "step-000100") == []
@@ -117,7 +117,7 @@ def test_no_intact_checkpoint_refuses_to_train(saved, tmp_path):
     shutil.copytree(saved, directory)
     for step in (100, 200):
         (directory / f"step-{step:06d}/manifest.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole \(step-000200, step-000100 are damaged\)"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact \(step-000200, step-000100 are damaged\)"):
         resumed_step(directory)
 
 
@@ -150,13 +150,13 @@ def test_kill_during_replacement_restores_old_checkpoint(saved, tmp_path):
 def test_checkpoint_of_another_model_is_refused_naming_the_field(saved):
     other = cases.tiny("llama", layers=4)
     pieces = cases.empty_like(cases.state_pieces(other, 0, 1))
-    with pytest.raises(UserError, match=r"step-000200 holds a model with layers = 3, the recipe says 4"):
+    with pytest.raises(UserError, match=r"step-000200 holds a model with layers = 3, but the recipe has 4"):
         Checkpointer(saved, Mesh.single(), other).load_newest(pieces)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(saved):
     pieces = cases.empty_like(cases.state_pieces(CONFIG, 0, 1, kinds=("master", "momentum")))
-    with pytest.raises(UserError, match=r"holds no momentum \(only exp_avg, exp_avg_sq, master\)"):
+    with pytest.raises(UserError, match=r"has no momentum \(only exp_avg, exp_avg_sq, master\)"):
         checkpointer(saved).load_newest(pieces)
 
 
@@ -187,7 +187,7 @@ def test_state_may_change_during_background_save(tmp_path):
         piece.tensor.zero_()
     keeper.wait()
     loaded = cases.empty_like(pieces)
-    keeper.load(tmp_path / "step-000001", loaded)
+    keeper.load_newest(loaded)
     assert cases.equal(loaded, cases.state_pieces(CONFIG, 0, 1))
     assert all(weights.any() for weights in load_file(tmp_path / "step-000001/model.safetensors").values())
 
@@ -256,7 +256,7 @@ def test_full_disk_keeps_older_checkpoints(small_disk, found, monkeypatch):
     line = keeper.failed()
     assert "\n" not in line and "checkpoint of step 2 not written" in line and "no space left" in line
     assert ("rank 0 could not write" in line) == (found == "while writing")
-    assert "it needs" in line and "free" in line and line.endswith("the newest whole checkpoint is step-000001")
+    assert "it needs" in line and "free" in line and line.endswith("the newest intact checkpoint is step-000001")
     keeper.abandon()
     assert keeper.failed() is None
     assert cases.entries(small_disk / "checkpoints") == ["step-000001"]

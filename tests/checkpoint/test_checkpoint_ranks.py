@@ -100,13 +100,13 @@ def test_io_error_on_one_rank_cancels_save_on_all(two, tmp_path, faulty):
     for line, names in results:
         assert f"checkpoint of step 2 not written: rank {faulty} could not write" in line
         assert f"rank-0000{faulty}-of-00002.safetensors: input/output error" in line
-        assert line.endswith("the newest whole checkpoint is step-000001")
+        assert line.endswith("the newest intact checkpoint is step-000001")
         assert [name for name in names if not name.startswith(".last")] == ["step-000001"]
 
 
 def test_absent_rank_is_named_after_timeout(two, tmp_path):
     (first, names), (second, _) = two.run(cases.save_with_a_fault, str(tmp_path), cases.tiny("llama"), 1, "silent")
-    assert first.startswith("checkpoint of step 2 given up: rank 1 has not written its part after 2 s")
+    assert first.startswith("checkpoint of step 2 aborted: rank 1 has not written its part after 2 s")
     assert second is None and "step-000002" not in names and ".step-000002.partial" not in names
 
 

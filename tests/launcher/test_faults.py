@@ -156,11 +156,11 @@ def test_full_disk_loses_only_the_last_save(small_disk, tmp_path_factory):
         assert 1 <= sum(line.startswith(metrics) for line in said) <= 2  # once for each time the disk was full
         failed = [line for line in said if "training goes on" in line]
         assert len(failed) == 1 and failed[0].startswith("checkpoint of step 4 not written: ")
-        assert "no space left" in failed[0] and "the newest whole checkpoint is step-000002" in failed[0]
+        assert "no space left" in failed[0] and "the newest intact checkpoint is step-000002" in failed[0]
         for outcome in outcomes:
             assert outcome["error"].startswith("UserError: checkpoint of step 8 not written: ")
             assert outcome["error"].count("\n") == 0
-            assert outcome["error"].endswith("the newest whole checkpoint is step-000006")
+            assert outcome["error"].endswith("the newest intact checkpoint is step-000006")
         directory = small_disk / "run/checkpoints"
         assert sorted(name for name in os.listdir(directory) if not name.startswith(".")) == ["step-000006"]
         assert verify_checkpoint(directory / "step-000006") == []

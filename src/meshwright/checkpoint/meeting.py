@@ -77,7 +77,7 @@ class SaveMarkers:
     def find_failure(self) -> tuple[int, str] | None:
         """Return (rank, reason) of the lowest other rank that wrote a failure marker; None if there is none. The reason
         may be empty. Never raises."""
-        with suppress(OSError):  # the directory is gone, or not there yet
+        with suppress(OSError):  # the directory is deleted, or not yet created
             if failed := self.ranks_with("failed") - {self.rank}:
                 return min(failed), (self.partial / f".failed-{min(failed)}").read_text()
         return None

@@ -6,6 +6,7 @@ Each rank writes its own elements at these offsets; no rank gathers the model.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -81,12 +82,12 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
     offsets: dict[str, int] = {}
     end = 0
     for name, code, shape in tensors:
-        size = ITEM_BYTES[code] * _numel(shape)
+        size = ITEM_BYTES[code] * math.prod(shape)
         entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [end, end + size]}
         offsets[name] = end
         end += size
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     header = struct.pack("<Q", len(text)) + text
     return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
 
@@ -149,7 +150,7 @@ def split_disk_runs(
     leftmost = 0
     if columns is not None:
         leftmost, inputs = columns.start, columns.width
-    first, last = start // inputs, -(-stop // inputs)  # engine rows touched, the outer two perhaps in part
+    first, last = start // inputs, -(-stop // inputs)  # range of engine rows; the first and last may be partial
     padded = np.zeros((last - first) * inputs, dtype=values.dtype)
     padded[start - first * inputs : stop - first * inputs] = values
     turned = np.ascontiguousarray(padded.reshape(last - first, inputs).T)
@@ -178,11 +179,3 @@ def write_slice(
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
-
-
-def _numel(shape: Iterable[int]) -> int:
-    """Return the number of elements of a tensor of shape `shape`."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count

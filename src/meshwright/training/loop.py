@@ -291,7 +291,7 @@ class Run:
             count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
                 f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not finite, "
-                f"more than train.maximum_skipped = {limit}; the newest whole checkpoint is "
+                f"more than train.maximum_skipped = {limit}; the newest intact checkpoint is "
                 f"{newest.name if newest else 'none yet'}; a lower train.learning_rate or train.clip usually helps"
             )
 
