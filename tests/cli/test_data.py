@@ -60,7 +60,7 @@ def test_show_draws_rows_with_their_documents_and_masked_targets(command_line, r
     outcome = command_line("data", "show", recipe, "--rows", "3", "data.sequence=100")
     assert outcome.code == 0, outcome.errors
     assert outcome.output.count("\nsample ") == 3
-    assert "no target: what follows is another document" in outcome.output
+    assert "no target: another document follows" in outcome.output
     assert "dropped by exact_duplicates    1  (first: copy.txt)" in outcome.output
     assert "\x1b" not in outcome.output and "document \\x1b[1m" in outcome.output
 

@@ -59,7 +59,7 @@ def test_report_of_several_runs_writes_their_comparison(command_line, run, tmp_p
     (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
     assert command_line("report", run, other).output == f"report: {run / 'comparison.html'}\n"
     refused = command_line("report", run, other, "--sample", run / "metrics.jsonl")
-    assert refused.code == 2 and "are for the page of one run" in refused.errors
+    assert refused.code == 2 and "only for the page of one run" in refused.errors
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_report_of_several_runs_writes_their_comparison(command_line, run, tmp_p
     [
         (None, "no such file: {file}"),
         ("{not json", "{file} is not the JSON document that --json printed"),
-        ("[1, 2]", "{file} is not the JSON document that --json printed: it holds no object"),
-        ('{"schema": 1}', '{file} holds no "prompt": it is not what `generate --json` printed'),
+        ("[1, 2]", "{file} is not the JSON document that --json printed: it is not an object"),
+        ('{"schema": 1}', '{file} has no "prompt": it is not the output of `generate --json`'),
     ],
 )
 def test_invalid_sample_file_is_one_error_line(command_line, run, text, said):

@@ -136,7 +136,7 @@ def test_a_person_gets_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str
         (["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1"], "right is 4"),
         (
             ["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1,1,1", "--forward", "3"],
-            "--parts says how long a forward and both gradients last; leave out --forward",
+            "--parts gives the durations of a forward and of both gradient passes; leave out --forward",
         ),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--layers", "3"], "at least 4 layers"),
         (["@missing.txt"], "missing.txt"),

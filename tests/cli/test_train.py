@@ -172,7 +172,7 @@ def test_train_prints_one_document_and_progress_on_standard_error(recipe, tmp_pa
     (tmp_path / "corpus.txt").write_text(TEXT.replace("fail", "FAIL"))
     outcome = command_line("train", recipe, *arguments)
     assert outcome.code == 2
-    assert f"{recipe}: data.source holds other text than when new/parent/run/" in outcome.errors.splitlines()[-1]
+    assert f"{recipe}: the text of data.source has changed since new/parent/run/" in outcome.errors.splitlines()[-1]
 
 
 def test_missing_device_is_one_error_line(recipe, command_line, monkeypatch):

@@ -182,7 +182,7 @@ def test_documents_lossy_in_tokenizer_are_counted_with_warning(place, checkpoint
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in ("Line", "Line 1", "2")))
     assert run_evaluation(lossy, str(tmp_path / "text.jsonl"))["lossy_documents"] == 2
     said = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
-    assert "warning        2 of these documents are not what their tokens decode to" in said
+    assert "warning        2 of these documents differ from what their tokens decode to" in said
 
 
 def test_a_row_is_no_longer_than_the_model(place, checkpoint):

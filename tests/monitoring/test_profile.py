@@ -115,12 +115,12 @@ def test_profiled_steps_follow_simulated_program_on_one_clock(two, home, layout)
     assert {path.name for path in directory.iterdir()} == {
         "all-ranks.json.gz", "rank-00000.json.gz", "rank-00001.json.gz",
     }  # fmt: skip
-    assert f"profile of steps 3 to 4: {directory / 'all-ranks.json.gz'} (ui.perfetto.dev opens it)" in outcome["said"]
+    assert f"profile of steps 3 to 4: {directory / 'all-ranks.json.gz'} (opens in ui.perfetto.dev)" in outcome["said"]
     trace = Trace(read(directory / "all-ranks.json.gz"))
     program = program_of(Layout.parse(layout))
     timing = simulate_pipeline(program, Durations(1.0, 1.0, 1.0))
     simulated = Trace(build_chrome_trace(build_pipeline_timeline(program, timing)))
-    title = f"{program.name}, simulated with the median times of its steps here, transfers in no time"
+    title = f"{program.name}, simulated with the median times measured here, without transfer time"
     assert list(trace.processes.values()) == ["rank 0", "rank 1", title]
     for rank in (0, 1):
         expected = simulated.of(f"{simulated.processes[0]}: rank {rank}")

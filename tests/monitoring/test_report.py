@@ -194,7 +194,7 @@ def test_comparison_of_one_run_or_unlike_units_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match="takes 2 to 8 different runs, not 1"):
         write_run_comparison([first, first])
-    with pytest.raises(UserError, match="some runs count tokens and some samples"):
+    with pytest.raises(UserError, match="some runs count throughput in tokens and others in samples"):
         write_run_comparison([first, other])
 
 
@@ -242,10 +242,10 @@ def test_long_runs_are_downsampled_in_page_of_bounded_size(tmp_path):
 
 
 def test_directory_without_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no metrics.jsonl in .*: name the directory of a run"):
+    with pytest.raises(UserError, match=r"no metrics.jsonl in .*: give the directory of a training run"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"event": "save", "step": 0}\n')
-    with pytest.raises(UserError, match="holds no step yet"):
+    with pytest.raises(UserError, match="has no step yet"):
         write_report(tmp_path)
 
 

@@ -192,7 +192,7 @@ def test_unreachable_tracking_server_does_not_stop_run(two, home):
     assert outcome["error"] == "" and outcome["result"]["step"] == 6
     said = [line for line in outcome["said"] if line.startswith("tracker")]
     assert len(said) == 2 and said[0].startswith("tracker mlflow takes nothing: MlflowException: ")
-    assert said[0].endswith("; training goes on, and it is tried again")
+    assert said[0].endswith("; training continues, and sending is retried")
     assert " lines were lost (MlflowException: " in said[1]
     expected = cases.run(two, home / "without", "dp2 zero1 fp32")
     assert cases.trace(home / "no server") == cases.trace(home / "without") and expected[0]["error"] == ""
@@ -295,7 +295,7 @@ def test_intermittently_failing_tracker_loses_no_lines(tmp_path, recorder):
     sender.finish("failed")
     assert [step for step, _ in logged(recorder)] == [1, 2, 3] and recorder.told[-1] == ("finish", "failed")
     assert [words.partition(":")[0] for words in said] == [f"tracker {__name__}"]  # one warning
-    assert "ConnectionError: no start; training goes on" in said[0]
+    assert "ConnectionError: no start; training continues" in said[0]
 
 
 def test_failing_tracker_warns_once_and_counts_lost_lines(tmp_path, recorder):
@@ -316,7 +316,7 @@ def test_hanging_tracker_blocks_no_step_and_queue_is_bounded(tmp_path, recorder,
         sender.queue_line(line(step))
     sender.finish("finished")
     recorder.gate.set()
-    assert len(said) == 1 and said[0].endswith("100 of 100 lines were lost (it takes too long)")
+    assert len(said) == 1 and said[0].endswith("100 of 100 lines were lost (timed out)")
 
 
 def test_resumed_run_sends_untracked_lines(tmp_path, recorder):

@@ -141,7 +141,7 @@ def save_on_ranks(directory: str, config: ModelConfig, steps: list[int], options
 
 
 def load_on_ranks(directory: str, config: ModelConfig) -> tuple[str | None, bool, Any, list[str]]:
-    """Load the newest whole checkpoint: its name, whether every bit is as saved, its state, the log."""
+    """Load the newest intact checkpoint: its name, whether every bit is as saved, its state, the log."""
     log: list[str] = []
     checkpointer = make(directory, config, log)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()

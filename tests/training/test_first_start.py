@@ -132,7 +132,7 @@ def test_measurement_on_a_busy_machine_is_kept_while_the_machine_is_busy(asked, 
     monkeypatch.setattr(first_start, "measure_busy_share", lambda: busy[0])
     started(DP2)
     assert started(DP2) == [
-        "hardware profile: measured on a busy machine, and kept while other programs use 90% of its cores"
+        "hardware profile: measured on a busy machine; kept, since other programs use 90% of its cores"
     ]
     assert len(asked) == 1
     busy[0] = 0.1

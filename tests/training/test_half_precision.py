@@ -210,7 +210,7 @@ def test_excessive_loss_scale_is_halved_by_uncounted_skips_everywhere(request, h
         moved = [line for line in outcome["said"] if line.startswith("moved")]
         assert moved == [f"moved {step}: {step not in skipped}" for step in range(1, 25)]
     said = next(line for line in outcomes[0]["said"] if line.startswith("step 1 skipped"))
-    assert said.endswith("; the loss is scaled by 8.58993e+09 from now on")
+    assert said.endswith("; the loss scale is now 8.58993e+09")
     assert outcomes[0]["result"]["skipped_steps"] == len(skipped)
 
 
@@ -256,7 +256,7 @@ def test_the_scale_doubles_halves_and_stops_at_one():
 def test_mistakes_are_one_line(tiny_recipe):
     with pytest.raises(UserError, match="train.loss_scale: 1000 is not a power of two"):
         load_recipe(tiny_recipe, ["train.loss_scale=1000"])
-    with pytest.raises(UserError, match="tf32 is how CUDA devices multiply float32, and the ranks compute on cpu"):
+    with pytest.raises(UserError, match="precision tf32 needs CUDA devices, and the ranks compute on cpu"):
         set_matmul_precision("tf32", torch.device("cpu"))
 
 

@@ -170,9 +170,9 @@ def test_unknown_machine_and_failing_planner_are_one_line_each(tmp_path, monkeyp
     assert predicted["step_seconds"] is predicted["seconds_by_part"] is predicted["device"] is None
     said = [line for line in outcome["said"] if "not predicted" in line]
     assert said == [
-        'the time of a step is not predicted: no hardware profile for 1 rank x 1 thread; run "meshwright probe", or '
+        'step time is not predicted: no hardware profile for 1 rank x 1 thread; run "meshwright probe", or '
         "start once without MESHWRIGHT_PROBE=0",
-        "memory is not predicted, by a fault of the planner: KeyError: 'a fault'",
+        "memory is not predicted: error in the planner: KeyError: 'a fault'",
     ]
 
 

@@ -180,15 +180,17 @@ def test_invalid_reference_file_is_refused_by_name(two: LocalRanks, home: Path, 
     file.unlink()
     for ranks, layout in ((None, "dp1"), (two, "dp2")):
         said = error(ranks, layout)
-        assert said.startswith(f"UserError: {file} is missing: it holds the log-probabilities under the weights that")
-        assert said.endswith("put it back, or begin another run with another run.name") and "\n" not in said
+        assert said.startswith(
+            f"UserError: {file} is missing: it holds the log-probabilities under the initial weights"
+        )
+        assert said.endswith("restore the file, or start a new run with another run.name") and "\n" not in said
     file.write_bytes(whole[: len(whole) // 2])
     assert error().startswith(f"UserError: {file} is damaged: ")
     file.write_bytes(whole[:-3] + b"abc")
-    assert error().startswith(f"UserError: {file} is damaged: its values are not those whose sha256 it holds")
+    assert error().startswith(f"UserError: {file} is damaged: its values do not match its sha256")
     run(None, home, "other seed", "dp1 fp32", crash_after=1, run={"directory": str(home / "other seed/run"), "seed": 6})
     shutil.copy(home / "other seed/run/reference.safetensors", file)
-    assert error().startswith(f"UserError: {file} is that of another run: ")
+    assert error().startswith(f"UserError: {file} belongs to another run: ")
     file.write_bytes(whole)
     assert error() == ""
 
@@ -206,19 +208,19 @@ def test_new_run_reuses_only_reference_of_earlier_start(home: Path):
         assert outcome["error"] == ""
         return next(line for line in outcome["said"] if line.startswith("reference: log-probabilities"))
 
-    assert "earlier start" not in said()
+    assert "loaded from" not in said()
     whole = file.read_bytes()
-    assert "as an earlier start of this run left them" in said()
+    assert ", loaded from " in said()
     file.with_name(".reference.safetensors.new").write_bytes(whole[:100])  # killed while it wrote
     file.write_bytes(whole[:100])
-    assert "earlier start" not in said() and values(file.read_bytes()) == values(whole)
+    assert "loaded from" not in said() and values(file.read_bytes()) == values(whole)
     other = {"run": seed["run"] | {"seed": 6}}
-    assert "earlier start" not in said(**other) and values(file.read_bytes()) != values(whole), "other weights"
+    assert "loaded from" not in said(**other) and values(file.read_bytes()) != values(whole), "other weights"
     other = {"data": changes(home)["data"] | {"pack": False}}
-    assert "earlier start" not in said() and "earlier start" not in said(**other), "the same pairs in other rows"
+    assert "loaded from" not in said() and "loaded from" not in said(**other), "the same pairs in other rows"
     assert sorted(load(file.read_bytes())["train"]) == pytest.approx(sorted(load(whole)["train"]), rel=1e-5)
     other = {"model_norm_epsilon": 0.5}
-    assert "earlier start" not in said() and "earlier start" not in said(**other), "the same weights in another model"
+    assert "loaded from" not in said() and "loaded from" not in said(**other), "the same weights in another model"
 
 
 def test_weight_checksum_covers_every_element_on_any_layout():

@@ -217,7 +217,7 @@ def test_stop_signal_to_one_rank_stops_all_after_save(two, home):
     whole, stopped = home / "not stopped", home / "stopped"
     expected = cases.whole_state(cases.run(two, whole, "dp2 zero2 fp32"))
     outcomes = cases.run(two, stopped, "dp2 zero2 fp32", fault="stop_in_step_4")
-    line = "Terminated: stopped by SIGTERM after saving step 4; the same command goes on from there"
+    line = "Terminated: stopped by SIGTERM after saving step 4; the same command resumes the run"
     assert [outcome["error"] for outcome in outcomes] == [line] * 2
     assert newest(stopped / "run/checkpoints").step == 4
     outcomes = cases.run(two, stopped, "dp2 zero2 fp32")
@@ -230,10 +230,10 @@ def test_restarted_finished_run_is_reported_and_unchanged(home, two):
     left = {name: (place / "run" / name).read_bytes() for name in cases.LEFT}
     before = left["metrics.jsonl"]
     (again,) = cases.run(None, place, "dp1 fp32", train_validate_every=3)
-    assert again["said"] == ["nothing to do: step-000006 has all 6 steps; raise train.steps to train on"]
+    assert again["said"] == ["nothing to do: step-000006 has all 6 steps; increase train.steps to continue"]
     (fewer,) = cases.run(None, place, "dp1 fp32", train_steps=4, train_validate_every=3)
     assert fewer["said"] == [
-        "nothing to do: step-000006 has all 4 steps of train.steps, and 2 more; raise train.steps to train on"
+        "nothing to do: step-000006 has all 4 steps of train.steps, and 2 more; increase train.steps to continue"
     ]
     on_two = cases.run(two, place, "dp2 fp32", train_validate_every=3)[0]
     for later in (again, fewer, on_two):  # nothing is measured anew
@@ -492,7 +492,7 @@ def test_forbidden_recipe_changes_are_refused_by_name(home, key):
     model = {"model": {**cases.recipe(place, "dp1").model.model_dump(exclude_none=True), key[6:]: value}}
     changes = model if key.startswith("model_") else {key: value}
     recipe = cases.recipe(place, "dp1 fp32", train_steps=3, **changes)
-    with pytest.raises(UserError, match="and it may not change: ") as caught:
+    with pytest.raises(UserError, match="but it may not change: ") as caught:
         loop.train(recipe, Mesh.single(), RunDirectory(recipe.run_directory), show_progress=False)
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert (place / "run/metrics.jsonl").read_bytes() == before
@@ -507,9 +507,7 @@ def test_text_that_has_changed_is_refused(home):
     cases.run(None, place, "dp1 fp32", train_steps=2, data_source=str(source))
     source.write_text(source.read_text().replace("argument", "ARGUMENT", 1))
     recipe = cases.recipe(place, "dp1 fp32", train_steps=3, data_source=str(source))
-    with pytest.raises(
-        UserError, match=r"data.source holds other text than when .*step-000002 was trained on it \(sha"
-    ):
+    with pytest.raises(UserError, match=r"the text of data.source has changed since .*step-000002 was written \(sha"):
         loop.train(recipe, Mesh.single(), RunDirectory(recipe.run_directory), show_progress=False)
 
 

@@ -313,7 +313,9 @@ class Save:
         """Rank 0: remove the whole unfinished checkpoint and record the failure `line` for the other ranks. Other
         ranks: remove their slice file and write a failure marker with `line`."""
         if self.target.rank:
-            with suppress(OSError):  # the directory is already deleted, or the disk is full: the training loop reports it
+            with suppress(
+                OSError
+            ):  # the directory is already deleted, or the disk is full: the training loop reports it
                 (self.partial / slice_file_name(self.target.rank, self.target.ranks)).unlink(missing_ok=True)
             self.markers.fail(line)
             return

@@ -64,42 +64,42 @@ class Profile:
         ranks = recipe.train.profile_ranks
         self._record_operators = not ranks or mesh.rank in ranks
         self._recipe, self._mesh, self._directory, self._log = recipe, mesh, directory, log
-        self._taking: _ProfileRecording | None = None
+        self._recording: _ProfileRecording | None = None
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
         """Start recording if the next step is the first to be profiled; return True if the next step is recorded.
         Collective."""
-        if self._taking is None and self.first <= trainer.steps_done + 1 <= self.last:
-            self._taking = _ProfileRecording(trainer, self._mesh, self._record_operators)
-        if self._taking is not None:
-            self._taking.step_begins()
-        return self._taking is not None
+        if self._recording is None and self.first <= trainer.steps_done + 1 <= self.last:
+            self._recording = _ProfileRecording(trainer, self._mesh, self._record_operators)
+        if self._recording is not None:
+            self._recording.step_begins()
+        return self._recording is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
         """Finish a recorded step, and after the last one to be profiled write the trace; return True if the step was
         recorded. ending: True if the run ends after this step."""
-        if self._taking is None:
+        if self._recording is None:
             return False
-        self._taking.step_done()
+        self._recording.step_done()
         if ending or trainer.steps_done >= self.last:
-            taken, self._taking = self._taking, None
-            taken.stop()
-            self._write(taken, trainer.passes.program, trainer.steps_done)
+            recording, self._recording = self._recording, None
+            recording.stop()
+            self._write(recording, trainer.passes.program, trainer.steps_done)
         return True
 
-    def _write(self, taken: _ProfileRecording, program: PipelineProgram, last: int) -> None:
+    def _write(self, recording: _ProfileRecording, program: PipelineProgram, last: int) -> None:
         """Write each rank's trace, then on rank 0 the merged trace of all ranks, and log the path or the failure.
-        taken: the recording; program: the pipeline schedule; last: number of the last recorded step. Collective."""
+        recording: the recorded steps; program: the pipeline schedule; last: the last recorded step. Collective."""
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
-        name = f"steps-{last - taken.steps + 1:06d}-{last:06d}"
+        name = f"steps-{last - recording.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
-        recorded = taken.rank_steps()
+        recorded = recording.rank_steps()
         problem = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             kernels: list[dict[str, Any]] = []
-            if taken.operators is not None:
-                events = _load_operator_trace(taken.operators, directory / f".rank-{rank:05d}.json")
+            if recording.operators is not None:
+                events = _load_operator_trace(recording.operators, directory / f".rank-{rank:05d}.json")
                 trace, kernels = build_rank_trace(recorded, events)
                 _write_json(directory / f"rank-{rank:05d}.json.gz", trace)
             _write_json(_steps_path(directory, rank), recorded.table() | {"kernels": kernels})
@@ -117,7 +117,7 @@ class Profile:
             for other in range(self._mesh.world_size):
                 with suppress(OSError):
                     _steps_path(directory, other).unlink()
-            steps = f"step {last}" if taken.steps == 1 else f"steps {last - taken.steps + 1} to {last}"
+            steps = f"step {last}" if recording.steps == 1 else f"steps {last - recording.steps + 1} to {last}"
             self._log(failure[1] if failure else f"profile of {steps}: {directory / MERGED} (opens in ui.perfetto.dev)")
 
     def _pipeline_ranks(self) -> dict[int, int]:

@@ -95,7 +95,9 @@ class RunDirectory:
     def write_ranks(self, processes: Sequence[int]) -> None:
         """Write `ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}. processes: ids in the order of
         ranks."""
-        self._replace(RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}).encode() + b"\n")
+        self._replace(
+            RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}).encode() + b"\n"
+        )
 
     def write_recipe(self, text: str) -> None:
         """Write the resolved recipe (file, overrides and defaults together) as TOML."""

@@ -34,6 +34,4 @@ def set_matmul_precision(precision: str | None, device: torch.device) -> None:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     elif precision == "tf32":
-        raise UserError(
-            f"tf32 is how CUDA devices multiply float32, and the ranks compute on {device.type}; write fp32"
-        )
+        raise UserError(f"precision tf32 needs CUDA devices, and the ranks compute on {device.type}; use fp32")

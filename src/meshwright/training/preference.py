@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import count_pairs, loss_share
 from meshwright.planner.traffic import PREFERENCE_FIGURES
-from meshwright.training.objective import Policy
 from meshwright.training.reference import (
     FILE,
     Reference,
@@ -34,6 +33,9 @@ from meshwright.training.reference import (
     read_reference,
 )
 from meshwright.training.task import RunStart
+
+if TYPE_CHECKING:
+    from meshwright.training.language_model import LanguageModelTask
 
 
 class PreferencePairs:
@@ -86,7 +88,7 @@ class PreferencePairs:
         text = f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
         return Metrics(rewards.document(), text)
 
-    def prepare(self, policy: Policy, start: RunStart) -> None:
+    def prepare(self, policy: LanguageModelTask, start: RunStart) -> None:
         """Set `reference`, the reference log-probabilities: load them from the run directory, or compute them with the
         initial weights and store them there. policy: the model being trained; start: run directory and resumed state.
         `UserError` if a resumed run's file is missing, damaged or from another run. Collective."""
@@ -103,17 +105,17 @@ class PreferencePairs:
 
         def compute() -> Reference:
             """Compute the reference log-probabilities and log the progress."""
-            log = limit_rate(lambda done: start.log(f"reference: {done:,} of {sequences:,} rows"))
+            log = limit_rate(lambda done: start.log(f"reference: {done:,} of {sequences:,} sequences"))
             return self.compute_reference(policy, identity, log)
 
         leader = policy.mesh.rank == 0
         self.reference, earlier = load_or_compute(path, self._pairs, identity, compute, start.agreement, leader)
         responses = sum(len(each.values) for each in self.reference.splits.values())
-        how = "as an earlier start of this run left them" if earlier else f"in {time.perf_counter() - begun:.1f} s"
-        start.log(f"reference: log-probabilities of {responses:,} responses, {how}, in {path}")
+        how = "loaded from" if earlier else f"computed in {time.perf_counter() - begun:.1f} s, stored in"
+        start.log(f"reference: log-probabilities of {responses:,} responses, {how} {path}")
 
     def compute_reference(
-        self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
+        self, policy: LanguageModelTask, identity: Mapping[str, str], progress: Callable[[int], None]
     ) -> Reference:
         """Compute the log-probabilities of all responses of all splits under the current weights. identity: checksums
         of data and weights and the precision, stored with them; progress: called with the number of sequences done.
@@ -144,14 +146,13 @@ class PreferencePairs:
         try:
             found = read_reference(path, self._pairs)
             if found.sha256 != start.saved.get("reference_sha256"):
-                problem = f"{path} is that of another run"
+                problem = f"{path} belongs to another run"
         except UserError as error:
             problem = str(error)
         if (first := start.agreement.first_text(problem)) is not None:
             raise UserError(
-                f"{first[1]}: it holds the log-probabilities under the weights that training began with, and a run "
-                "of which some steps are done cannot compute them again; put it back, or begin another run with "
-                "another run.name"
+                f"{first[1]}: it holds the log-probabilities under the initial weights, which a resumed run cannot "
+                "compute again; restore the file, or start a new run with another run.name"
             )
         assert found is not None
         return found
