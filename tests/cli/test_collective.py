@@ -1,4 +1,4 @@
-"""`meshwright collective`: the figures that others rely on, the pictures, one line for a mistake."""
+"""`meshwright collective`: figures, pictures, one line for a mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.program.json_form import to_json_dict
 
 @pytest.fixture
 def asked(command_line):
-    """The JSON document that the command answers with."""
+    """The JSON document that the command prints."""
 
     def ask(*words: str) -> Any:
         outcome = command_line("collective", *words, "--json")

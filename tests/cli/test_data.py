@@ -1,4 +1,4 @@
-"""`meshwright data`: counts and a picture for people, one document for programs."""
+"""`meshwright data`: text for people, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.terminal import escape_control_characters
 
 @pytest.fixture
 def recipe(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe whose corpus are 50 short documents, one of them twice."""
+    """A recipe whose corpus has 50 short documents, one of them twice."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(50):

@@ -43,7 +43,7 @@ def test_json_is_one_document_with_the_promised_keys(command_line: Callable[...,
 def test_prompt_is_read_from_standard_input(
     command_line: Callable[..., Any], stories: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """One end of line is the shell's; what else is there, a second one too, is the prompt's."""
+    """One final newline is removed; the rest, a second one too, belongs to the prompt."""
     for given, prompt in ((PROMPT, PROMPT), (f"{PROMPT}\n", PROMPT), ("two\nlines, é\n\n", "two\nlines, é\n")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), encoding="ascii"))
         outcome = command_line("generate", stories, "--prompt", "-", "--max-tokens", 2, "--device", "cpu", "--json")

@@ -25,7 +25,7 @@ def test_help_claims_no_command_that_is_absent():
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch):
-    """Puts a command of the test's own among the commands."""
+    """Add a command of the test to the commands."""
 
     def add(added: click.Command) -> None:
         module = type(sys)(f"meshwright.cli.{added.name}")
@@ -128,7 +128,7 @@ def test_the_commands_of_a_group_are_named_nearest_too(command_line, commands):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_no_command_leaves_a_missing_argument_to_click(name: str, command_line):
-    """Each with an option that has no value: whatever is missing, the answer is a line of ours."""
+    """Each with an option that has no value: the error is one line of Meshwright in every case."""
     loaded = cli.meshwright.get_command(click.Context(cli.meshwright), name)
     inner = [[name, inside] for inside in loaded.commands] if isinstance(loaded, click.Group) else [[name]]
     for path in inner:

@@ -1,4 +1,4 @@
-"""`meshwright plan`: one document, a table for people, a page, requests by the line, and lines about mistakes."""
+"""`meshwright plan`: one document, a table for people, a page, requests by line, one-line errors."""
 
 from __future__ import annotations
 

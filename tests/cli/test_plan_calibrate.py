@@ -1,4 +1,4 @@
-"""`meshwright plan --calibrate`: keeps what runs say in the cluster file, whole or not at all, and plans say so."""
+"""`meshwright plan --calibrate`: writes the calibration into the cluster file atomically, and plans report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `meshwright collective` and `meshwright schedule` have in common: --text, --program, --trace, alike in both."""
+"""Common options of `meshwright collective` and `meshwright schedule`: --text, --program, --trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright report`: makes the page, with what other commands printed, and says what it cannot read."""
+"""`meshwright report`: writes the page with the output of other commands, and reports unreadable files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright schedule`, as a user calls it."""
+"""`meshwright schedule` on the command line."""
 
 from __future__ import annotations
 

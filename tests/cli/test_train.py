@@ -1,4 +1,5 @@
-"""`meshwright train`: mistakes are one line before anything starts, a run leaves one document, whoever starts it."""
+"""`meshwright train`: mistakes are one line before anything starts, and a run prints one document under every
+launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ TEXT = "".join(f"Test {n} is good if it can fail.\n\nRun {n} is good if it can g
 
 @pytest.fixture
 def recipe(tiny_recipe: Path, tmp_path: Path) -> Path:
-    """A recipe of four steps on a short text, everything below one directory."""
+    """A recipe of four steps on a short text, with all files in one directory."""
     (tmp_path / "corpus.txt").write_text(TEXT)
     text = tiny_recipe.read_text().replace('"stdlib"', f'"{tmp_path}/corpus.txt"\ncache = "{tmp_path}/cache"')
     tiny_recipe.write_text(text.replace("seed = 7", f'seed = 7\ndirectory = "{tmp_path}/run"'))
@@ -133,7 +134,7 @@ def test_help_says_how_runs_stop_and_resume(command_line):
 
 
 def start(recipe: Path, *arguments: str, **options) -> subprocess.CompletedProcess:
-    """The command in a process of its own, in the recipe's directory."""
+    """Run the command in a separate process, in the recipe's directory."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "meshwright", "train", str(recipe), *arguments],
@@ -190,7 +191,8 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_externally_started_ranks_join_and_only_rank_0_prints(recipe, tmp_path):
-    """torchrun, two processes by hand that meet at an address, the launcher with a file: one run goes on through it."""
+    """torchrun, two processes started by hand with an address, the launcher with a file: the same run continues through
+    all of them."""
     arguments = ["-m", "meshwright", "train", str(recipe), "layout=dp2 zero1 fp32", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 

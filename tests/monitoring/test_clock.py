@@ -1,4 +1,4 @@
-"""The clock of a step: parts add up, and waiting for others is not work."""
+"""The step clock: phases add up, and waiting for other ranks is not work."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_truncated_last_line_is_skipped_and_removed_on_resume(tmp_path, rest):
 
 
 class SmallDisk:
-    """os.pwrite on a disk that holds so many bytes."""
+    """os.pwrite on a disk with a limited number of bytes."""
 
     def __init__(self, monkeypatch, size: int) -> None:
         self.size, self._pwrite = size, os.pwrite

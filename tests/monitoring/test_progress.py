@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a few plain lines elsewhere, nothing where nobody should speak."""
+"""Progress: a bar on a terminal, a few plain lines elsewhere, nothing on silent ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: one valid page that needs nothing else, says what the run's files say, and shows every point."""
+"""The report: one valid, self-contained page with the figures of the run's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
 class Strict(html.parser.HTMLParser):
-    """Every element closed in order; collects text by element and all attributes."""
+    """Parser that checks that every element is closed in order, and collects text by element and all attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

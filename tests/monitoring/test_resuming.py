@@ -1,4 +1,4 @@
-"""Every key of a recipe either may change when a run is resumed or is refused by name, with both values."""
+"""Every recipe key either may change on resume or is refused by name, with both values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.recipe import SCHEMA, Recipe, load_recipe
 
 
 def different(recipe: Path, key: str) -> Recipe:
-    """The recipe with another valid value for `key`."""
+    """Return the recipe with another valid value of `key`."""
     old = load_recipe(recipe)
     numbers = ["true", "false", "3", "2", "0.5", "256", "300", "1e-3", "[0.5, 0.5]", "[0, 1]"]
     words = [

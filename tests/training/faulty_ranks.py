@@ -1,4 +1,4 @@
-"""Ranks that train as always, one of which does something else at one call: {"rank", "site", "call", "does"}."""
+"""Training ranks, one of which has a fault at one call: {"rank", "site", "call", "does"}."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ COMMAND = (
 
 
 def main() -> None:
-    """A rank of training, from the launcher's first word to its report."""
+    """Run a training rank that the launcher started."""
     run_rank(work)
 
 
 def join() -> None:
-    """A rank that somebody else starts, with a recipe and a fault in its arguments."""
+    """Run a rank that another launcher starts, with a recipe and a fault in its arguments."""
     recipe, fault, marker = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     plant(fault, int(os.environ["RANK"]), marker)
     try:
@@ -42,7 +42,7 @@ def join() -> None:
 
 
 def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Train; serve description["fault"]."""
+    """Train with the fault description["fault"]."""
     import torch.distributed  # noqa: F401  (takes its time, which is not to count against the time-out)
 
     directory = Path(description["directory"])
@@ -55,7 +55,7 @@ def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
 
 
 def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
-    """Have the call-th call at the site go wrong. From there on ranks have little patience."""
+    """Make the call number `call` at the site fail. From then on ranks time out early."""
     import torch
 
     from meshwright.comm import collectives, transport

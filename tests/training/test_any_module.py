@@ -1,5 +1,5 @@
-"""Any module in the loop: every layout computes what plain torch computes on one device, sends and holds what was
-predicted, and a run that is interrupted ends where an undisturbed one does."""
+"""User modules: every layout computes what plain torch computes on one device, with the predicted traffic and memory,
+and an interrupted run ends where an undisturbed one does."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_a_script_may_choose_the_units():
     assert describe_module(cases.Tied(), lambda name, module: name == "blocks.1").table.units == ("(rest)", "blocks.1")
 
 
-# --- runs that are cut off
+# --- interrupted runs
 
 
 def state_of(outcomes):
-    """All pieces of all ranks, by what they are of."""
+    """Return all slices of all ranks by (kind, name, start)."""
     return {tuple(piece[:4]): piece[4] for outcome in outcomes for piece in outcome["pieces"]}
 
 
@@ -118,7 +118,7 @@ def test_killed_run_resumes_bit_for_bit(two, undisturbed, tmp_path):
 
 
 def test_run_resumes_on_another_layout_with_next_samples(two, undisturbed, tmp_path):
-    """Dropout is drawn for a micro-batch, whose samples are the same here; sums are in another order."""
+    """Dropout is drawn per micro-batch, whose samples are the same here; sums are in another order."""
     two.run(cases.run, str(tmp_path), "dp2 zero3", 5)
     (outcome,) = [cases.run(str(tmp_path), "dp1 mb2")]
     whole = state_of([outcome])
@@ -143,7 +143,7 @@ def test_checkpoint_contains_whole_module(two, undisturbed):
         / 10
     )
     result = outcomes[0]["result"]
-    assert abs(result["validation_accuracy"] - accuracy) <= 0.11  # its samples shake a little
+    assert abs(result["validation_accuracy"] - accuracy) <= 0.11  # its samples are random
     assert result["predicted"]["sent_bytes_per_step"] == result["measured"]["sent_bytes_per_step"]
     assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]
 
@@ -161,12 +161,12 @@ def test_running_statistics_are_the_mean_over_the_ranks(two, undisturbed):
     assert two.run(cases.statistics_of_one_step) == [True, True]
 
 
-# --- told and watched
+# --- profile, metrics and trackers
 
 
 def test_fit_writes_profile_and_tracks_figures(two, undisturbed, tmp_path):
     outcomes = two.run(cases.profiled_and_tracked, str(tmp_path))
-    assert_equal_states(outcomes, undisturbed[1])  # it changes nothing
+    assert_equal_states(outcomes, undisturbed[1])  # no result changes
     [directory] = (tmp_path / "profile").iterdir()
     trace = Trace(read(directory / "all-ranks.json.gz"))
     assert list(trace.processes.values()) == ["rank 0", "rank 1"]
@@ -187,15 +187,15 @@ def test_fit_writes_profile_and_tracks_figures(two, undisturbed, tmp_path):
     for known in (*steps, result):
         assert not known.keys() & {"tokens_per_second", "mfu", "flops_per_token", "flops_convention"}
     validated = [line for line in steps if "validation_loss" in line]
-    assert [line["step"] for line in validated] == [2, 3, 4, 6]  # every third, and what is saved
+    assert [line["step"] for line in validated] == [2, 3, 4, 6]  # every third, and those saved
     assert all(0 <= line["validation_accuracy"] <= 1 for line in validated)
     assert result["validation_accuracy"] == validated[-1]["validation_accuracy"]
 
-    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
-    assert told[0]["recipe"]["layout"] == "dp2 zero3 fp32" and told[0]["recipe"]["train.batch"] == cases.BATCH
-    assert not any(key.startswith(("model.", "data.")) for key in told[0]["recipe"])
-    assert told[-1] == {"status": "finished"}
-    figures = [(line["step"], line["values"]) for line in told[1:-1]]
+    tracked = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+    assert tracked[0]["recipe"]["layout"] == "dp2 zero3 fp32" and tracked[0]["recipe"]["train.batch"] == cases.BATCH
+    assert not any(key.startswith(("model.", "data.")) for key in tracked[0]["recipe"])
+    assert tracked[-1] == {"status": "finished"}
+    figures = [(line["step"], line["values"]) for line in tracked[1:-1]]
     for line in steps:
         (values,) = [values for step, values in figures if step == line["step"] and "loss" in values]
         for key in ("loss", "samples_per_second", "validation_loss", "validation_accuracy"):

@@ -1,4 +1,4 @@
-"""`layout = "auto"`: the planner chooses for the machine that was measured; without one a line says what to do."""
+"""`layout = "auto"`: the planner chooses for the measured machine; without a profile an error says what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLES = {
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of four processes, as a cluster file says it."""
+    """A machine of four processes with a cluster file."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = tmp_path / "meshwright" / "cluster.toml"
     path.parent.mkdir()

@@ -1,4 +1,4 @@
-"""Training on weighted sources: the mixture is that of the weights on every layout, and goes on after a crash."""
+"""Training on weighted sources: the mixture follows the weights on every layout, and continues after a crash."""
 
 from __future__ import annotations
 

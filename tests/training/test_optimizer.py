@@ -1,4 +1,4 @@
-"""The optimizer on flat shards against torch.optim on the parameters as they are, decay groups and all."""
+"""The optimizer on flat shards against torch.optim on whole parameters, with weight-decay groups."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def flat(unit: list[torch.Tensor]) -> torch.Tensor:
 
 
 def cut(dtype: torch.dtype, cuts: list[float]) -> list[Shard]:
-    """Every unit's flat buffer cut at the same fractions, so that shards begin and end inside tensors."""
+    """Cut every unit's flat buffer at the same fractions, so that shards begin and end inside tensors."""
     shards = []
     for number, unit in enumerate(values(0, dtype)):
         whole, decay = flat(unit), sum(value.numel() for value in unit if value.ndim == 2)
@@ -61,7 +61,7 @@ def fill(shards: list[Shard], step: int, dtype: torch.dtype) -> None:
 
 
 def reference(train: TrainRecipe, dtype: torch.dtype, steps: int, scale: float = 1.0) -> list[torch.Tensor]:
-    """torch's optimizer on whole parameters, weight decay on those of two dimensions."""
+    """Return torch's optimizer on whole parameters, with weight decay on those of two dims."""
     units = values(0, dtype)
     parameters = [value for unit in units for value in unit]
     groups = [

@@ -1,5 +1,5 @@
-"""Training on pairs of responses: it raises the margin of chosen ones that it has not seen, on every layout alike, and
-goes on from the reference that it began with."""
+"""Preference training raises the margin of unseen chosen responses, equally on every layout, and resumes with the
+original reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEYS = (*FIGURES, *(f"validation_{name}" for name in FIGURES))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts of two words: what is preferred says them in their order, what is not says something else."""
+    """Prompts of two words: the chosen response repeats them in order, the rejected one does not."""
     home, draw = tmp_path_factory.mktemp("preference"), random.Random(0)
     lines = []
     for _ in range(160):
@@ -111,7 +111,7 @@ def test_layouts_match_steps_and_rewards_of_one_device(two: LocalRanks, home: Pa
 
 
 def test_reference_log_probabilities_match_isolated_responses(home: Path, alone: Path):
-    """Unpacked, without padding, on a model of the initial values."""
+    """Unpacked, without padding, on a model with the initial values."""
     wanted = cases.recipe(alone, "dp1 fp32", **changes(home))
     data = prepare(wanted.data, wanted.run.seed)
     config = resolve_model_config(wanted, data)
@@ -161,7 +161,7 @@ def test_reference_is_computed_without_validation_pairs_too(two: LocalRanks, hom
 
 
 def broken_off(home: Path, alone: Path, name: str) -> Path:
-    """A run of which two of its four steps are saved, as `alone` began."""
+    """A run of four steps, two of which are saved; it starts like `alone`."""
     place = home / name
     shutil.copytree(alone / "run", place / "run")
     shutil.rmtree(place / "run" / "checkpoints" / "step-000004")

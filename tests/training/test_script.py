@@ -1,4 +1,4 @@
-"""A script of the user's as several ranks: started by `meshwright run`, by torchrun and by itself, it does the same."""
+"""A user's script on several ranks does the same under `meshwright run`, torchrun and alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def outcome(place: Path, *words: object) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A run of two ranks that nothing disturbs: its place, output and errors."""
+    """An undisturbed run of two ranks: its directory, output and errors."""
     place = tmp_path_factory.mktemp("whole")
     (place / "classify.py").write_text(SCRIPT)
     code, output, errors = outcome(place, *MESHWRIGHT, "run", "--ranks", 2, "--json", "classify.py", 0)

@@ -1,4 +1,4 @@
-"""Training with tensor parallelism: the same steps as on one device, from checkpoint to checkpoint of any layout."""
+"""Tensor-parallel training: the steps of one device, and checkpoints that any layout reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(home):
-    """Six steps on one device, saved after every third."""
+    """Six steps on one device, with a save after every third."""
     place = home / "alone"
     outcomes = run(None, place, "dp1 fp32")
     return place, cases.whole_state(outcomes)
@@ -67,7 +67,7 @@ def test_run_changes_layouts_and_reads_same_data(two, four, home, alone):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_tensor_parallel_checkpoint_loads_bitwise_on_every_layout(two, four, home, family):
-    """A checkpoint of tp2 is loaded by other layouts and saved by them: the bytes stay."""
+    """Other layouts load and save a checkpoint of tp2 without a changed byte."""
     model = {"family": family, "layers": 2, "hidden": 40, "heads": 4, "intermediate": 72, "vocabulary": 499}
     begun = home / f"begun {family}"
     written = cases.whole_state(run(two, begun, "tp2 fp32", train_steps=2, model=model, train_schedule="constant"))
@@ -136,7 +136,7 @@ def test_compiled_model_steps_match_eager_steps(two, home, fault):
 
 
 def test_hugging_face_weights_are_sharded_as_table_says(two, four, home, alone):
-    """Training begins with the values of a checkpoint of another layout."""
+    """Training starts with the values of a checkpoint of another layout."""
     directory = str(alone[0] / "run/checkpoints/step-000003")
     traces = []
     for ranks, layout in ((None, "dp1"), (four, "dp2 zero1 tp2")):

@@ -1,5 +1,5 @@
-"""Training end to end: it learns, every layout learns the same, and an interrupted run ends where an undisturbed one
-does, bit for bit."""
+"""Training end to end: the model learns, every layout learns the same, and an interrupted run ends where an undisturbed
+one does, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.training import training_cases as cases
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """Where runs and their common cache lie."""
+    """Directory of runs and of their shared cache."""
     return tmp_path_factory.mktemp("training")
 
 
@@ -47,7 +47,7 @@ def events(place: Path, name: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def learnt(home):
-    """A run of 40 steps on real text, validated, in this process."""
+    """A run of 40 steps on real text with validation, in this process."""
     place = home / "learnt"
     changes = {"train_steps": 40, "train_warmup": 4, "train_learning_rate": 1e-2, "train_validate_every": 20}
     (outcome,) = cases.run(None, place, "dp1 fp32", **changes)
@@ -56,7 +56,7 @@ def learnt(home):
 
 
 def transformers_loss(directory: str, batch) -> float:
-    """The mean loss over the targets of rows that hold one document each, as `transformers` computes it."""
+    """Return the mean loss over the targets of rows with one document each, computed by `transformers`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -387,7 +387,7 @@ def test_deterministic_algorithms_are_enabled_only_during_run(home, monkeypatch)
 
 
 def test_discarded_run_is_garbage_collected(home):
-    """A process that trains one model after another has the memory of one."""
+    """A process that trains several models in turn needs the memory of one."""
     recipe = cases.recipe(home / "discarded", "mb2 ac:selective fp32", train_steps=2)
     directory = RunDirectory(recipe.run_directory)
     directory.create()

@@ -28,7 +28,7 @@ class DirectoryLock:
     """Exclusive lock of a directory, held until `release` or the end of this process and of all that inherited it.
 
     The kernel (or the server of a network file system) releases it when the holding processes end, however they end.
-    The lock file stays behind but blocks nobody; the process id in it is only for messages. path: an existing
+    The lock file remains without effect; the process id in it is only for messages. path: an existing
     directory. what: its name in errors, such as "run directory". advice: what a user can do instead of waiting, for the
     error. Raises `UserError` if another process holds the lock or the directory is not writable.
     """

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: sizes and hashes of its files, written last, so that it marks a checkpoint as complete.
 
-Every 64 MiB block has a hash of its own, so that a rank verifies just what it reads.
+Every 64 MiB block has a separate hash, so that a rank verifies just what it reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Synchronization of the ranks of one save through marker files, and the outcomes of the last saves.
 
-Files, because a save runs beside training and must not interfere with its collectives.
+Files, because a save runs concurrently with training and must not interfere with its collectives.
 """
 
 from __future__ import annotations

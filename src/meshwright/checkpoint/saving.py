@@ -1,4 +1,4 @@
-"""One checkpoint save on one rank, in a thread beside training. Ranks synchronize through marker files, not
+"""One checkpoint save on one rank, concurrent with training. Ranks synchronize through marker files, not
 collectives:
 
     rank 0 makes the directory -> `.begin` -> all write -> `.written-R` -> all hash -> `.hashed-R` -> rank 0 writes the

@@ -93,7 +93,7 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
 
     \f
     recipe: path of the recipe. overrides: KEY=VALUE for fields of it. output: page to write, None for report.html
-    beside the prepared data. as_json: print JSON.
+    in the directory of the prepared data. as_json: print JSON.
     """
     from meshwright.data.cleaning.report import render_cleaning_page
 
@@ -215,7 +215,7 @@ def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
 
 
 def _make_sample_table(row: Mapping[str, Any]) -> Any:
-    """Format one training sample as a rich table: the text of each document beside its token positions. row: entry of
+    """Format one training sample as a rich table: the text of each document next to its token positions. row: entry of
     `describe_samples`."""
     from rich.console import Group
     from rich.table import Table

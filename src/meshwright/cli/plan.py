@@ -74,7 +74,7 @@ def command(
     """Predict time and memory of training MODEL on a cluster: of one layout, or of the fastest layouts that fit.
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe.
-    Memory is that of the fullest rank; times come with bounds between which published runs lie. With --serve, predict
+    Memory is that of the fullest rank; times have bounds that contain published runs. With --serve, predict
     the memory of a server instead.
 
     \f

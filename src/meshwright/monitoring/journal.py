@@ -42,14 +42,14 @@ class Journal:
         self.metrics: MetricsFile | None = None
         self.tracking: Tracking | None = None
         self._metrics_problem = ""
-        self.sent_bytes: dict[str, int] | None = None  # of this rank in the last step, by call site
+        self.sent_bytes: dict[str, int] | None = None  # by this rank in the last step, by call site
         self.sent_bytes_by_axis: dict[str, int] | None = None
         self.memory = StepMemory(self.device)
         self.times = StepTimes()
-        self.prediction: Prediction | None = None  # of rank 0
+        self.prediction: Prediction | None = None  # on rank 0
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
         self._slow_rank: int | None = None  # reported at the end of the last window
-        self._figures: dict[str, list[float]] = {}  # of the steps of this process, by key of metrics.jsonl
+        self._figures: dict[str, list[float]] = {}  # key of metrics.jsonl -> values of the steps of this process
 
     @property
     def rate_name(self) -> str:

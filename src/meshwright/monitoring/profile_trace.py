@@ -1,4 +1,4 @@
-"""Chrome traces of a profile: of one rank, and of all ranks on one clock beside the simulated pipeline program."""
+"""Chrome traces of a profile: of one rank, and of all ranks on one clock and with the simulated pipeline program."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Progress:
             bar = BarColumn(bar_width=10)
 
             class Figures(ProgressColumn):
-                """Column of the figures that fit beside the bar on the console's line."""
+                """Column of the figures that fit next to the bar on the console's line."""
 
                 def render(column, task: Task) -> Text:  # noqa: N805
                     """Return the text of the column."""

@@ -141,16 +141,16 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return table rows (name, predicted, measured), all text, for step time, memory and traffic; empty if there are no
     figures. result: the result document, with entries `predicted` and `measured`."""
     predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
-    said = [
+    rows = [
         ("seconds of a step", *map(_format_step_seconds, (predicted, measured))),
         ("of which", *(_format_parts(side.get("seconds_by_part")) for side in (predicted, measured))),
     ]
     kinds = [side.get("seconds_by_kind") or {} for side in (predicted, measured)]
     for kind in dict.fromkeys(kind for side in kinds for kind in side):
-        said.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
+        rows.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
     peaks = [side.get("memory_bytes") or {} for side in (predicted, measured)]
-    said.append(("process memory of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
-    said.append(("tensors of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
+    rows.append(("process memory of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
+    rows.append(("tensors of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
     for title, key in (
         ("process memory of rank 0", "process_memory_bytes"),
         ("tensors of rank 0", "memory_bytes"),
@@ -159,8 +159,8 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         sides = [side.get(key) or {} for side in (predicted, measured)]
         for name in dict.fromkeys(name for side in sides for name in side):
             if name not in ("process_peak", "allocator_peak") and any(side.get(name) for side in sides):
-                said.append((f"{title}: {name}", *(_format_size(side.get(name)) for side in sides)))
-    return [(name, before or "–", after or "–") for name, before, after in said if before or after]
+                rows.append((f"{title}: {name}", *(_format_size(side.get(name)) for side in sides)))
+    return [(name, before or "–", after or "–") for name, before, after in rows if before or after]
 
 
 def _format_step_seconds(side: dict[str, Any]) -> str:

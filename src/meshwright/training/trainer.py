@@ -101,8 +101,8 @@ class Trainer:
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `state.json` that a bitwise resume needs beside tensors: counters, loss
-        scale, seed, layout, recipe."""
+        """Return the entries of a checkpoint's `state.json` that a bitwise resume needs in addition to tensors:
+        counters, loss scale, seed, layout, recipe."""
         return {
             "step": self.steps_done,
             "samples": self.steps_done * self.recipe.train.batch,

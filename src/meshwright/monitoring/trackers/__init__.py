@@ -22,7 +22,7 @@ BUILT_IN = {
     "mlflow": "meshwright.monitoring.trackers.mlflow:MLflowTracker",
 }
 
-_HOSTED = ("databricks", "databricks-uc", "uc")  # what MLflow takes for a server beside URLs
+_HOSTED = ("databricks", "databricks-uc", "uc")  # server names of MLflow that are not URLs
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
