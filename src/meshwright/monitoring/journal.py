@@ -356,7 +356,4 @@ def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
     """Return {"checkpoint", "best_checkpoint"}: the paths of the newest checkpoint and of that with the lowest
     validation loss, None without one."""
     newest, best = checkpointer.newest(), checkpointer.best()
-    return {
-        "checkpoint": str(newest.path) if newest else None,
-        "best_checkpoint": str(best.path) if best else None,
-    }
+    return {"checkpoint": str(newest.path) if newest else None, "best_checkpoint": str(best.path) if best else None}

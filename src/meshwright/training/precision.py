@@ -9,12 +9,7 @@ import torch
 from meshwright.errors import UserError
 from meshwright.parallel.step import WORTH_ADDING_AT_ONCE
 
-PARAMETER_DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+PARAMETER_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Parameter dtype of each precision of the layout notation."""
 
 
