@@ -19,17 +19,9 @@ from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterEntry, ParameterTable
 
 DTYPE_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
