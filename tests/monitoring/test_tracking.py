@@ -192,7 +192,7 @@ def test_unreachable_tracking_server_does_not_stop_run(two, home):
     outcome = cases.run(two, home / "no server", "dp2 zero1 fp32", **changes)[0]
     assert outcome["error"] == "" and outcome["result"]["step"] == 6
     said = [line for line in outcome["said"] if line.startswith("tracker")]
-    assert len(said) == 2 and said[0].startswith("tracker mlflow takes nothing: MlflowException: ")
+    assert len(said) == 2 and said[0].startswith("tracker mlflow failed: MlflowException: ")
     assert said[0].endswith("; training continues, and sending is retried")
     assert " lines were lost (MlflowException: " in said[1]
     expected = cases.run(two, home / "without", "dp2 zero1 fp32")

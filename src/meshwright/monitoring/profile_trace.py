@@ -160,7 +160,7 @@ def build_rank_events(steps: RankSteps) -> Events:
             )
     for lane in range(len(ends)):
         events += make_thread_events(
-            process, first + CALLS + lane, "calls" if lane == 0 else f"overlapping calls {lane}"
+            process, first + CALLS + lane, "calls" if lane == 0 else f"calls, overlap {lane}"
         )
     return events
 
