@@ -20,7 +20,6 @@ from meshwright.checkpoint import Checkpointer, SaveOptions, best, newest, read_
 from meshwright.checkpoint import checkpointer as checkpointer_module
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.snapshot import SnapshotBuffers
-from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -268,10 +267,9 @@ def test_full_disk_keeps_older_checkpoints(small_disk, found, monkeypatch):
     assert keeper.failed() is None and newest(small_disk / "checkpoints").step == 3
 
 
-def test_full_disk_is_reported_on_both_ranks(small_disk):
+def test_full_disk_is_reported_on_both_ranks(two, small_disk):
     directory = small_disk / "checkpoints"
-    with LocalRanks(2) as ranks:
-        results = ranks.run(cases.save_without_looking, str(directory), LARGER)
+    results = two.run(cases.save_without_looking, str(directory), LARGER)
     assert [line for line, _ in results] == [None, None]
     for _, line in results:
         assert "checkpoint of step 2 not written: rank" in line and "no space left on device (it needs" in line

@@ -16,6 +16,7 @@ import torch
 
 from meshwright.checkpoint import Checkpointer, SaveOptions, saving
 from meshwright.checkpoint.directory_lock import LOCK
+from meshwright.checkpoint.files import write_at
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice, even_share, flat_layout, slices_of
@@ -157,8 +158,12 @@ def load_on_ranks(directory: str, config: ModelConfig) -> tuple[str | None, bool
 
 def save_without_looking(directory: str, config: ModelConfig) -> list[str | None]:
     """Save steps 1 and 2 without a check of the free space; return the outcomes."""
+    check_space = saving.Save._check_space
     saving.Save._check_space = lambda self: self.target.directory.mkdir(exist_ok=True)  # type: ignore[method-assign]
-    return save_on_ranks(directory, config, [1, 2], {})
+    try:
+        return save_on_ranks(directory, config, [1, 2], {})
+    finally:
+        saving.Save._check_space = check_space  # type: ignore[method-assign]
 
 
 def save_with_a_fault(directory: str, config: ModelConfig, faulty: int, how: str) -> tuple[str | None, list[str]]:
@@ -187,6 +192,7 @@ def save_with_a_fault(directory: str, config: ModelConfig, faulty: int, how: str
     torch.distributed.barrier()
     checkpointer.abandon()
     torch.distributed.barrier()
+    saving.write_at = write_at  # type: ignore[assignment]
     return line, entries(directory)
 
 

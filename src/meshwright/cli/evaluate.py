@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -12,6 +11,7 @@ from meshwright.cli.plumbing import (
     device_option,
     json_option,
     overrides_argument,
+    print_progress,
     reading_layout_option,
     refuse_overrides,
     result_printer,
@@ -58,16 +58,10 @@ def command(
         refuse_overrides(overrides, data)
         result = evaluate(
             checkpoint, data, overrides, sequence=sequence, layout=layout, device=device, with_xz=xz,
-            progress=_print_progress, log=print_message,
+            progress=lambda done, total: print_progress(f"evaluating {done / total:.0%}", done == total),
+            log=print_message,
         )  # fmt: skip
         answer(result.to_json_dict(), _format_result(result))
-
-
-def _print_progress(done: int, total: int) -> None:
-    """Print the progress of an evaluation as a percentage on one line of the terminal, if there is one. done, total:
-    sequences."""
-    if sys.stderr.isatty():
-        print(f"\revaluating {done / total:.0%}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def _format_result(result: Evaluation) -> str:

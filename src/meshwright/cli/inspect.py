@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import json_option, result_printer
+from meshwright.cli.plumbing import json_option, print_progress, result_printer
 from meshwright.cli.tables import make_fact_table
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
@@ -64,11 +63,8 @@ def command(
 
 
 def _print_progress(done: int, total: int) -> None:
-    """Print the progress of reading tensors as a percentage on one line of the terminal, if there is one. done, total:
-    bytes."""
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\rreading {done / max(1, total):.0%} of {_format_bytes(total)}", end=end, file=sys.stderr, flush=True)
+    """Print the progress of reading tensors on one line of the terminal, if there is one. done, total: bytes."""
+    print_progress(f"reading {done / max(1, total):.0%} of {_format_bytes(total)}", done == total)
 
 
 def _make_totals_table(document: Mapping[str, Any]) -> Any:

@@ -246,6 +246,12 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
             os.close(aside)
 
 
+def print_progress(text: str, last: bool) -> None:
+    """Print `text` over the previous progress text on standard error, if that is a terminal. last: end the line."""
+    if sys.stderr.isatty():
+        print(f"\r{text}", end="\n" if last else "", file=sys.stderr, flush=True)
+
+
 def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
     """Return True if `path` is `-`, which stands for standard output. Raises `UserError` if --json is given too, as its
     document takes standard output. option: name of the option with that path, for the error."""

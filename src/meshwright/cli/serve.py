@@ -34,7 +34,9 @@ from meshwright.cli.plumbing import device_option_of_ranks, file_option, json_op
 @click.option("--queue-requests", type=click.IntRange(min=0), help="Maximum queued requests; others are refused (429).")
 @click.option("--queue-seconds", type=click.FloatRange(min=0), help="Maximum predicted queueing time of a request.")
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads per rank.  [default: the cores, shared]")
-@click.option("--step-seconds", type=click.FloatRange(min=0.1), default=60.0, help="Time limit of a step.")
+@click.option(
+    "--step-seconds", type=click.FloatRange(min=0.1), default=60.0, help="Step time after which a rank is lost."
+)
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=60.0, help="Time limit of requests at shutdown.")
 @json_option
 def command(checkpoint: str, layout: str, as_json: bool, **options: Any) -> None:

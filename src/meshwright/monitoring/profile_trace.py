@@ -159,9 +159,7 @@ def build_rank_events(steps: RankSteps) -> Events:
                 make_slice_event(process, thread, waits, length, "wait", "wait", {"what": f"for {call.site}"})
             )
     for lane in range(len(ends)):
-        events += make_thread_events(
-            process, first + CALLS + lane, "calls" if lane == 0 else f"calls, overlap {lane}"
-        )
+        events += make_thread_events(process, first + CALLS + lane, "calls" if lane == 0 else f"calls, overlap {lane}")
     return events
 
 
