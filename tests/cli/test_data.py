@@ -101,7 +101,7 @@ def test_show_prints_samples_that_training_reads(command_line, recipe: Path):
         documents = row["documents"]
         assert documents[0]["start"] == 0 and documents[-1]["stop"] == 100
         assert [one["stop"] for one in documents[:-1]] == [two["start"] for two in documents[1:]]
-        # A target is masked exactly where a document of the row ends, the last one's end perhaps being that of the row.
+        # Targets are masked exactly at the ends of documents; the last document may end beyond the row.
         ends = [one["stop"] - 1 for one in documents[:-1]]
         assert [place for place in row["masked_targets"] if place != 99] == ends
         assert row["target_tokens"] == 100 - len(row["masked_targets"])
@@ -143,5 +143,5 @@ print({"torch", "numpy", "tokenizers", "pydantic", "rich"} & set(sys.modules))
     assert outcome.stdout.endswith("set()\n")
 
 
-def test_text_cannot_steer_the_terminal():
+def test_control_characters_are_escaped():
     assert escape_control_characters("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"

@@ -48,7 +48,7 @@ def test_search_json_has_documented_keys():
         }  # fmt: skip
 
 
-def test_people_get_a_table_the_parts_and_the_bill():
+def test_text_output_is_a_table_parts_and_memory():
     text = run(*REQUEST, "--top", "2", "--explain")
     for words in ("searched", "the fastest", "time: compute", "of which", "activations", "bound by", "mlp.up"):
         assert words in text, words

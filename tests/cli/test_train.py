@@ -103,7 +103,7 @@ def test_mistakes_visible_without_data_are_refused_before_preparation(
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_starts(name, recipe, tmp_path, command_line, nothing_starts):
+def test_mistake_is_one_line_before_anything_starts(name, recipe, tmp_path, command_line, nothing_starts):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("Too short.")
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 8)
@@ -127,7 +127,7 @@ def test_missing_or_mistyped_recipe_is_one_error_line(recipe, tmp_path, command_
     assert outcome.errors.startswith(line) and outcome.errors.count("\n") == 1
 
 
-def test_help_says_how_runs_stop_and_resume(command_line):
+def test_help_explains_stop_and_resume(command_line):
     text = " ".join(command_line("train", "--help").output.split())
     assert "SIGTERM and Ctrl-C finish the current step, save and stop, with exit code 143 or 130" in text
     assert "torchrun --nproc-per-node 2 -m meshwright train" in text and "--restarts" in text
@@ -161,13 +161,13 @@ def test_train_prints_one_document_and_progress_on_standard_error(recipe, tmp_pa
     assert len(json.loads((directory / "ranks.json").read_text())) == 2
 
     monkeypatch.chdir(tmp_path)
-    outcome = command_line("train", recipe, *arguments)  # again: there is nothing to do, and it says what there is
+    outcome = command_line("train", recipe, *arguments)  # again: the finished run is reported
     assert outcome.code == 0
     assert outcome.output.startswith(f"done: step 4, loss {answer['loss']:.4f}\n")
     assert "checkpoint: new/parent/run/checkpoints/step-000004" in outcome.output
 
     monkeypatch.setattr(training_start, "launch", lambda spec: pytest.fail("ranks were started"))
-    outcome = command_line("train", recipe, *arguments, "train.batch=8")  # what may not change is refused before that
+    outcome = command_line("train", recipe, *arguments, "train.batch=8")  # fixed keys are checked before that
     assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
     assert 'override "train.batch=8": train.batch was 4 when this run began and is 8 now' in outcome.errors
     (tmp_path / "corpus.txt").write_text(TEXT.replace("fail", "FAIL"))

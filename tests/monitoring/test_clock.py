@@ -22,7 +22,7 @@ def test_repeated_parts_are_summed_in_order_of_first_mark():
     assert sum(seconds.values()) == pytest.approx(clock.working_seconds())
 
 
-def test_a_new_step_forgets_the_last():
+def test_new_step_drops_earlier_marks():
     clock = StepClock(torch.device("cpu"))
     clock.start()
     clock.mark("old")

@@ -46,7 +46,7 @@ def test_resumed_run_drops_metrics_after_its_checkpoint(tmp_path):
     assert read_metrics(path) == [*[step(number) for number in range(1, 6)], step(6, again=True)]
 
 
-def test_a_fresh_run_drops_everything(tmp_path):
+def test_fresh_run_drops_all_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(2))
     write(path, step(1, fresh=True))

@@ -109,7 +109,7 @@ def test_report_contains_figures_of_run_files(tmp_path):
         assert said in text, said
 
 
-def test_predicted_and_measured_stand_side_by_side(tmp_path):
+def test_report_compares_predicted_and_measured(tmp_path):
     predicted = {
         "step_seconds": 0.5, "step_seconds_low": 0.4, "step_seconds_high": 0.7, "seconds_by_part": {"compute": 0.5},
         "seconds_by_kind": {"working": 0.375, "waiting": 0.125},

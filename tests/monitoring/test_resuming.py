@@ -97,7 +97,7 @@ def test_record_processing_may_not_change_on_resume(tiny_recipe: Path, key: str,
         )
 
 
-def test_several_sources_for_one_are_refused_by_its_name(tiny_recipe: Path):
+def test_several_sources_instead_of_one_are_refused_by_name(tiny_recipe: Path):
     new = load_recipe(tiny_recipe, ['data.sources=[{path="stdlib", weight=1.0}]'])
     with pytest.raises(UserError, match='data.source was "stdlib" when this run began'):
         check_resume_differences(load_recipe(tiny_recipe), new)

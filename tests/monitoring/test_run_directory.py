@@ -30,7 +30,7 @@ def test_second_run_gets_name_of_process_in_directory(tmp_path):
         pass
 
 
-def test_a_killed_run_leaves_no_lock_behind(tmp_path):
+def test_killed_run_leaves_no_lock_behind(tmp_path):
     code = (
         "import sys, time; from meshwright.monitoring.run_directory import RunDirectory; "
         "RunDirectory(sys.argv[1]).lock(); print('locked', flush=True); time.sleep(60)"

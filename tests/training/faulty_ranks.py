@@ -43,13 +43,13 @@ def join() -> None:
 
 def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
     """Train with the fault description["fault"]."""
-    import torch.distributed  # noqa: F401  (takes its time, which is not to count against the time-out)
+    import torch.distributed  # noqa: F401  (slow, and must not count towards the time-out)
 
     directory = Path(description["directory"])
     (directory / f"ready-{start.rank}").touch()
     while not all((directory / f"ready-{rank}").exists() for rank in range(start.ranks)):
         time.sleep(0.01)
-    if not (directory / "struck").exists():  # the run that is started again has no fault
+    if not (directory / "struck").exists():  # the restarted run has no fault
         plant(description["fault"], start.rank, directory / "struck")
     return worker.train_as_described(description, start)
 
@@ -86,6 +86,6 @@ def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
         return run(post, call, output, async_op, then)
 
     collectives._post_call = faulty
-    writer = get_process_writer()  # what `faulty` wraps is called from where it is
+    writer = get_process_writer()  # `faulty` wraps it in its module
     writer._seen.append(faulty.__code__)
     writer._skipped.add(id(faulty.__code__))

@@ -66,7 +66,7 @@ def case_rank_1_is_killed_and_the_others_notice(description: dict[str, Any], sta
         started.touch()
         time.sleep(0.3)  # after the reports of the others
         os.kill(os.getpid(), signal.SIGKILL)
-    until(started)  # a busy machine may start ranks seconds apart
+    until(started)  # on a busy machine ranks may start seconds apart
     if start.rank == 2:
         raise RuntimeError("connection closed by peer")
     raise RankLost(f"rank {start.rank} was left alone in data.gradients")
@@ -92,7 +92,7 @@ def case_fault_on_rank_1(description: dict[str, Any], start: Place) -> dict[str,
         failing.touch()
         raise ZeroDivisionError("the cause")
     until(failing)
-    time.sleep(1.0)  # on a busy machine rank 1 may take a while from one line to the next
+    time.sleep(1.0)  # rank 1 may be slow on a busy machine
     raise RuntimeError("a consequence: connection closed by peer")
 
 

@@ -57,7 +57,7 @@ def test_every_layout_matches_plain_torch(name, two, plain):
             assert outcome["memory"] == outcome["predicted_memory"], layout
 
 
-def test_four_ranks_in_two_groups_too(four, plain):
+def test_four_ranks_in_two_groups_match_plain_torch(four, plain):
     for layout in ("dp4 zero3", "dp4 zero3 hs2 mb2", "dp4 zero1 hs2"):
         outcomes = four.run(cases.train_on_ranks, "tied", layout)
         assert_same(layout, outcomes, plain("tied"))
@@ -81,7 +81,7 @@ def test_fsdp_units_are_list_items_or_large_modules():
     assert describe_module(cases.Recurrent()).table.units == ("(rest)", "lstm")
 
 
-def test_a_script_may_choose_the_units():
+def test_script_may_choose_the_units():
     assert describe_module(cases.Tied(), lambda name, module: name == "blocks.1").table.units == ("(rest)", "blocks.1")
 
 
@@ -148,7 +148,7 @@ def test_checkpoint_contains_whole_module(two, undisturbed):
     assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]
 
 
-def test_its_report_speaks_of_samples(undisturbed):
+def test_module_report_counts_samples(undisturbed):
     page = write_report(undisturbed[0]).read_text()
     assert "samples per second (median)" in page and "tokens" not in page.partition("<h2>Recipe")[0]
 
@@ -230,14 +230,14 @@ def test_mistakes_are_refused_before_ranks_start(tables, said, tmp_path, monkeyp
         ({"stepz": 6}, "train.stepz"),
     ],
 )
-def test_a_mistake_is_one_line(change, said):
+def test_mistake_is_one_line(change, said):
     with pytest.raises(UserError, match=said):
         found = cases.recipe("dp2", **change)
         cases.refuse_for_module(found.parsed_layout, found.train.batch)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2 ac:full"])
-def test_features_of_own_models_are_refused_for_other_modules(layout):
+def test_features_of_built_in_models_are_refused_for_user_modules(layout):
     with pytest.raises(UserError, match="a module of your own"):
         cases.refuse_for_module(cases.Layout.parse(layout), 8)
 

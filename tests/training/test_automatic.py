@@ -34,7 +34,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
+def test_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
     said: list[str] = []
     recipe = Recipe.from_tables(TABLES)
     layout = Layout.parse(search_fastest_layout(recipe, None, said.append))

@@ -35,7 +35,9 @@ def train(place: Path, precision: str) -> tuple[list[float], float]:
 def test_bf16_loss_stays_within_its_bound_of_float32(tmp_path: Path):
     losses, validation = train(tmp_path / "bf16", "bf16")
     expected, expected_validation = train(tmp_path / "fp32", "fp32")
-    assert len(losses) == STEPS and expected[-1] < expected[0] - 2  # the curves have somewhere to part
+    assert (
+        len(losses) == STEPS and expected[-1] < expected[0] - 2
+    )  # the loss decreases enough for the curves to diverge
     differences = [ours - theirs for ours, theirs in zip(losses, expected, strict=True)]
     assert differences[0] != 0 and abs(differences[0]) < FIRST_STEP
     assert abs(statistics.fmean(differences[-STEPS // 3 :])) < LAST_THIRD

@@ -68,7 +68,7 @@ def test_interrupted_run_resumes_bit_for_bit(four, home):
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_compiled_model_steps_match_eager_steps(two, home, method, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
-    eager, compiled = home / f"{method} eager beside {fault}", home / f"{method} compiled {fault}"
+    eager, compiled = home / f"{method} eager for {fault}", home / f"{method} compiled {fault}"
     run(two, eager, f"cp2:{method} fp32", model=model, train_compile=False, train_steps=2)
     run(two, compiled, f"cp2:{method} fp32", model=model, train_compile=True, train_steps=2, fault=fault)
     cases.assert_same_steps(compiled, eager)

@@ -112,7 +112,7 @@ def test_tokens_of_prompts_give_exactly_no_gradient(chats: Path):
     assert (gradient_BSH[silent] == 0).all()
     assert (gradient_BSH[~silent].abs().sum(dim=-1) > 0).all()
 
-    # Were prompts trained on, the gradient would be another one by exactly theirs.
+    # With loss on prompts, the gradient would differ by exactly theirs.
     whole = everything(rows(chats, train_on="all"))
     assert np.array_equal(whole.tokens, batch.tokens)
     only_prompts = np.where(prompt, whole.targets, NO_TARGET)
@@ -136,7 +136,7 @@ def test_packed_examples_give_gradients_of_separate_examples(chats: Path):
     packed, single = gradients(made, everything(together)), gradients(made, everything(alone))
     for name, value in single.items():
         torch.testing.assert_close(packed[name], value, rtol=1e-9, atol=1e-9)
-    open_rows = everything(rows(chats, document_mask=False))  # what the comparison would see
+    open_rows = everything(rows(chats, document_mask=False))  # the comparison detects a missing mask
     assert not torch.allclose(gradients(made, open_rows)["embedding.weight"], single["embedding.weight"])
 
 
@@ -164,7 +164,7 @@ def test_loss_matches_transformers_with_minus_100_labels(chats: Path, tmp_path: 
         total, count = total + float(mean) * targets, count + targets
     batch = everything(rows(chats))
     assert batch.target_tokens == count
-    assert float(loss_of(made, batch)) == pytest.approx(total, rel=1e-6)  # whose losses are float32
+    assert float(loss_of(made, batch)) == pytest.approx(total, rel=1e-6)  # its losses are float32
 
 
 COLOURS = ["red", "blue", "green", "pink", "black", "white", "brown", "grey"]

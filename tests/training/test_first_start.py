@@ -186,7 +186,7 @@ def test_cpu_without_bf16_instructions_is_measured_in_fp32_only(
         ("dp2 bf16", "cpu", True, False), ("dp2", "cpu", False, False), ("fp32", "cpu", False, False),
     ],
 )  # fmt: skip
-def test_precision_without_cpu_instructions_is_warned_of(layout, device, instructions, warned, monkeypatch):
+def test_precision_without_cpu_instructions_gives_a_warning(layout, device, instructions, warned, monkeypatch):
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: instructions)
     warning = first_start.slow_precision_warning(Layout.parse(layout), device)
     assert (warning is not None) is warned
@@ -213,7 +213,7 @@ def test_probe_with_equal_threads_is_used_and_others_ignored(asked: list[dict[st
     assert (probed.name, kept.name) == ("host: 2 x Example CPU", "2 x 3")
 
 
-def test_switch_and_gpus_leave_the_machine_unmeasured(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+def test_switch_and_gpus_skip_the_measurement(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     measure_first_start(DP2, "cuda", 1, pytest.fail)
     monkeypatch.setenv(PROBE_VARIABLE, "0")
     assert started(DP2) == [] and asked == []
@@ -345,7 +345,7 @@ def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_pa
 
 def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
     assert first_start.measurement_advice("auto") == "start once without --no-probe"
-    monkeypatch.setattr(first_start, "on_processors", lambda device: device == "cpu")  # a GPU is there
+    monkeypatch.setattr(first_start, "on_processors", lambda device: device == "cpu")  # as with a GPU
     assert first_start.measurement_advice("auto") == "start once with run.device=cpu"
     monkeypatch.setenv(PROBE_VARIABLE, "0")
     assert first_start.measurement_advice("cpu") == "start once without MESHWRIGHT_PROBE=0"
@@ -362,7 +362,7 @@ def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(MeasurementPlan, "short", shorter)
     wanted = {"precisions": ["fp32"], "axes": ["tp"]}
     found = probe_ranks._measure(
-        Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
+        Place(0, 1, 0, "", "itself"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
     )
     assert (found["kind"], found["failed"]) == ("cpu", None)
     machine = cluster(found["cluster"])

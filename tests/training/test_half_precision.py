@@ -234,7 +234,7 @@ def test_loss_scale_is_restored_on_resume(two, home):
     assert cases.same(cases.whole_state(outcomes), expected)
 
 
-def test_the_scale_doubles_halves_and_stops_at_one():
+def test_scale_doubles_halves_and_stops_at_one():
     scale = LossScale(8.0, every=2)
     assert [scale.update(1.0, True) for _ in range(3)] == [False] * 3
     assert (scale.value, scale.finite_steps) == (16.0, 1)

@@ -11,7 +11,7 @@ import torch
 from meshwright.recipe import TrainRecipe
 from meshwright.training.optimizer import Optimizer
 
-SHAPES = [[(7, 5), (3, 11), (5,), (1,)], [(4, 4)], [(9,)]]  # of each unit: matrices, which decay, then vectors
+SHAPES = [[(7, 5), (3, 11), (5,), (1,)], [(4, 4)], [(9,)]]  # per unit: matrices, with weight decay, then vectors
 RATES = [3e-3, 1e-3, 2e-3, 5e-4, 5e-4]
 
 
@@ -110,7 +110,7 @@ def test_only_matrices_decay():
     shards = cut(torch.float64, [])
     optimizer = Optimizer(shards, recipe(weight_decay=0.5))
     before = [shard.master.clone() for shard in shards]
-    optimizer.step(0.1)  # gradients are zero: nothing but decay moves anything
+    optimizer.step(0.1)  # gradients are zero: only weight decay changes weights
     for shard, old in zip(shards, before, strict=True):
         torch.testing.assert_close(shard.master[: shard.decay_numel], old[: shard.decay_numel] * 0.95)
         assert torch.equal(shard.master[shard.decay_numel :], old[shard.decay_numel :])

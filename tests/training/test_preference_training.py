@@ -102,7 +102,7 @@ def test_layouts_match_steps_and_rewards_of_one_device(two: LocalRanks, home: Pa
     assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
     cases.assert_same_steps(home / place, alone)
     found, expected = rewards(home / place), rewards(alone)
-    found[0][1] = expected[0][1] = None  # of margins that are 0 but for rounding
+    found[0][1] = expected[0][1] = None  # margins are 0 up to rounding
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == [None if value is None else pytest.approx(value, rel=1e-4, abs=1e-4) for value in theirs]
     mine, other = (load_file(where / "run" / "reference.safetensors") for where in (home / place, alone))

@@ -94,7 +94,7 @@ def peak_of(*tensors: int) -> Ledger:
     return Ledger(tuple(items), sum(item.bytes for item in items), "backward", 8 * MIB)
 
 
-def test_the_prediction_is_the_sum_of_its_items():
+def test_prediction_is_the_sum_of_its_items():
     found = predict_process_memory(trainer(), peak_of(10 * MIB, 30 * MIB), 100 * MIB, CONSTANTS, share=0.1)
     items = dict(found.items)
     assert found.peak == sum(items.values())

@@ -112,7 +112,7 @@ def test_transformers_loads_tensor_parallel_checkpoint_with_equal_validation_los
     assert float(loss) == pytest.approx(outcomes[0]["result"]["validation_loss"], rel=1e-5)
 
 
-def test_bf16_keeps_replicated_parameters_alike_on_all_ranks(four, home):
+def test_bf16_keeps_replicated_parameters_equal_on_all_ranks(four, home):
     """Ranks of tp that hold the same masters hold the same bits after every update."""
     text = cases.recipe(home / "alike", "tp4 bf16", **CHANGES | {"train_steps": 4}).to_toml()
     held = four.run(cases.train_and_show, text)
@@ -129,7 +129,7 @@ def test_bf16_keeps_replicated_parameters_alike_on_all_ranks(four, home):
 @cases.traced_and_generated
 def test_compiled_model_steps_match_eager_steps(two, home, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
-    eager, compiled = home / f"eager beside {fault}", home / f"compiled {fault}"
+    eager, compiled = home / f"eager for {fault}", home / f"compiled {fault}"
     run(two, eager, "tp2 fp32", model=model, train_compile=False, train_steps=3)
     run(two, compiled, "tp2 fp32", model=model, train_compile=True, train_steps=3, fault=fault)
     cases.assert_same_steps(compiled, eager)

@@ -36,7 +36,7 @@ YARN = {
     "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.5,
 }  # fmt: skip
 INSTRUCTIONS = {"source": "instructions.jsonl", "records": "instruction"}
-LONG = {"sequence": 600}  # each of the four chunks that two ranks of cp share is more than an attention tile
+LONG = {"sequence": 600}  # each of the four chunks of two cp ranks is longer than an attention tile
 
 CASES = {
     "llama": Case({**LLAMA, "rope_parameters": LLAMA3}),

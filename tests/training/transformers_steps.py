@@ -126,7 +126,7 @@ class TransformersModel:
                 config, attn_implementation="eager", experts_implementation="eager"
             ).double()
         self.model.eval()
-        with torch.no_grad():  # far from zeros and ones, and from where layers are linear
+        with torch.no_grad():  # away from zeros and ones, so that no layer is linear
             for name, values in self.tensors().items():
                 noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
                 values.add_(noise, alpha=0.12 if values.dim() > 1 and "embed" not in name else 0.3)

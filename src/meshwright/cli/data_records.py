@@ -190,9 +190,7 @@ def import_(
 @click.option("--count", default=100, type=click.IntRange(1), help="Self-Instruct: number of new tasks.")
 @click.option("--instances", default=1, type=click.IntRange(1, 5), help="Self-Instruct: examples per task.")
 @click.option("--rounds", default=4, type=click.IntRange(1), help="Evol-Instruct: rewrites of each instruction.")
-@click.option(
-    "--temperature", type=click.FloatRange(0, 2), help="[default: 0.7 for Self-Instruct, 1 for Evol-Instruct]"
-)
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: 0.7 for Self-Instruct, 1 for Evol-Instruct.")
 @click.option("--max-tokens", default=1024, type=click.IntRange(1), help="Maximum tokens of an answer.")
 @_output_option
 @_served_model_options
