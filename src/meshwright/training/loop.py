@@ -74,13 +74,8 @@ class Run:
         config = resolve_model_config(recipe, data)
         layout = recipe.parsed_layout
         refuse(layout, config, recipe.train.batch, recipe.data.sequence, mesh.world_size)
-        self.checkpointer = Checkpointer(
-            run_directory.checkpoints,
-            mesh,
-            config,
-            make_save_options(recipe, data.tokenizer_directory),
-            self.journal.log,
-        )
+        options = make_save_options(recipe, data.tokenizer_directory)
+        self.checkpointer = Checkpointer(run_directory.checkpoints, mesh, config, options, self.journal.log)
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:

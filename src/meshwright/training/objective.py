@@ -6,8 +6,8 @@ responses. `PreferencePairs` (training/preference.py) covers DPO and IPO.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,10 +20,29 @@ from meshwright.model.preference import Preference
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import count_targets, loss_share
+from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.training.task import RunStart
 
-if TYPE_CHECKING:
-    from meshwright.training.language_model import LanguageModelTask
+
+class Policy(Protocol):
+    """Model being trained, as an objective uses it before the first step to compute log-probabilities of responses (the
+    policy of DPO)."""
+
+    mesh: Mesh
+    parallel: ZeroEngine
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Identity of the run's inputs by name: sha256 of the data and of the model configuration, and the
+        precision."""
+
+    def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
+        """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
+        "validation").
+
+        Yields for each forward pass (number of sequences done so far on all ranks, [(sequence index, log-probabilities
+        in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage. Collective.
+        """
 
 
 class Objective(Protocol):
@@ -60,7 +79,7 @@ class Objective(Protocol):
         """Return the metrics of a step by name. means: the metric sums divided by the number of loss terms (tokens or
         pairs)."""
 
-    def prepare(self, policy: LanguageModelTask, start: RunStart) -> None:
+    def prepare(self, policy: Policy, start: RunStart) -> None:
         """Compute or load, before the first step, those inputs of the loss that are not in the batches: reference
         log-probabilities. policy: the model being trained; start: run directory, resumed state and log. Collective."""
 
@@ -99,7 +118,7 @@ class NextToken:
         """Return no metrics: only the loss is reported."""
         return Metrics()
 
-    def prepare(self, policy: LanguageModelTask, start: RunStart) -> None:
+    def prepare(self, policy: Policy, start: RunStart) -> None:
         """Do nothing before the first step: the loss needs only tokens and targets. Both arguments are ignored."""
 
     def state(self) -> dict[str, Any]:

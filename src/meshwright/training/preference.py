@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import count_pairs, loss_share
 from meshwright.planner.traffic import PREFERENCE_FIGURES
+from meshwright.training.objective import Policy
 from meshwright.training.reference import (
     FILE,
     Reference,
@@ -33,9 +34,6 @@ from meshwright.training.reference import (
     read_reference,
 )
 from meshwright.training.task import RunStart
-
-if TYPE_CHECKING:
-    from meshwright.training.language_model import LanguageModelTask
 
 
 class PreferencePairs:
@@ -88,7 +86,7 @@ class PreferencePairs:
         text = f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
         return Metrics(rewards.document(), text)
 
-    def prepare(self, policy: LanguageModelTask, start: RunStart) -> None:
+    def prepare(self, policy: Policy, start: RunStart) -> None:
         """Set `reference`, the reference log-probabilities: load them from the run directory, or compute them with the
         initial weights and store them there. policy: the model being trained; start: run directory and resumed state.
         `UserError` if a resumed run's file is missing, damaged or from another run. Collective."""
@@ -115,7 +113,7 @@ class PreferencePairs:
         start.log(f"reference: log-probabilities of {responses:,} responses, {how} {path}")
 
     def compute_reference(
-        self, policy: LanguageModelTask, identity: Mapping[str, str], progress: Callable[[int], None]
+        self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
     ) -> Reference:
         """Compute the log-probabilities of all responses of all splits under the current weights. identity: checksums
         of data and weights and the precision, stored with them; progress: called with the number of sequences done.

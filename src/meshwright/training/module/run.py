@@ -55,13 +55,9 @@ class ModuleRun(Run):
         self.trainer = Trainer(task)
         table = saved_table(task.derived.table, task.derived.kept)
         files = {"config.json": _make_config_json(task.module)}
-        self.checkpointer = Checkpointer(
-            run_directory.checkpoints,
-            mesh,
-            CheckpointContents(table, files, lambda path: _check_checkpoint_tensors(table, path)),
-            make_save_options(recipe),
-            self.journal.log,
-        )
+        contents = CheckpointContents(table, files, lambda path: _check_checkpoint_tensors(table, path))
+        options = make_save_options(recipe)
+        self.checkpointer = Checkpointer(run_directory.checkpoints, mesh, contents, options, self.journal.log)
         loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
         self.resumed_from = None if loaded is None else self._restore(*loaded)
 
