@@ -43,13 +43,8 @@ def make_report_tables(report: Mapping[str, Any]) -> Any:
         both.add_column(title, no_wrap=True)
         both.add_column("times", justify="right")
     columns = [report[key][:_ROWS] for key in ("most_frequent", "longest")]
-    for frequent, longest in zip(*columns, strict=True):
-        both.add_row(
-            _quote_token(frequent["text"]),
-            f"{frequent['count']:,}",
-            _quote_token(longest["text"]),
-            f"{longest['count']:,}",
-        )
+    for tokens in zip(*columns, strict=True):
+        both.add_row(*(cell for token in tokens for cell in (_quote_token(token["text"]), f"{token['count']:,}")))
     return Group(sources, "", facts, "", both)
 
 
