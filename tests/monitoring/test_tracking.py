@@ -347,7 +347,7 @@ def test_tracking_mistakes_are_one_line_before_ranks_start(tiny_recipe, monkeypa
     said = refused(tiny_recipe, "track.to=['tensorbord']")
     assert 'track.to: unknown tracker "tensorbord"; did you mean "tensorboard"?' in said
     said = refused(tiny_recipe, "track.to=['nowhere:Tracker']")
-    assert "cannot be loaded: No module named 'nowhere'; install it, or have PYTHONPATH name its directory" in said
+    assert "cannot be loaded: No module named 'nowhere'; install it, or add its directory to PYTHONPATH" in said
     assert 'names "mlflow" twice' in refused(tiny_recipe, "track.to=['mlflow', 'mlflow']")
     said = refused(tiny_recipe, "track.to=['mlflow']", "track.options.mlflow.urii=http://there")
     assert 'track.options.mlflow: unknown option "urii"; did you mean uri?' in said
