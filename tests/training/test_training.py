@@ -354,7 +354,7 @@ def test_more_steps_on_resume_report_changed_learning_rates(home, schedule, said
     place = home / f"longer {schedule}"
     cases.run(None, place, "dp1 fp32", train_steps=2, train_warmup=0, train_schedule=schedule)
     (longer,) = cases.run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
-    line = "train.steps was 2 and is 3: the learning rate follows the linear curve of 3 steps from step 3 on"
+    line = "train.steps was 2 and is 3: from step 3 on the learning rate follows the linear schedule of 3 steps"
     assert (line in longer["said"]) is said
     (done,) = cases.run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
     assert not any("train.steps was" in line for line in done["said"])
