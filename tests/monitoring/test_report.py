@@ -102,7 +102,7 @@ def test_report_contains_figures_of_run_files(tmp_path):
     directory = run_directory(tmp_path / "run", [step(1, 3.0), step(2, 2.5)], 'name = "shown"\n', RESULT)
     text = page(directory, evaluation=EVALUATION, samples=[{"prompt": "def ", "text": "f(): pass"}])
     for said in (
-        *("1,234,567", "dp2 zero1 bf16", "41.0% of 50 GFLOP/s a process", "2 per multiply-add", "2.5000", "1,002"),
+        *("1,234,567", "dp2 zero1 bf16", "41.0% of 50 GFLOP/s per process", "2 per multiply-add", "2.5000", "1,002"),
         *("forward 25%, backward 50%, data 25%", "1.803", "2.500 bits per byte", "3.49", "12,345", "skipped steps"),
         *("name = &quot;shown&quot;", "<b>def </b>f(): pass", "512 MiB"),
     ):

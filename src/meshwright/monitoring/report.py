@@ -185,7 +185,7 @@ def _format_size(size: float | None) -> str:
 def _share_of_peak(result: dict[str, Any]) -> str:
     """Return text for the MFU in % and the device's peak FLOP/s, of which it is a share. result: the result
     document."""
-    return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process"
+    return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s per process"
 
 
 def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
