@@ -171,9 +171,9 @@ def test_failed_allocation_is_one_error_line():
     [
         ([["master", "a", "0", 4, "F32", 0]], "wrong types"),
         ([["master", "a", 0, 4, "XX", 0]], 'dtype "XX"'),
-        ([["master", "a", 0, 4, "F32", 0, 0, 0, 0]], "no slice has"),
-        ([["master", "a", 0, 4, "F32", -4]], "no slice has"),
-        ([["master", "a", 0, 4, "F32", 2]], "no slice has"),
+        ([["master", "a", 0, 4, "F32", 0, 0, 0, 0]], "invalid range or offset"),
+        ([["master", "a", 0, 4, "F32", -4]], "invalid range or offset"),
+        ([["master", "a", 0, 4, "F32", 2]], "invalid range or offset"),
         ([["master", "a", 0, 4]], "cannot be read"),
         ([["master", "a", 0, 10**30, "F32", 0]], "beyond the 16 bytes"),
         ([["master", "a", 0, 4, "F32", 10**30]], "beyond the 16 bytes"),
@@ -377,7 +377,7 @@ def test_untrusted_recipe_imports_no_code(tmp_path: Path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["os:system", "subprocess:Popen", "builtins:eval", "pathlib:Path"])
 def test_class_that_is_no_tracker_is_never_called(name: str):
-    with pytest.raises(UserError, match="is no tracker: a class with the methods start"):
+    with pytest.raises(UserError, match="is not a tracker: it must be a class with the methods start"):
         load_tracker_class(load_recipe_text(untrusted(name), "shared.toml", trust=True), name)
 
 
@@ -394,7 +394,7 @@ def test_mlflow_credentials_need_trusted_recipe(uri: str, tmp_path: Path, monkey
     (tmp_path / ".mlflow" / "credentials").write_text("[mlflow]\nmlflow_tracking_password = secret\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     options = f'[track.options.mlflow]\nuri = "{uri}"\n'
-    with pytest.raises(UserError, match=r"options\.mlflow\.uri: the server .* could be sent your credentials"):
+    with pytest.raises(UserError, match=r"options\.mlflow\.uri: your credentials .* could be sent to the server"):
         load_tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml"), "mlflow")
     assert load_tracker_class(load_recipe_text(untrusted("mlflow", options), "shared.toml", trust=True), "mlflow")
     for local in ("sqlite:///runs.db", "mlruns", "file:///tmp/runs"):
@@ -408,7 +408,7 @@ def test_servers_of_entry_point_trackers_need_trusted_recipe(monkeypatch):
 
     monkeypatch.setattr(trackers, "_entry_points", lambda: {"theirs": trackers.BUILT_IN["mlflow"]})
     options = '[track.options.theirs]\nuri = "http://evil.example"\n'
-    with pytest.raises(UserError, match=r"options\.theirs\.uri: the server .* could be sent your credentials"):
+    with pytest.raises(UserError, match=r"options\.theirs\.uri: your credentials .* could be sent to the server"):
         load_tracker_class(load_recipe_text(untrusted("theirs", options), "shared.toml"), "theirs")
 
 

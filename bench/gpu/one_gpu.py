@@ -131,9 +131,9 @@ def check_resume(device: str, compiled: bool) -> bool:
             saver.save(3, first.slices(owned=True), first.state())
             saver.wait()
             second = trainer()
-            found = saver.newest()
+            found = saver.load_newest(second.slices(owned=False))
             assert found is not None
-            second.restore(saver.load(found, second.slices(owned=False)))
+            second.restore(found[1])
             for _ in range(3):
                 next(second.task.tokens._batches)  # the synthetic stream continues where it stopped
                 second_step = None

@@ -57,6 +57,11 @@ class Terminated(MeshwrightError):
     exit_code = 143
 
 
+def error_reason(error: OSError) -> str:
+    """Return the text of an OSError, such as "no space left on device", in lower case."""
+    return (error.strerror or str(error)).lower()
+
+
 def out_of_memory_message(error: BaseException) -> str | None:
     """Return a one-line message if the exception is a failed allocation in Python, NumPy or torch; else None."""
     text = " ".join(str(error).split())

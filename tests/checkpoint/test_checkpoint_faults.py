@@ -1,5 +1,5 @@
-"""Damaged and half-written checkpoints, a full disk, a kill at any moment: the newest whole one is taken, nothing else
-is lost."""
+"""Damaged and partly written checkpoints, a full disk, a kill at any moment: the newest intact checkpoint is loaded,
+and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from meshwright.checkpoint import Checkpointer, SaveOptions, best, newest, read_
 from meshwright.checkpoint import checkpointer as checkpointer_module
 from meshwright.checkpoint.manifest import Damaged
 from meshwright.checkpoint.snapshot import SnapshotBuffers
-from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -82,7 +81,7 @@ def test_damaged_checkpoint_falls_back_to_older_one(saved, tmp_path, file, damag
         os.truncate(path, 0 if damage == "empty" else path.stat().st_size - 1)
     step, log = resumed_step(directory)
     assert step == 100
-    assert len(log) == 1 and "step-000200 is damaged and passed over" in log[0] and file in log[0]
+    assert len(log) == 1 and "step-000200 is damaged and skipped" in log[0] and file in log[0]
     problems = verify_checkpoint(directory / "step-000200")
     assert len(problems) == 1 and file in problems[0]
     assert verify_checkpoint(directory / "step-000100") == []
@@ -100,7 +99,7 @@ def test_any_flipped_byte_is_detected(saved, tmp_path):
     assert verify_checkpoint(directory / "step-000200") == []
 
 
-def test_a_hidden_or_foreign_directory_is_no_checkpoint(saved, tmp_path):
+def test_hidden_and_foreign_directories_are_ignored(saved, tmp_path):
     directory = tmp_path / "checkpoints"
     shutil.copytree(saved, directory)
     shutil.copytree(directory / "step-000200", directory / ".step-000300.partial")
@@ -108,7 +107,7 @@ def test_a_hidden_or_foreign_directory_is_no_checkpoint(saved, tmp_path):
     (directory / "step-000400").write_text("a file")
     (directory / "step-last").mkdir()
     assert resumed_step(directory) == (200, [])
-    assert not (directory / ".step-000300.partial").exists()  # cleared away at the start
+    assert not (directory / ".step-000300.partial").exists()  # removed at the start
     assert (directory / "step-last").is_dir() and (directory / "step-000400").is_file()
 
 
@@ -117,7 +116,7 @@ def test_no_intact_checkpoint_refuses_to_train(saved, tmp_path):
     shutil.copytree(saved, directory)
     for step in (100, 200):
         (directory / f"step-{step:06d}/manifest.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole \(step-000200, step-000100 are damaged\)"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact \(step-000200, step-000100 are damaged\)"):
         resumed_step(directory)
 
 
@@ -150,17 +149,17 @@ def test_kill_during_replacement_restores_old_checkpoint(saved, tmp_path):
 def test_checkpoint_of_another_model_is_refused_naming_the_field(saved):
     other = cases.tiny("llama", layers=4)
     pieces = cases.empty_like(cases.state_pieces(other, 0, 1))
-    with pytest.raises(UserError, match=r"step-000200 holds a model with layers = 3, the recipe says 4"):
+    with pytest.raises(UserError, match=r"step-000200 holds a model with layers = 3, but the recipe has 4"):
         Checkpointer(saved, Mesh.single(), other).load_newest(pieces)
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(saved):
+def test_checkpoint_of_another_optimizer_is_refused(saved):
     pieces = cases.empty_like(cases.state_pieces(CONFIG, 0, 1, kinds=("master", "momentum")))
-    with pytest.raises(UserError, match=r"holds no momentum \(only exp_avg, exp_avg_sq, master\)"):
+    with pytest.raises(UserError, match=r"has no momentum \(only exp_avg, exp_avg_sq, master\)"):
         checkpointer(saved).load_newest(pieces)
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+def test_newest_and_best_checkpoints_are_kept(tmp_path):
     keeper = checkpointer(tmp_path, keep=2)
     for step, loss in ((1, 3.0), (2, 1.5), (3, 2.0), (4, None), (5, float("nan")), (6, 1.9)):
         save(keeper, step, validation_loss=loss)
@@ -187,14 +186,14 @@ def test_state_may_change_during_background_save(tmp_path):
         piece.tensor.zero_()
     keeper.wait()
     loaded = cases.empty_like(pieces)
-    keeper.load(tmp_path / "step-000001", loaded)
+    keeper.load_newest(loaded)
     assert cases.equal(loaded, cases.state_pieces(CONFIG, 0, 1))
     assert all(weights.any() for weights in load_file(tmp_path / "step-000001/model.safetensors").values())
 
 
 def test_snapshot_reuses_allocated_memory():
-    """What holds training up for a save (how long, `bench/save_stall.py` says): no fresh memory, and neighbours in one
-    long copy."""
+    """The snapshot blocks training (`bench/save_stall.py` measures for how long): no fresh memory, and adjacent slices
+    in one copy."""
     buffers, flat = SnapshotBuffers(), torch.randn(200_000)
     pieces = [TensorSlice("master", f"row {n}", 0, 1_000, flat[n * 1_000 : (n + 1) * 1_000]) for n in range(200)]
     buffers.reserve(pieces)
@@ -217,7 +216,7 @@ def test_incomplete_state_is_not_saved(tmp_path):
     assert newest(tmp_path) is None
 
 
-def test_a_manifest_of_a_later_format_is_not_misread(saved, tmp_path):
+def test_manifest_of_a_later_format_is_refused(saved, tmp_path):
     shutil.copytree(saved / "step-000200", tmp_path / "step-000200")
     file = tmp_path / "step-000200/manifest.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
@@ -239,7 +238,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("found", ["before", "while writing"])
 def test_full_disk_keeps_older_checkpoints(small_disk, found, monkeypatch):
-    if found == "while writing":  # as when somebody else fills it meanwhile
+    if found == "while writing":  # as if another process filled it in the meantime
         from meshwright.checkpoint import saving
 
         monkeypatch.setattr(saving.Save, "_check_space", lambda self: None)
@@ -250,28 +249,27 @@ def test_full_disk_keeps_older_checkpoints(small_disk, found, monkeypatch):
     assert keeper.failed() is None
     size = sum(file.stat().st_size for file in (small_disk / "checkpoints").rglob("*") if file.is_file())
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-    assert size > free, "the disk should not hold a second one"
+    assert size > free, "the disk must not hold a second one"
     keeper.save(2, cases.state_pieces(config, 0, 1), {})
     keeper.wait()
     line = keeper.failed()
     assert "\n" not in line and "checkpoint of step 2 not written" in line and "no space left" in line
     assert ("rank 0 could not write" in line) == (found == "while writing")
-    assert "it needs" in line and "free" in line and line.endswith("the newest whole checkpoint is step-000001")
+    assert "it needs" in line and "free" in line and line.endswith("the newest intact checkpoint is step-000001")
     keeper.abandon()
     assert keeper.failed() is None
     assert cases.entries(small_disk / "checkpoints") == ["step-000001"]
     assert os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize == free
     assert verify_checkpoint(small_disk / "checkpoints/step-000001") == []
     shutil.rmtree(small_disk / "checkpoints/step-000001")
-    keeper.save(3, cases.state_pieces(config, 0, 1), {})  # there is room again: the same run goes on saving
+    keeper.save(3, cases.state_pieces(config, 0, 1), {})  # with free space, the same run saves again
     keeper.wait()
     assert keeper.failed() is None and newest(small_disk / "checkpoints").step == 3
 
 
-def test_full_disk_is_reported_on_both_ranks(small_disk):
+def test_full_disk_is_reported_on_both_ranks(two, small_disk):
     directory = small_disk / "checkpoints"
-    with LocalRanks(2) as ranks:
-        results = ranks.run(cases.save_without_looking, str(directory), LARGER)
+    results = two.run(cases.save_without_looking, str(directory), LARGER)
     assert [line for line, _ in results] == [None, None]
     for _, line in results:
         assert "checkpoint of step 2 not written: rank" in line and "no space left on device (it needs" in line
@@ -287,24 +285,24 @@ from meshwright.checkpoint import Checkpointer
 from tests.training import checkpoint_cases as cases
 
 keeper = Checkpointer(Path(sys.argv[1]), Mesh.single(), cases.tiny("llama"))
-Path(sys.argv[1], ".step-000001.partial").mkdir()  # as while it saves
+Path(sys.argv[1], ".step-000001.partial").mkdir()  # as during a save
 print("made", flush=True)
 time.sleep(60)
 """
 
 
-def test_checkpointer_of_another_process_is_refused_and_a_killed_one_is_not_in_the_way(tmp_path):
+def test_checkpointer_of_another_process_is_refused_until_it_is_killed(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"made\n"
         with pytest.raises(UserError, match=rf"in use by process {holder.pid} on {socket.gethostname()} since") as one:
             checkpointer(tmp_path)
         assert one.value.exit_code == 2 and cases.entries(tmp_path) == [".step-000001.partial"]  # nothing is removed
         holder.kill()
-    first, second = checkpointer(tmp_path), checkpointer(tmp_path)  # of one process: it saves with one at a time
+    first, second = checkpointer(tmp_path), checkpointer(tmp_path)  # two in one process share the lock
     assert cases.entries(tmp_path) == []
     with first, second:
         assert tmp_path.resolve() in checkpointer_module._locks
-    assert tmp_path.resolve() not in checkpointer_module._locks  # at the end of a run, as the process may live on
+    assert tmp_path.resolve() not in checkpointer_module._locks  # released at the end of the run, not of the process
 
 
 KILLED = """
@@ -315,7 +313,7 @@ from meshwright.checkpoint import Checkpointer, SaveOptions
 from tests.training import checkpoint_cases as cases
 
 config = cases.tiny("llama")
-for line in sys.stdin:  # one fork a line, which ends before that change of a file
+for line in sys.stdin:  # one fork per line, killed before that file change
     pid = os.fork()
     if pid == 0:
         keeper = Checkpointer(Path(sys.argv[1]), Mesh.single(), config, SaveOptions(keep=2))
@@ -337,18 +335,20 @@ def test_kill_during_save_keeps_newest_intact_checkpoint(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
-        for change in (*range(2, 20, 4), *range(20, 42)):  # a whole save, the deletion of an old checkpoint, the next
+        for change in (*range(2, 20, 4), *range(20, 42)):  # a whole save, deletion of an old checkpoint, the next save
             server.stdin.write(f"{change}\n")
             server.stdin.flush()
-            assert int(server.stdout.readline()) == -signal.SIGKILL, "it failed to load what the kill before had left"
-            passed_over: list[str] = []
-            found = newest(directory, passed_over.append)
-            assert passed_over == []  # nothing half-written ever has a checkpoint's name
+            assert int(server.stdout.readline()) == -signal.SIGKILL, (
+                "it failed to load the state after the previous kill"
+            )
+            skipped: list[str] = []
+            found = newest(directory, skipped.append)
+            assert skipped == []  # no partial checkpoint has a checkpoint's name
             if found is not None:
                 assert verify_checkpoint(found.path) == []
                 assert found.step >= steps[-1]
             steps.append(found.step if found else 0)
             partials += bool(list(directory.glob(".step-*.partial")))
         server.stdin.close()
-    assert steps[-1] > 3, steps  # it did save between the kills
+    assert steps[-1] > 3, steps  # it saved between the kills
     assert partials > 3  # and was killed while saving

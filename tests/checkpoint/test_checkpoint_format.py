@@ -1,4 +1,4 @@
-"""A checkpoint is a Hugging Face directory: what lies in the files, against safetensors and transformers."""
+"""A checkpoint is a Hugging Face directory: its files against safetensors and transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_transformers_loads_the_weights_of_every_family(family, tmp_path):
         assert torch.equal(found[entry.name], values.T if entry.transposed else values), entry.name
 
 
-def test_weights_are_saved_in_the_dtype_asked_for(tmp_path):
+def test_weights_are_saved_in_checkpoint_dtype(tmp_path):
     config = tiny("gpt2")
     path = save(tmp_path, config, dtype="bfloat16")
     for entry in parameter_table(config).entries:
@@ -67,7 +67,7 @@ def test_large_model_is_sharded_into_files_with_index(tmp_path):
     assert verify_checkpoint(path) == []
 
 
-def test_tokenizer_and_generation_settings_lie_beside_the_weights(tmp_path, monkeypatch):
+def test_checkpoint_includes_tokenizer_and_generation_config(tmp_path, monkeypatch):
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text('{"a": 1}')
@@ -83,7 +83,7 @@ def test_tokenizer_and_generation_settings_lie_beside_the_weights(tmp_path, monk
     assert (path / "tokenizer.json").read_text() == '{"a": 1}'
 
 
-def test_the_training_slices_are_safetensors_that_anyone_can_open(tmp_path):
+def test_training_slices_are_plain_safetensors(tmp_path):
     config = tiny("gpt2")
     path = save(tmp_path, config)
     entry = parameter_table(config).entry("transformer.h.1.mlp.c_fc.weight")
@@ -107,7 +107,7 @@ def test_transposed_entry_ranges_map_to_disk_runs():
         assert (disk == np.where((truth >= start) & (truth < stop), truth, -1)).all(), (start, stop)
 
 
-def test_every_rank_computes_the_same_header_from_the_table():
+def test_header_is_a_function_of_the_table():
     files = plan_model_files(parameter_table(tiny("qwen3")), "bfloat16", 30_000)
     again = plan_model_files(parameter_table(tiny("qwen3")), "bfloat16", 30_000)
     assert files.files == again.files and files.places == again.places

@@ -1,4 +1,4 @@
-"""`meshwright collective`: the figures that others rely on, the pictures, one line for a mistake."""
+"""`meshwright collective`: figures, pictures, one line for a mistake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.program.json_form import to_json_dict
 
 @pytest.fixture
 def asked(command_line):
-    """The JSON document that the command answers with."""
+    """The JSON document that the command prints."""
 
     def ask(*words: str) -> Any:
         outcome = command_line("collective", *words, "--json")
@@ -44,7 +44,7 @@ def test_ring_all_reduce_on_uniform_links(asked):
     }
 
 
-def test_latency_bandwidth_and_topology_are_heard(asked):
+def test_latency_bandwidth_and_topology_change_the_time(asked):
     words = ("all-reduce", "ring", "--ranks", "4", "--bytes", "1GB")
     slow = asked(*words, "--latency", "1ms", "--bandwidth", "1GB/s")
     assert slow["seconds"] == pytest.approx(6 * (1e-3 + 0.25))
@@ -53,7 +53,7 @@ def test_latency_bandwidth_and_topology_are_heard(asked):
     assert adding["seconds"] == pytest.approx(slow["seconds"] + 3 * 0.025)
 
 
-def test_settings_are_heard(asked, tmp_path: Path):
+def test_options_reach_the_generator(asked, tmp_path: Path):
     torus = asked(
         "all-reduce", "2d-torus", "--ranks", "12", "--bytes", "1MB", "--dims", "2x6", "--topology", "torus:2x6"
     )
@@ -66,7 +66,7 @@ def test_settings_are_heard(asked, tmp_path: Path):
     assert parse_collective(file.read_text()).root == 2
 
 
-def test_the_topology_lends_its_shape(asked):
+def test_topology_gives_groups_and_dims(asked):
     assert asked("all-reduce", "2d-torus", "--ranks", "12", "--bytes", "1MB", "--topology", "torus:2x6")["dims"] == [
         2,
         6,
@@ -86,7 +86,7 @@ def test_auto_ranks_all_algorithms_with_reasons_and_crossovers(asked):
     assert all(one["bytes"] > 1024 for one in answer["crossovers"])
 
 
-def test_a_program_from_a_file_is_checked_and_timed(asked, tmp_path: Path):
+def test_program_from_a_file_is_checked_and_timed(asked, tmp_path: Path):
     program = generate("broadcast", "binomial-tree", 5, root=3)
     named = asked("broadcast", "binomial-tree", "--ranks", "5", "--bytes", "1MB", "--root", "3")
     for name, text in (("b.txt", format_collective(program)), ("b.json", json.dumps(to_json_dict(program)))):
@@ -110,7 +110,7 @@ def test_invalid_program_exits_1_with_rank_and_step(command_line, tmp_path: Path
     assert line.startswith("meshwright: error: rank ") and "step" in line
 
 
-def test_people_get_a_report(command_line):
+def test_text_output_is_a_report(command_line):
     outcome = command_line("collective", "all-reduce", "auto", "--ranks", "4", "--bytes", "1MiB")
     assert outcome.code == 0
     lines = outcome.output.splitlines()
@@ -138,7 +138,7 @@ def test_pages_and_pictures_are_self_contained(asked, tmp_path: Path):
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_page_of_undrawably_large_program_says_so(asked, tmp_path: Path):
+def test_page_of_large_program_reports_missing_picture(asked, tmp_path: Path):
     asked("scatter", "linear", "--ranks", "17", "--bytes", "1MiB", "--html", str(tmp_path / "a.html"))
     assert "The buffers are not drawn" in (tmp_path / "a.html").read_text()
 

@@ -1,4 +1,4 @@
-"""`meshwright data`: counts and a picture for people, one document for programs."""
+"""`meshwright data`: text for people, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.terminal import escape_control_characters
 
 @pytest.fixture
 def recipe(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe whose corpus are 50 short documents, one of them twice."""
+    """A recipe whose corpus has 50 short documents, one of them twice."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(50):
@@ -60,7 +60,7 @@ def test_show_draws_rows_with_their_documents_and_masked_targets(command_line, r
     outcome = command_line("data", "show", recipe, "--rows", "3", "data.sequence=100")
     assert outcome.code == 0, outcome.errors
     assert outcome.output.count("\nsample ") == 3
-    assert "no target: what follows is another document" in outcome.output
+    assert "no target: another document follows" in outcome.output
     assert "dropped by exact_duplicates    1  (first: copy.txt)" in outcome.output
     assert "\x1b" not in outcome.output and "document \\x1b[1m" in outcome.output
 
@@ -101,7 +101,7 @@ def test_show_prints_samples_that_training_reads(command_line, recipe: Path):
         documents = row["documents"]
         assert documents[0]["start"] == 0 and documents[-1]["stop"] == 100
         assert [one["stop"] for one in documents[:-1]] == [two["start"] for two in documents[1:]]
-        # A target is masked exactly where a document of the row ends, the last one's end perhaps being that of the row.
+        # Targets are masked exactly at the ends of documents; the last document may end beyond the row.
         ends = [one["stop"] - 1 for one in documents[:-1]]
         assert [place for place in row["masked_targets"] if place != 99] == ends
         assert row["target_tokens"] == 100 - len(row["masked_targets"])
@@ -143,5 +143,5 @@ print({"torch", "numpy", "tokenizers", "pydantic", "rich"} & set(sys.modules))
     assert outcome.stdout.endswith("set()\n")
 
 
-def test_text_cannot_steer_the_terminal():
+def test_control_characters_are_escaped():
     assert escape_control_characters("a\tb\x1b[2J\r\x00é\u202e") == "a   b\\x1b[2J\\r\\x00é\\u202e"

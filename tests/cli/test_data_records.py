@@ -1,4 +1,4 @@
-"""`meshwright data label, balance, export, import, vary`: files in, files out, one document, mistakes in a line."""
+"""`meshwright data label, balance, export, import, vary`: input and output files, one document, one-line errors."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def lines(path: Path | str) -> list[dict]:
 
 def test_records_are_labelled_exported_imported_and_reported(command_line, chats: Path):
     with served(lambda body, number: json.dumps(GOOD)) as server:
-        told = command_line(
+        outcome = command_line(
             "data", "label", chats, "--url", server.url, "--model", "m", "--output", "l.jsonl", "--json"
         )
-    answer = json.loads(told.output)
+    answer = json.loads(outcome.output)
     assert (answer["labelled"], answer["kept"], answer["usage"]["requests"]) == (4, 2, 4)
     assert len(lines("l.jsonl")) == 6 and lines("l.jsonl")[2]["annotation"]["by"] == "model m"
 
-    told = command_line("data", "export", "l.jsonl", "--to", "prodigy", "--output", "p.jsonl")
-    assert (told.code, told.output) == (0, "6 rows: p.jsonl\n")
+    outcome = command_line("data", "export", "l.jsonl", "--to", "prodigy", "--output", "p.jsonl")
+    assert (outcome.code, outcome.output) == (0, "6 rows: p.jsonl\n")
     rows = lines("p.jsonl")
     for row, answer_ in zip(rows, ["accept", "accept", "accept", "reject", "ignore", None], strict=True):
         if answer_:
@@ -56,17 +56,17 @@ def test_records_are_labelled_exported_imported_and_reported(command_line, chats
     rows[2]["accept"] = ["prompt:directive", "refuses"]
     Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ("data", "import", "p.jsonl", "--from", "prodigy", "--records", "l.jsonl", "--output", "done.jsonl")
-    told = command_line(*arguments)
-    assert told.code == 0 and "labelled 3, unanswered 1, rejected 1, ignored 1" in told.output
+    outcome = command_line(*arguments)
+    assert outcome.code == 0 and "labelled 3, unanswered 1, rejected 1, ignored 1" in outcome.output
     assert lines("done.jsonl")[2]["annotation"]["by"] == "prodigy" and lines("done.jsonl")[2]["annotation"]["refuses"]
-    told = command_line(*arguments, "--leave-out-rejected", "--json")
-    assert json.loads(told.output)["left_out"] == 1 and len(lines("done.jsonl")) == 5
+    outcome = command_line(*arguments, "--leave-out-rejected", "--json")
+    assert json.loads(outcome.output)["left_out"] == 1 and len(lines("done.jsonl")) == 5
 
-    told = command_line("data", "balance", "done.jsonl", "l.jsonl", "--html", "b.html")
-    assert told.code == 0 and "done.jsonl: 5 of 5 records labelled, 2 by a model's guess" in told.output
+    outcome = command_line("data", "balance", "done.jsonl", "l.jsonl", "--html", "b.html")
+    assert outcome.code == 0 and "done.jsonl: 5 of 5 records labelled, 2 by a model's guess" in outcome.output
     assert "Speech acts of done.jsonl, l.jsonl" in Path("b.html").read_text()
-    told = command_line("data", "balance", chats, "--target", "assertive=1,verdictive=1,directive=2", "--json")
-    answer = json.loads(told.output)
+    outcome = command_line("data", "balance", chats, "--target", "assertive=1,verdictive=1,directive=2", "--json")
+    answer = json.loads(outcome.output)
     assert answer["groups"]["all"]["response"]["acts"]["directive"] == {"count": 0, "share": 0, "add": 2}
     assert answer["groups"]["all"]["refusals"]["answered"] == 1 and answer["target"]["directive"] == 0.5
 
@@ -109,7 +109,7 @@ def test_vary_writes_new_instructions_and_second_run_requests_none(command_line,
 def test_api_key_is_sent_and_never_written_or_printed(command_line, chats: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", "sk-sesame")
     with served(lambda body, number: json.dumps(GOOD)) as server:
-        told = command_line(
+        outcome = command_line(
             *(
                 "data",
                 "label",
@@ -124,8 +124,8 @@ def test_api_key_is_sent_and_never_written_or_printed(command_line, chats: Path,
                 "l.jsonl",
             )
         )
-    assert told.code == 0 and {head["Authorization"] for head in server.headers} == {"Bearer sk-sesame"}
-    assert "sesame" not in told.output + told.errors
+    assert outcome.code == 0 and {head["Authorization"] for head in server.headers} == {"Bearer sk-sesame"}
+    assert "sesame" not in outcome.output + outcome.errors
     assert not [path for path in Path().iterdir() if b"sesame" in path.read_bytes()]
 
 
@@ -155,8 +155,8 @@ SERVER = ("--url", "http://127.0.0.1:1/v1", "--model", "m", "--tries", "1")
 )
 def test_user_mistake_is_one_line_exit_2_without_output(command_line, chats: Path, arguments, said: str):
     before = chats.read_bytes()
-    told = command_line("data", *arguments)
-    assert (told.code, told.output) == (2, "")
-    line = told.errors.strip().splitlines()[-1]
+    outcome = command_line("data", *arguments)
+    assert (outcome.code, outcome.output) == (2, "")
+    line = outcome.errors.strip().splitlines()[-1]
     assert line.startswith("meshwright: error: ") and said in line
     assert chats.read_bytes() == before and not Path("x").exists()

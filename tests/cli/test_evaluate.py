@@ -36,7 +36,7 @@ def test_evaluate_prints_text_or_one_json_document(command_line, shared_data, tm
         ),
     ],
 )
-def test_a_mistake_is_one_line(command_line, shared_data, tmp_path, arguments, said):
+def test_mistake_is_one_line(command_line, shared_data, tmp_path, arguments, said):
     (tmp_path / "text.txt").write_text("Once upon a time, there was a little girl.")
     names = {"tmp": tmp_path, "model": shared_data / "stories260k"}
     outcome = command_line("evaluate", *(argument.format(**names) for argument in arguments))

@@ -22,7 +22,7 @@ def stories(shared_data: Path) -> Path:
     return shared_data / "stories260k"
 
 
-def test_the_prompt_is_continued_on_standard_output(command_line: Callable[..., Any], stories: Path):
+def test_prompt_is_continued_on_standard_output(command_line: Callable[..., Any], stories: Path):
     outcome = command_line("generate", stories, "--prompt", PROMPT, "--max-tokens", 12)
     story = (stories / "greedy_200_tokens.txt").read_text()
     assert outcome.code == 0
@@ -31,7 +31,7 @@ def test_the_prompt_is_continued_on_standard_output(command_line: Callable[..., 
     assert "12 tokens, the first after" in outcome.errors
 
 
-def test_json_is_one_document_with_the_promised_keys(command_line: Callable[..., Any], stories: Path):
+def test_json_is_one_document_with_documented_keys(command_line: Callable[..., Any], stories: Path):
     outcome = command_line("generate", stories, "--prompt", PROMPT, "--max-tokens", 12, "--json")
     document = json.loads(outcome.output)
     assert document.keys() >= KEYS
@@ -43,7 +43,7 @@ def test_json_is_one_document_with_the_promised_keys(command_line: Callable[...,
 def test_prompt_is_read_from_standard_input(
     command_line: Callable[..., Any], stories: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """One end of line is the shell's; what else is there, a second one too, is the prompt's."""
+    """One final newline is removed; the rest, a second one too, belongs to the prompt."""
     for given, prompt in ((PROMPT, PROMPT), (f"{PROMPT}\n", PROMPT), ("two\nlines, é\n\n", "two\nlines, é\n")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), encoding="ascii"))
         outcome = command_line("generate", stories, "--prompt", "-", "--max-tokens", 2, "--device", "cpu", "--json")
@@ -54,7 +54,7 @@ def test_prompt_is_read_from_standard_input(
     assert "--prompt -: standard input is not UTF-8 text (byte 4)" in outcome.errors
 
 
-def test_a_question_is_put_through_the_chat_template(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
+def test_chat_prompt_uses_the_chat_template(command_line: Callable[..., Any], stories: Path, tmp_path: Path):
     asked = ("--prompt", "there </s> was", "--chat", "--max-tokens", 3)
     outcome = command_line("generate", stories, *asked)
     assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
@@ -83,7 +83,7 @@ def test_chat_template_with_empty_output_is_refused(command_line: Callable[..., 
         assert word in outcome.errors
 
 
-def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stories: Path):
+def test_seed_reproduces_the_text(command_line: Callable[..., Any], stories: Path):
     draw = ("generate", stories, "--prompt", PROMPT, "--max-tokens", 12, "--temperature", 1, "--top-p", 0.9, "--json")
     texts = [json.loads(command_line(*draw, "--seed", seed).output)["text"] for seed in (1, 1, 4)]
     assert texts[0] == texts[1] != texts[2]
@@ -100,7 +100,7 @@ def test_a_seed_draws_the_same_text_again(command_line: Callable[..., Any], stor
         (("--device", "gpu"), '--device: unknown device "gpu"; did you mean "cpu"?'),
     ],
 )
-def test_a_mistake_is_one_line(command_line: Callable[..., Any], stories: Path, arguments: tuple[str, ...], word: str):
+def test_mistake_is_one_line(command_line: Callable[..., Any], stories: Path, arguments: tuple[str, ...], word: str):
     outcome = command_line("generate", stories, "--prompt", "x", *arguments)
     assert outcome.code == 2
     assert outcome.output == ""

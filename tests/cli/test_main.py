@@ -25,7 +25,7 @@ def test_help_claims_no_command_that_is_absent():
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch):
-    """Puts a command of the test's own among the commands."""
+    """Add a command of the test to the commands."""
 
     def add(added: click.Command) -> None:
         module = type(sys)(f"meshwright.cli.{added.name}")
@@ -70,14 +70,14 @@ assert not heavy and commands == light, (heavy, commands)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_help_of_every_command_shows_an_example(name: str, command_line):
+def test_help_of_every_command_shows_an_example(name: str, command_line):
     outcome = command_line(name, "--help")
     assert outcome.code == 0
     assert f"  meshwright {name} " in outcome.output
     assert "Example" in outcome.output
 
 
-def test_without_a_command_the_help_is_shown(command_line):
+def test_help_is_shown_without_a_command(command_line):
     assert command_line().output == command_line("--help").output
     assert command_line("--version").output == f"meshwright {__version__}\n"
 
@@ -113,7 +113,7 @@ def test_wrong_command_line_is_one_line_with_exit_2(arguments: list[str], line: 
     assert outcome.errors.count("\n") == 1
 
 
-def test_the_commands_of_a_group_are_named_nearest_too(command_line, commands):
+def test_unknown_group_command_suggests_the_nearest(command_line, commands):
     @command("trial", "meshwright trial prepare", group=True)
     def trial() -> None: ...
 
@@ -127,8 +127,8 @@ def test_the_commands_of_a_group_are_named_nearest_too(command_line, commands):
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_no_command_leaves_a_missing_argument_to_click(name: str, command_line):
-    """Each with an option that has no value: whatever is missing, the answer is a line of ours."""
+def test_missing_argument_is_one_line_in_every_command(name: str, command_line):
+    """Each with an option that has no value: the error is one line of Meshwright in every case."""
     loaded = cli.meshwright.get_command(click.Context(cli.meshwright), name)
     inner = [[name, inside] for inside in loaded.commands] if isinstance(loaded, click.Group) else [[name]]
     for path in inner:
@@ -141,7 +141,7 @@ def test_no_command_leaves_a_missing_argument_to_click(name: str, command_line):
         assert " is missing" in outcome.errors and "Missing" not in outcome.errors
 
 
-def test_the_help_of_a_group_shows_whole_sentences(command_line, commands):
+def test_help_of_a_group_shows_whole_sentences(command_line, commands):
     @command("trial", "meshwright trial prepare", group=True)
     def trial() -> None: ...
 
@@ -174,7 +174,7 @@ def test_error_is_one_line_with_its_own_exit_code(error: Exception, code: int, l
     assert command_line("trial") == (code, "", line)
 
 
-def test_an_interrupt_ends_with_130(command_line, commands):
+def test_interrupt_ends_with_130(command_line, commands):
     commands(raising(KeyboardInterrupt()))
     assert command_line("trial") == (130, "", "meshwright: interrupted\n")
     commands(raising(KeyboardInterrupt("stopped by an interrupt after saving step 3")))

@@ -1,4 +1,4 @@
-"""Every command that reads a model's configuration says in one line what of it is not computed."""
+"""Every command that reads a model's configuration warns in one line about ignored fields and code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import Outcome
 
 @pytest.fixture
 def foreign(tmp_path: Path, shared_data: Path) -> Path:
-    """A small trained model whose repository has code of its own and a field that nobody knows."""
+    """A small trained model whose repository has its own code and an unknown field."""
     source, directory = shared_data / "stories260k", tmp_path / "foreign"
     directory.mkdir()
     for file in source.iterdir():

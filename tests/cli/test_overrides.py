@@ -1,4 +1,4 @@
-"""Every command that takes a recipe takes overrides of it, in the same words, and refuses them in the same words."""
+"""Every command that takes a recipe takes overrides of it, and refuses them, in the same words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshwright plan`: one document, a table for people, a page, requests by the line, and lines about mistakes."""
+"""`meshwright plan`: one document, a table for people, a page, requests by line, one-line errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_search_json_has_documented_keys():
         }  # fmt: skip
 
 
-def test_people_get_a_table_the_parts_and_the_bill():
+def test_text_output_is_a_table_parts_and_memory():
     text = run(*REQUEST, "--top", "2", "--explain")
     for words in ("searched", "the fastest", "time: compute", "of which", "activations", "bound by", "mlp.up"):
         assert words in text, words
@@ -242,11 +242,11 @@ def test_memory_of_server_on_gpus_elsewhere_is_planned_from_its_size(command_lin
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["llama-3-8b", "--device", "cuda"], "--device: is what a server takes; add --serve"),
+        (["llama-3-8b", "--device", "cuda"], "--device: is an option of a server; add --serve"),
         (["llama-3-8b", "--serve", "--device", "tpu"], "tpu"),
         (["llama-3-8b", "--serve", "--memory", "lots"], "such as 0.9"),
         (["llama-3-8b", "--serve", "--layout", "cp2"], "serving runs on"),
-        (["llama-3-8b", "--serve", "--cluster", "8xh100-sxm"], "--serve: does not go with --cluster"),
+        (["llama-3-8b", "--serve", "--cluster", "8xh100-sxm"], "--serve: cannot be combined with --cluster"),
         (["llama-3-8b", "--memory", "4GiB"], "add --serve"),
         (["--serve"], "takes one MODEL"),
         (["bert-base-uncased", "--serve"], "encoder"),

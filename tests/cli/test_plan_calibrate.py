@@ -1,4 +1,4 @@
-"""`meshwright plan --calibrate`: keeps what runs say in the cluster file, whole or not at all, and plans say so."""
+"""`meshwright plan --calibrate`: writes the calibration into the cluster file atomically, and plans report it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ def test_calibration_mistake_is_one_line_and_keeps_file(machine, tmp_path, comma
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "result.json").write_text("{")
     for arguments, line in (
-        ((), "--calibrate: name the directories of finished runs"),
+        ((), "--calibrate: give the directories of finished runs"),
         ((tmp_path / "none",), "there is no such directory"),
         ((good, tmp_path / "bad"), "bad: result.json is damaged: not JSON"),
         ((good, "--explain"), "--calibrate: takes the directories of runs"),
         ((good, "--layout", "dp2"), "--calibrate: takes the directories of runs"),
-        ((good, "--cluster", "8xh100-sxm"), "a cluster file keeps what runs say, and --cluster 8xh100-sxm is none"),
+        (
+            (good, "--cluster", "8xh100-sxm"),
+            "the calibration is written to a cluster file; --cluster 8xh100-sxm is not one",
+        ),
         ((good, "--cluster", tmp_path / "none.toml"), "there is no cluster file"),
         ((made_up_run(tmp_path / "other", 1.0, 1.0, device="h100-sxm"),), "the run was predicted for h100-sxm"),
     ):

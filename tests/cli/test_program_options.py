@@ -1,4 +1,4 @@
-"""What `meshwright collective` and `meshwright schedule` have in common: --text, --program, --trace, alike in both."""
+"""Common options of `meshwright collective` and `meshwright schedule`: --text, --program, --trace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_dash_prints_program_alone_and_report_on_standard_error(command_line, na
     assert command_line(name, *words).code == 0
 
 
-def test_a_dash_is_refused_beside_json(command_line, name: str):
+def test_dash_is_refused_with_json(command_line, name: str):
     outcome = command_line(name, *COMMANDS[name], "--program", "-", "--json")
     assert (outcome.code, outcome.output) == (2, "")
     assert "--program -: with --json, standard output carries one JSON document; name a file" in outcome.errors
@@ -57,7 +57,7 @@ def test_text_drawing_is_below_report_and_in_json(command_line, name: str):
     assert shown.startswith(command_line(name, *COMMANDS[name]).output.rstrip())
 
 
-def test_a_trace_has_the_simulated_times_in_microseconds(command_line, name: str, tmp_path: Path):
+def test_trace_has_the_simulated_times_in_microseconds(command_line, name: str, tmp_path: Path):
     path = tmp_path / "trace.json"
     answer = json.loads(command_line(name, *COMMANDS[name], "--trace", path, "--json").output)
     assert answer["files"] == {"trace": str(path)}

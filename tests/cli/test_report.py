@@ -1,4 +1,4 @@
-"""`meshwright report`: makes the page, with what other commands printed, and says what it cannot read."""
+"""`meshwright report`: writes the page with the output of other commands, and reports unreadable files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_report_page_contains_evaluation_and_generated_sample(command_line, run)
     figures = {"schema": 1, "loss": 1.5, "perplexity": 4.48, "bits_per_byte": 1.234, "tokens": 10}
     (run / "evaluation.json").write_text(json.dumps(figures))
     (run / "sample.json").write_text(json.dumps({"schema": 1, "prompt": "def ", "text": "f(x):"}))
-    outcome = command_line("report", run, "--json")  # of the run directory, unless others are named
+    outcome = command_line("report", run, "--json")  # by default the files of the run directory
     assert (outcome.code, outcome.errors) == (0, "")
     assert json.loads(outcome.output) == {"schema": 1, "report": str(run / "report.html")}
     page = (run / "report.html").read_text()
@@ -26,7 +26,7 @@ def test_report_page_contains_evaluation_and_generated_sample(command_line, run)
     assert command_line("report", run, "--sample", run / "sample.json").output == f"report: {run / 'report.html'}\n"
 
 
-def test_samples_that_cannot_be_generated_are_left_out_with_a_warning(command_line, run):
+def test_failed_samples_are_omitted_with_a_warning(command_line, run):
     (run / "checkpoints").mkdir()
     outcome = command_line("report", run)
     assert outcome.code == 0 and "Samples" not in (run / "report.html").read_text()
@@ -39,7 +39,7 @@ def test_prompt_that_cannot_be_continued_is_a_warning_without_checkpoints_too(co
     assert command_line("report", run, "--prompt", "def ").errors.startswith("warning: no samples: ")
 
 
-def test_checkpoint_that_vanishes_while_it_is_read_is_a_warning(command_line, run, monkeypatch):
+def test_checkpoint_deleted_during_reading_is_a_warning(command_line, run, monkeypatch):
     def read(*given):
         raise FileNotFoundError(2, "No such file or directory", "model.safetensors")
 
@@ -59,7 +59,7 @@ def test_report_of_several_runs_writes_their_comparison(command_line, run, tmp_p
     (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
     assert command_line("report", run, other).output == f"report: {run / 'comparison.html'}\n"
     refused = command_line("report", run, other, "--sample", run / "metrics.jsonl")
-    assert refused.code == 2 and "are for the page of one run" in refused.errors
+    assert refused.code == 2 and "only for the page of one run" in refused.errors
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_report_of_several_runs_writes_their_comparison(command_line, run, tmp_p
     [
         (None, "no such file: {file}"),
         ("{not json", "{file} is not the JSON document that --json printed"),
-        ("[1, 2]", "{file} is not the JSON document that --json printed: it holds no object"),
-        ('{"schema": 1}', '{file} holds no "prompt": it is not what `generate --json` printed'),
+        ("[1, 2]", "{file} is not the JSON document that --json printed: it is not an object"),
+        ('{"schema": 1}', '{file} has no "prompt": it is not the output of `generate --json`'),
     ],
 )
 def test_invalid_sample_file_is_one_error_line(command_line, run, text, said):
@@ -80,6 +80,6 @@ def test_invalid_sample_file_is_one_error_line(command_line, run, text, said):
     assert said.format(file=file) in outcome.errors
 
 
-def test_a_directory_without_a_run_is_one_line(command_line, tmp_path):
+def test_directory_without_a_run_is_one_line(command_line, tmp_path):
     outcome = command_line("report", tmp_path / "none")
     assert (outcome.code, outcome.errors.count("\n")) == (2, 1) and "no metrics.jsonl in" in outcome.errors

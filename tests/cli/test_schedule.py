@@ -1,4 +1,4 @@
-"""`meshwright schedule`, as a user calls it."""
+"""`meshwright schedule` on the command line."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_program_format_is_read_back(name: str, tmp_path: Path, capsys: py
     assert read["steps"] == named["steps"] and read["makespan"] == named["makespan"]
 
 
-def test_a_person_gets_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str]):
+def test_text_output_is_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str]):
     assert main(["schedule", "1f1b", "--stages", "2", "--microbatches", "3", "--text"]) == 0
     text = capsys.readouterr().out
     assert "makespan 12; bubble 25.0 % of it" in text
@@ -136,7 +136,7 @@ def test_a_person_gets_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str
         (["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1"], "right is 4"),
         (
             ["1f1b", "--stages", "4", "--microbatches", "8", "--parts", "1,1,1,1", "--forward", "3"],
-            "--parts says how long a forward and both gradients last; leave out --forward",
+            "--parts gives the durations of a forward and of both gradient passes; leave out --forward",
         ),
         (["1f1b", "--stages", "4", "--microbatches", "8", "--layers", "3"], "at least 4 layers"),
         (["@missing.txt"], "missing.txt"),
@@ -144,7 +144,7 @@ def test_a_person_gets_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str
         (["1f1b", "--stages", "2", "--microbatches", "2", "--svg", ""], "cannot write"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+def test_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert said in refusal(capsys, 2, *arguments)
 
 
@@ -159,7 +159,7 @@ def test_invalid_program_ends_with_rank_step_and_reason(tmp_path: Path, capsys: 
     assert "rank" in said and "step" in said
 
 
-def test_the_command_loads_no_torch_and_little_else():
+def test_command_imports_no_torch():
     program = (
         "import sys; from meshwright.cli.main import main; "
         "main(['schedule', '1f1b', '--stages', '4', '--microbatches', '8', '--text']); "

@@ -1,4 +1,5 @@
-"""`meshwright train`: mistakes are one line before anything starts, a run leaves one document, whoever starts it."""
+"""`meshwright train`: mistakes are one line before anything starts, and a run prints one document under every
+launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ TEXT = "".join(f"Test {n} is good if it can fail.\n\nRun {n} is good if it can g
 
 @pytest.fixture
 def recipe(tiny_recipe: Path, tmp_path: Path) -> Path:
-    """A recipe of four steps on a short text, everything below one directory."""
+    """A recipe of four steps on a short text, with all files in one directory."""
     (tmp_path / "corpus.txt").write_text(TEXT)
     text = tiny_recipe.read_text().replace('"stdlib"', f'"{tmp_path}/corpus.txt"\ncache = "{tmp_path}/cache"')
     tiny_recipe.write_text(text.replace("seed = 7", f'seed = 7\ndirectory = "{tmp_path}/run"'))
@@ -102,7 +103,7 @@ def test_mistakes_visible_without_data_are_refused_before_preparation(
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_starts(name, recipe, tmp_path, command_line, nothing_starts):
+def test_mistake_is_one_line_before_anything_starts(name, recipe, tmp_path, command_line, nothing_starts):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("Too short.")
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 8)
@@ -126,14 +127,14 @@ def test_missing_or_mistyped_recipe_is_one_error_line(recipe, tmp_path, command_
     assert outcome.errors.startswith(line) and outcome.errors.count("\n") == 1
 
 
-def test_help_says_how_runs_stop_and_resume(command_line):
+def test_help_explains_stop_and_resume(command_line):
     text = " ".join(command_line("train", "--help").output.split())
     assert "SIGTERM and Ctrl-C finish the current step, save and stop, with exit code 143 or 130" in text
     assert "torchrun --nproc-per-node 2 -m meshwright train" in text and "--restarts" in text
 
 
 def start(recipe: Path, *arguments: str, **options) -> subprocess.CompletedProcess:
-    """The command in a process of its own, in the recipe's directory."""
+    """Run the command in a separate process, in the recipe's directory."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "meshwright", "train", str(recipe), *arguments],
@@ -160,19 +161,19 @@ def test_train_prints_one_document_and_progress_on_standard_error(recipe, tmp_pa
     assert len(json.loads((directory / "ranks.json").read_text())) == 2
 
     monkeypatch.chdir(tmp_path)
-    outcome = command_line("train", recipe, *arguments)  # again: there is nothing to do, and it says what there is
+    outcome = command_line("train", recipe, *arguments)  # again: the finished run is reported
     assert outcome.code == 0
     assert outcome.output.startswith(f"done: step 4, loss {answer['loss']:.4f}\n")
     assert "checkpoint: new/parent/run/checkpoints/step-000004" in outcome.output
 
     monkeypatch.setattr(training_start, "launch", lambda spec: pytest.fail("ranks were started"))
-    outcome = command_line("train", recipe, *arguments, "train.batch=8")  # what may not change is refused before that
+    outcome = command_line("train", recipe, *arguments, "train.batch=8")  # fixed keys are checked before that
     assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
     assert 'override "train.batch=8": train.batch was 4 when this run began and is 8 now' in outcome.errors
     (tmp_path / "corpus.txt").write_text(TEXT.replace("fail", "FAIL"))
     outcome = command_line("train", recipe, *arguments)
     assert outcome.code == 2
-    assert f"{recipe}: data.source holds other text than when new/parent/run/" in outcome.errors.splitlines()[-1]
+    assert f"{recipe}: the text of data.source has changed since new/parent/run/" in outcome.errors.splitlines()[-1]
 
 
 def test_missing_device_is_one_error_line(recipe, command_line, monkeypatch):
@@ -190,7 +191,8 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_externally_started_ranks_join_and_only_rank_0_prints(recipe, tmp_path):
-    """torchrun, two processes by hand that meet at an address, the launcher with a file: one run goes on through it."""
+    """torchrun, two processes started by hand with an address, the launcher with a file: the same run continues through
+    all of them."""
     arguments = ["-m", "meshwright", "train", str(recipe), "layout=dp2 zero1 fp32", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 

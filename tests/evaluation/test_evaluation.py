@@ -182,7 +182,7 @@ def test_documents_lossy_in_tokenizer_are_counted_with_warning(place, checkpoint
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in ("Line", "Line 1", "2")))
     assert run_evaluation(lossy, str(tmp_path / "text.jsonl"))["lossy_documents"] == 2
     said = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
-    assert "warning        2 of these documents are not what their tokens decode to" in said
+    assert "warning        2 of these documents differ from what their tokens decode to" in said
 
 
 def test_a_row_is_no_longer_than_the_model(place, checkpoint):
@@ -286,7 +286,7 @@ def test_evaluate_verifies_hashes_by_default(place, checkpoint, tmp_path):
         with pytest.raises(UserError, match=r"step-000001 is damaged: model.safetensors was altered"):
             call()
     assert run_evaluation(run, text, with_xz=False, check_hashes=False)["loss"] != expected["loss"]
-    with pytest.raises(UserError, match=r"no checkpoint in it, none of the 1 there is whole"):
+    with pytest.raises(UserError, match=r"no intact checkpoint in it \(1 damaged\)"):
         mw.load(run)
 
 
@@ -312,7 +312,7 @@ def test_find_checkpoint_accepts_every_kind_of_directory(checkpoint, tmp_path):
         cases.flip_bit(directory / "step-000002" / file)
     said: list[str] = []
     assert find_checkpoint(tmp_path / "run", log=said.append) == directory / "step-000001"
-    assert len(said) == 1 and "step-000002 is damaged and passed over: model.safetensors was altered" in said[0]
+    assert len(said) == 1 and "step-000002 is damaged and skipped: model.safetensors was altered" in said[0]
     with pytest.raises(UserError, match=r"step-000002 is damaged: model.safetensors was altered between bytes 0 and"):
         find_checkpoint(directory / "step-000002")
     cases.flip_bit(directory / "step-000002/model.safetensors")  # back
@@ -321,13 +321,13 @@ def test_find_checkpoint_accepts_every_kind_of_directory(checkpoint, tmp_path):
     cases.flip_bit(directory / "step-000002/config.json")
     said = []
     assert find_checkpoint(str(tmp_path / "run"), log=said.append) == directory / "step-000001"
-    assert len(said) == 1 and "step-000002 is damaged and passed over: config.json" in said[0]
+    assert len(said) == 1 and "step-000002 is damaged and skipped: config.json" in said[0]
     with pytest.raises(UserError, match=r"step-000002 is damaged: config.json was altered"):
         find_checkpoint(directory / "step-000002")
     (directory / "step-000001/manifest.json").unlink()
     with pytest.raises(UserError, match=r"step-000001 is damaged: it has no manifest.json"):
         find_checkpoint(directory / "step-000001")
-    with pytest.raises(UserError, match=r"no checkpoint in it, none of the 2 there is whole; a run directory, a check"):
+    with pytest.raises(UserError, match=r"no intact checkpoint in it \(2 damaged\); a run directory, a check"):
         find_checkpoint(tmp_path / "run")
     with pytest.raises(UserError, match=r"no checkpoint in it; a run directory"):
         find_checkpoint(tmp_path)

@@ -109,7 +109,7 @@ def test_command_writes_the_picture(command_line, tmp_path: Path):
     [
         (("ring-all-reduec",), 'unknown example "ring-all-reduec"; did you mean "ring-all-reduce"?'),
         (("mfu", "--svg", "x.svg"), "--svg: mfu has no picture; these have one: ring-all-reduce"),
-        (("--svg", "x.svg"), "--svg: name the example whose picture is wanted"),
+        (("--svg", "x.svg"), "--svg: give the name of an example"),
     ],
 )
 def test_mistake_is_one_line(command_line, arguments: tuple[str, ...], said: str):

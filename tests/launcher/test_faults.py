@@ -99,7 +99,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
     assert time.monotonic() - asked < 60
     step = newest(place / "run/checkpoints").step
     assert 3 < step < STEPS and last_step(place) == step
-    assert line == f"meshwright: stopped by SIGTERM after saving step {step}; the same command goes on from there"
+    assert line == f"meshwright: stopped by SIGTERM after saving step {step}; the same command resumes the run"
 
     running = begin(place)
     wait_until(lambda: last_step(place) >= step + 3, running)
@@ -107,7 +107,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
     lines = end(running, 130)
     assert f"resumed from step-{step:06d}: {step} of {STEPS} steps are done" in lines
     step = newest(place / "run/checkpoints").step
-    said = f"meshwright: stopped by an interrupt after saving step {step}; the same command goes on from there"
+    said = f"meshwright: stopped by an interrupt after saving step {step}; the same command resumes the run"
     assert lines[-1] == said and "" not in lines and not any("interrupt" in line for line in lines[:-1])
 
     assert f"resumed from step-{step:06d}: {step} of {STEPS} steps are done" in end(begin(place), 0)
@@ -152,15 +152,15 @@ def test_full_disk_loses_only_the_last_save(small_disk, tmp_path_factory):
     with LocalRanks(2) as ranks:
         outcomes = ranks.run(cases.train, recipe.to_toml(), 0, "disk_fills_and_empties")
         said = outcomes[0]["said"]
-        metrics = f"{small_disk}/run/metrics.jsonl cannot be written (no space left on device): its lines wait"
+        metrics = f"{small_disk}/run/metrics.jsonl cannot be written (no space left on device); its lines are kept"
         assert 1 <= sum(line.startswith(metrics) for line in said) <= 2  # once for each time the disk was full
-        failed = [line for line in said if "training goes on" in line]
+        failed = [line for line in said if "training continues" in line]
         assert len(failed) == 1 and failed[0].startswith("checkpoint of step 4 not written: ")
-        assert "no space left" in failed[0] and "the newest whole checkpoint is step-000002" in failed[0]
+        assert "no space left" in failed[0] and "the newest intact checkpoint is step-000002" in failed[0]
         for outcome in outcomes:
             assert outcome["error"].startswith("UserError: checkpoint of step 8 not written: ")
             assert outcome["error"].count("\n") == 0
-            assert outcome["error"].endswith("the newest whole checkpoint is step-000006")
+            assert outcome["error"].endswith("the newest intact checkpoint is step-000006")
         directory = small_disk / "run/checkpoints"
         assert sorted(name for name in os.listdir(directory) if not name.startswith(".")) == ["step-000006"]
         assert verify_checkpoint(directory / "step-000006") == []

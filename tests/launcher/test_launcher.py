@@ -215,7 +215,7 @@ def test_ranks_end_when_the_time_limit_of_a_start_is_over(tmp_path):
 
 @pytest.mark.parametrize("to", ["launcher", "group"])
 def test_sigterm_lets_all_ranks_save_and_ends_with_143(tmp_path, to):
-    with start_apart(tmp_path, "save when told") as launcher:
+    with start_apart(tmp_path, "save on sigterm") as launcher:
         os.kill(launcher.pid, signal.SIGTERM) if to == "launcher" else os.killpg(launcher.pid, signal.SIGTERM)
         assert launcher.communicate(timeout=100)[0] == "stopped by SIGTERM after saving step 40\n"
     assert launcher.returncode == Terminated.exit_code == 143
@@ -231,7 +231,7 @@ def test_sigterm_before_the_first_step_ends_at_once(tmp_path):
 
 
 def test_terminal_interrupt_saves_and_exits_130(tmp_path):
-    with start_apart(tmp_path, "save when told") as launcher:
+    with start_apart(tmp_path, "save on sigterm") as launcher:
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the whole group
         launcher.communicate(timeout=100)
     assert launcher.returncode == 130

@@ -146,5 +146,5 @@ def test_damaged_checkpoint_is_skipped_with_one_line(undisturbed, tmp_path):
     running = begin(directory, "train.steps=31", "layout=dp1 fp32")
     _, errors = running.communicate(timeout=200)
     assert running.returncode == 0, errors
-    assert "step-000030 is damaged and passed over: training/rank-00001-of-00002.safetensors was altered" in errors
+    assert "step-000030 is damaged and skipped: training/rank-00001-of-00002.safetensors was altered" in errors
     assert "resumed from step-000029" in errors

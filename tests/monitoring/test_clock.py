@@ -1,4 +1,4 @@
-"""The clock of a step: parts add up, and waiting for others is not work."""
+"""The step clock: phases add up, and waiting for other ranks is not work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_repeated_parts_are_summed_in_order_of_first_mark():
     assert sum(seconds.values()) == pytest.approx(clock.working_seconds())
 
 
-def test_a_new_step_forgets_the_last():
+def test_new_step_drops_earlier_marks():
     clock = StepClock(torch.device("cpu"))
     clock.start()
     clock.mark("old")

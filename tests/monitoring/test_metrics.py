@@ -46,7 +46,7 @@ def test_resumed_run_drops_metrics_after_its_checkpoint(tmp_path):
     assert read_metrics(path) == [*[step(number) for number in range(1, 6)], step(6, again=True)]
 
 
-def test_a_fresh_run_drops_everything(tmp_path):
+def test_fresh_run_drops_all_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(2))
     write(path, step(1, fresh=True))
@@ -65,7 +65,7 @@ def test_truncated_last_line_is_skipped_and_removed_on_resume(tmp_path, rest):
 
 
 class SmallDisk:
-    """os.pwrite on a disk that holds so many bytes."""
+    """os.pwrite on a disk with a limited number of bytes."""
 
     def __init__(self, monkeypatch, size: int) -> None:
         self.size, self._pwrite = size, os.pwrite

@@ -1,4 +1,4 @@
-"""A profile shows what ranks did under the program's names, on one clock, and changes nothing of what they compute."""
+"""A profile shows the steps of all ranks under the names of the program, on one clock, without changing results."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class Trace:
-    """A trace as a reader of Chromium's Trace Event Format takes it; what that forbids fails."""
+    """A trace as a reader of Chromium's Trace Event Format parses it; violations of the format fail."""
 
     def __init__(self, trace: dict[str, Any]) -> None:
         self.processes: dict[int, str] = {}
         self.threads: dict[int, tuple[int, str]] = {}  # by number: process, name
-        self.slices: dict[str, list[dict]] = defaultdict(list)  # by "process: thread", in the order of their starts
+        self.slices: dict[str, list[dict]] = defaultdict(list)  # by "process: thread", in the order of start times
         for event in trace["traceEvents"]:
             if event["name"] == "process_name":
                 assert event["pid"] not in self.processes
@@ -80,11 +80,11 @@ class Trace:
             open_.append(end)
 
     def of(self, thread: str) -> list[tuple[str, str, str]]:
-        """Names, kinds and descriptions of the slices of a thread, and of what is overlapped with it."""
+        """Return names, kinds and descriptions of the slices of a thread and of the threads that overlap with it."""
         return [name for key, slices in self.slices.items() if key.startswith(thread) for name in names(slices)]
 
     def steps(self, rank: int) -> list[dict]:
-        """The compute steps of a rank."""
+        """Return the compute steps of a rank."""
         return [event for event in self.slices[f"rank {rank}: steps"] if "stage" in event["args"]]
 
     def calls(self, rank: int) -> list[dict]:
@@ -115,12 +115,12 @@ def test_profiled_steps_follow_simulated_program_on_one_clock(two, home, layout)
     assert {path.name for path in directory.iterdir()} == {
         "all-ranks.json.gz", "rank-00000.json.gz", "rank-00001.json.gz",
     }  # fmt: skip
-    assert f"profile of steps 3 to 4: {directory / 'all-ranks.json.gz'} (ui.perfetto.dev opens it)" in outcome["said"]
+    assert f"profile of steps 3 to 4: {directory / 'all-ranks.json.gz'} (opens in ui.perfetto.dev)" in outcome["said"]
     trace = Trace(read(directory / "all-ranks.json.gz"))
     program = program_of(Layout.parse(layout))
     timing = simulate_pipeline(program, Durations(1.0, 1.0, 1.0))
     simulated = Trace(build_chrome_trace(build_pipeline_timeline(program, timing)))
-    title = f"{program.name}, simulated with the median times of its steps here, transfers in no time"
+    title = f"{program.name}, simulated with the median times measured here, without transfer time"
     assert list(trace.processes.values()) == ["rank 0", "rank 1", title]
     for rank in (0, 1):
         expected = simulated.of(f"{simulated.processes[0]}: rank {rank}")
@@ -129,7 +129,7 @@ def test_profiled_steps_follow_simulated_program_on_one_clock(two, home, layout)
         assert Counter(trace.of(f"{title}: rank {rank}")) == Counter(expected)
     steps = [event for rank in (0, 1) for event in trace.steps(rank)]
     half = {rank: len(trace.steps(rank)) // 2 for rank in (0, 1)}
-    for part in (slice(None, half[0]), slice(half[0], None)):  # what a stage reads was made before: the clocks agree
+    for part in (slice(None, half[0]), slice(half[0], None)):  # inputs of a stage are computed before: the clocks agree
         done = {}
         these = [event for rank in (0, 1) for event in trace.steps(rank)[part]]
         for event in these:
@@ -167,7 +167,9 @@ def test_profiled_steps_change_no_results_and_are_not_measured(two, home):
     cases.run_without_error(two, home / "without", "dp2 zero1 fp32")
     fault = "count_calls_when_a_profile_ends"
     outcomes = cases.run_without_error(two, home / "with", "dp2 zero1 fp32", fault=fault, train_profile="3:5")
-    assert all("under way at its end: 0" in outcome["said"] for outcome in outcomes)  # parameters were being gathered
+    assert all(
+        "in flight at its end: 0" in outcome["said"] for outcome in outcomes
+    )  # although parameters were being all-gathered
     assert cases.trace(home / "with") == cases.trace(home / "without")
     assert [line["step"] for line in cases.metrics(home / "with") if line.get("profiled")] == [3, 4, 5]
     seconds = next(line["seconds"] for line in cases.metrics(home / "with") if line.get("step") == 6)
@@ -207,7 +209,7 @@ def test_stopped_run_writes_partial_profile_and_resumes_it(two, home):
 def test_unwritable_profile_does_not_stop_run(two, home):
     place = home / "blocked"
     (place / "run").mkdir(parents=True)
-    (place / "run/profile").write_text("somebody's file")
+    (place / "run/profile").write_text("another file")
     [outcome, _] = cases.run_without_error(two, place, "dp2 fp32", train_profile="2")
     [said] = [line for line in outcome["said"] if line.startswith("the profile")]
     assert said.startswith(f"the profile in {place}/run/profile/steps-000002-000002 cannot be written: ")
@@ -217,7 +219,7 @@ def test_unwritable_profile_does_not_stop_run(two, home):
 # --- the trace itself
 
 
-def test_clock_offsets_are_medians_over_meetings():
+def test_clock_offsets_are_medians_over_barriers():
     times = [[100, 1103], [200, 1199], [300, 1900]]  # once rank 1 was held up
     assert compute_clock_offset(times, [7, 8], 1) == 1003
     assert compute_clock_offset(times, [7, 7], 1) == 0 and compute_clock_offset(times, [7, 8], 0) == 0

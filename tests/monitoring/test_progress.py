@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a few plain lines elsewhere, nothing where nobody should speak."""
+"""Progress: a bar on a terminal, a few plain lines elsewhere, nothing on silent ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_log_file_gets_every_line_and_both_end_steps():
     assert len(lines) == 4 and lines[3].startswith("a [bold]line[/bold] that stays and is long")
 
 
-def test_a_resumed_run_shows_its_first_step_too():
+def test_resumed_run_prints_its_first_step():
     assert "step 31/50  loss 31.0" in run(io.StringIO(), done=30)
 
 
@@ -99,7 +99,7 @@ def test_clock_times_are_formatted_with_hours_where_needed():
     ]
 
 
-def test_ranks_that_should_be_silent_are():
+def test_silent_ranks_print_nothing():
     assert run(io.StringIO(), show=False) == "" and run(Terminal(), show=False) == ""
 
 

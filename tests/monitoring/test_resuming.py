@@ -1,4 +1,4 @@
-"""Every key of a recipe either may change when a run is resumed or is refused by name, with both values."""
+"""Every recipe key either may change on resume or is refused by name, with both values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.recipe import SCHEMA, Recipe, load_recipe
 
 
 def different(recipe: Path, key: str) -> Recipe:
-    """The recipe with another valid value for `key`."""
+    """Return the recipe with another valid value of `key`."""
     old = load_recipe(recipe)
     numbers = ["true", "false", "3", "2", "0.5", "256", "300", "1e-3", "[0.5, 0.5]", "[0, 1]"]
     words = [
@@ -97,7 +97,7 @@ def test_record_processing_may_not_change_on_resume(tiny_recipe: Path, key: str,
         )
 
 
-def test_several_sources_for_one_are_refused_by_its_name(tiny_recipe: Path):
+def test_several_sources_instead_of_one_are_refused_by_name(tiny_recipe: Path):
     new = load_recipe(tiny_recipe, ['data.sources=[{path="stdlib", weight=1.0}]'])
     with pytest.raises(UserError, match='data.source was "stdlib" when this run began'):
         check_resume_differences(load_recipe(tiny_recipe), new)

@@ -1,4 +1,4 @@
-"""One run at a time in a directory, and what lies there."""
+"""A directory has one run at a time; its files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_second_run_gets_name_of_process_in_directory(tmp_path):
         pass
 
 
-def test_a_killed_run_leaves_no_lock_behind(tmp_path):
+def test_killed_run_leaves_no_lock_behind(tmp_path):
     code = (
         "import sys, time; from meshwright.monitoring.run_directory import RunDirectory; "
         "RunDirectory(sys.argv[1]).lock(); print('locked', flush=True); time.sleep(60)"
@@ -46,7 +46,7 @@ def test_a_killed_run_leaves_no_lock_behind(tmp_path):
 
 
 def test_lock_of_a_lost_host_delays_a_restart_and_refuses_a_second_start(tmp_path, monkeypatch):
-    """A file system server keeps the lock of a lost host for a while; a process id of that host means nothing here."""
+    """A file server keeps the lock of a lost host for some time; the process id of that host is meaningless here."""
     holder = RunDirectory(tmp_path)
     descriptor = holder.lock()
     os.ftruncate(descriptor, 0)
@@ -73,7 +73,7 @@ def test_surviving_child_process_keeps_directory_locked(tmp_path):
 
 
 def test_start_waits_for_children_of_a_killed_run(tmp_path, monkeypatch):
-    """Forked workers of a data loader hold the lock until they have seen that their parent is gone."""
+    """Forked data-loader workers hold the lock until they notice that their parent has exited."""
     code = (
         "import os, sys, time; from meshwright.monitoring.run_directory import RunDirectory; "
         "RunDirectory(sys.argv[1]).lock(); os.fork() and os.kill(os.getpid(), 9); time.sleep(0.3)"

@@ -1,5 +1,5 @@
-"""Trackers have every figure of `metrics.jsonl` once, whatever happens to the run; nothing that happens to a tracker
-happens to the run. Read back with the libraries' own readers."""
+"""Trackers receive every figure of `metrics.jsonl` once, even if the run is interrupted; a failing tracker does not
+affect the run. Values are read back with the libraries' own readers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(two, place: Path, uri: str, crash_after: int = 0, fault: str = "", **cha
 
 
 def written(place: Path) -> Figures:
-    """Every figure of `metrics.jsonl` by its key, as (step, value)."""
+    """Return every figure of `metrics.jsonl` by its key, as (step, value)."""
     found: Figures = defaultdict(list)
     for line in cases.metrics(place):
         step, values = flatten_line(line)
@@ -61,7 +61,7 @@ def written(place: Path) -> Figures:
 
 
 def in_tensorboard(place: Path) -> tuple[Figures, dict[str, list[str]]]:
-    """Scalars and texts as TensorBoard shows them."""
+    """Return scalars and texts as TensorBoard shows them."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     seen = accumulator.EventAccumulator(str(place / "run/tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
     seen.Reload()
@@ -74,7 +74,7 @@ def in_tensorboard(place: Path) -> tuple[Figures, dict[str, list[str]]]:
 
 
 def in_mlflow(uri: str, directory: Path):
-    """The one run of `directory`, and its figures."""
+    """Return the only run of `directory` and its figures."""
     tracking_module = pytest.importorskip("mlflow.tracking")
     client = tracking_module.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("tests")
@@ -87,7 +87,8 @@ def in_mlflow(uri: str, directory: Path):
 
 
 def same_figures(seen: Figures, expected: Figures) -> None:
-    """Those of the metrics and no other, each step once and in order; TensorBoard keeps float32."""
+    """Check that the figures are exactly those of the metrics, each step once and in order; TensorBoard keeps
+    float32."""
     assert {key for key in seen if not key.startswith(("predicted/", "measured/"))} == set(expected)
     for key, values in expected.items():
         assert [step for step, _ in seen[key]] == [step for step, _ in values], key
@@ -107,7 +108,7 @@ def test_trackers_receive_all_metrics_and_the_recipe(two, home, uri):
     found, figures = in_mlflow(uri, place / "run")
     same_figures(figures, expected)
     result = outcome["result"]
-    for seen in (scalars, figures):  # what was predicted, at the first step; both at the last
+    for seen in (scalars, figures):  # predictions with the first step, both with the last
         assert seen["predicted/flops_per_token"] == [(6, pytest.approx(result["predicted"]["flops_per_token"]))]
         assert [step for step, _ in seen["predicted/memory_bytes/peak"]] == [1, 6]
         peak = result["measured"]["state_bytes"]["parameters"]
@@ -120,7 +121,7 @@ def test_trackers_receive_all_metrics_and_the_recipe(two, home, uri):
 
 @pytest.mark.parametrize("slow", [False, True], ids=["killed with all sent", "killed before it was sent"])
 def test_crashed_and_resumed_run_is_tracked_once_per_step(two, home, uri, slow):
-    """It crashes after step 5 and goes on from the checkpoint of step 4."""
+    """It crashes after step 5 and resumes from the checkpoint of step 4."""
     pytest.importorskip("tensorboard"), pytest.importorskip("mlflow")
     place = home / f"crashed {slow}"
     assert run(two, place, uri, crash_after=5, fault="trackers_hang_after_step_3" if slow else "")[0]["result"] == {}
@@ -141,7 +142,7 @@ def test_crashed_and_resumed_run_is_tracked_once_per_step(two, home, uri, slow):
 
 @pytest.mark.slow
 def test_killed_rank_0_leaves_tracking_without_gap_or_duplicate(home, uri):
-    """As a person runs it: two processes, a signal that nobody can answer, started again by the launcher."""
+    """Two processes, SIGKILL, restarted by the launcher."""
     pytest.importorskip("tensorboard"), pytest.importorskip("mlflow")
     place = home / "killed"
     (place / "run").mkdir(parents=True)
@@ -191,21 +192,21 @@ def test_unreachable_tracking_server_does_not_stop_run(two, home):
     outcome = cases.run(two, home / "no server", "dp2 zero1 fp32", **changes)[0]
     assert outcome["error"] == "" and outcome["result"]["step"] == 6
     said = [line for line in outcome["said"] if line.startswith("tracker")]
-    assert len(said) == 2 and said[0].startswith("tracker mlflow takes nothing: MlflowException: ")
-    assert said[0].endswith("; training goes on, and it is tried again")
+    assert len(said) == 2 and said[0].startswith("tracker mlflow failed: MlflowException: ")
+    assert said[0].endswith("; training continues, and sending is retried")
     assert " lines were lost (MlflowException: " in said[1]
     expected = cases.run(two, home / "without", "dp2 zero1 fp32")
     assert cases.trace(home / "no server") == cases.trace(home / "without") and expected[0]["error"] == ""
 
 
-# --- a tracker of one's own
+# --- custom trackers
 
 
 class Recorder:
-    """A tracker for tests: what it was told, and what it is to do instead."""
+    """Tracker for tests that records its calls and can fail or block."""
 
-    told: list = []
-    fails: dict = {}  # what is called -> how often it fails; -1: always
+    calls: list = []
+    fails: dict = {}  # method -> number of failures; -1: always
     gate = threading.Event()
 
     def __init__(self, colour: str = "red") -> None:
@@ -221,25 +222,25 @@ class Recorder:
     def finish(self, status: str) -> None:
         self._do("finish", status)
 
-    def _do(self, what: str, said) -> None:
+    def _do(self, method: str, arguments) -> None:
         self.gate.wait()
-        left = self.fails.get(what, 0)
+        left = self.fails.get(method, 0)
         if left:
-            self.fails[what] = left - 1
-            raise ConnectionError(f"no {what}")
-        self.told.append((what, said))
+            self.fails[method] = left - 1
+            raise ConnectionError(f"no {method}")
+        self.calls.append((method, arguments))
 
 
 @pytest.fixture
 def recorder(monkeypatch):
-    monkeypatch.setattr(Recorder, "told", [])
+    monkeypatch.setattr(Recorder, "calls", [])
     monkeypatch.setattr(Recorder, "fails", {})
     monkeypatch.setattr(Recorder, "gate", threading.Event())
     Recorder.gate.set()
     monkeypatch.setattr(tracking, "PAUSE", 0.001)
     yield Recorder
     Recorder.gate.set()
-    for thread in threading.enumerate():  # one that was left hanging would tell the next test's recorder
+    for thread in threading.enumerate():  # a hanging thread would call the recorder of the next test
         if thread.name.startswith("tracker "):
             thread.join(60)
 
@@ -264,7 +265,7 @@ def line(step: int, **more) -> dict:
 
 
 def logged(recorder) -> list:
-    return [said for what, said in recorder.told if what == "log"]
+    return [arguments for method, arguments in recorder.calls if method == "log"]
 
 
 def test_custom_tracker_class_receives_same_values(tmp_path, recorder):
@@ -273,7 +274,7 @@ def test_custom_tracker_class_receives_same_values(tmp_path, recorder):
     sender.queue_line({"event": "save", "step": 1, "stall_seconds": 2})
     sender.queue_values(2, {"measured": {"peak": 7}, "checkpoint": "there"})
     sender.finish("finished")
-    assert recorder.told == [
+    assert recorder.calls == [
         ("start", ("run", True, 0, {}, 6)),
         ("log", (1, {"loss": 1.0, "seconds_by_part/data": 0.5, "skipped": 1.0})),
         ("log", (1, {"save/stall_seconds": 2.0})),
@@ -293,9 +294,9 @@ def test_intermittently_failing_tracker_loses_no_lines(tmp_path, recorder):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     sender.finish("failed")
-    assert [step for step, _ in logged(recorder)] == [1, 2, 3] and recorder.told[-1] == ("finish", "failed")
+    assert [step for step, _ in logged(recorder)] == [1, 2, 3] and recorder.calls[-1] == ("finish", "failed")
     assert [words.partition(":")[0] for words in said] == [f"tracker {__name__}"]  # one warning
-    assert "ConnectionError: no start; training goes on" in said[0]
+    assert "ConnectionError: no start; training continues" in said[0]
 
 
 def test_failing_tracker_warns_once_and_counts_lost_lines(tmp_path, recorder):
@@ -316,7 +317,7 @@ def test_hanging_tracker_blocks_no_step_and_queue_is_bounded(tmp_path, recorder,
         sender.queue_line(line(step))
     sender.finish("finished")
     recorder.gate.set()
-    assert len(said) == 1 and said[0].endswith("100 of 100 lines were lost (it takes too long)")
+    assert len(said) == 1 and said[0].endswith("100 of 100 lines were lost (timed out)")
 
 
 def test_resumed_run_sends_untracked_lines(tmp_path, recorder):
@@ -328,12 +329,12 @@ def test_resumed_run_sends_untracked_lines(tmp_path, recorder):
     sender = Tracking(own(tmp_path), "dp1", directory, 5, lambda words: None)
     sender.queue_line(line(6))
     sender.finish("finished")
-    assert recorder.told[0] == ("start", ("run", False, 2, {"sent": "2", "name": "kept"}, 6))
+    assert recorder.calls[0] == ("start", ("run", False, 2, {"sent": "2", "name": "kept"}, 6))
     assert [step for step, _ in logged(recorder)] == [3, 4, 5, 6]
     assert directory.read_trackers() == {f"{__name__}:Recorder": {"sent": "6", "name": "kept"}}
 
 
-# --- mistakes, before anything is started
+# --- mistakes before the start
 
 
 def refused(tiny_recipe: Path, *overrides: str) -> str:
@@ -346,7 +347,7 @@ def test_tracking_mistakes_are_one_line_before_ranks_start(tiny_recipe, monkeypa
     said = refused(tiny_recipe, "track.to=['tensorbord']")
     assert 'track.to: unknown tracker "tensorbord"; did you mean "tensorboard"?' in said
     said = refused(tiny_recipe, "track.to=['nowhere:Tracker']")
-    assert "cannot be loaded: No module named 'nowhere'; install it, or have PYTHONPATH name its directory" in said
+    assert "cannot be loaded: No module named 'nowhere'; install it, or add its directory to PYTHONPATH" in said
     assert 'names "mlflow" twice' in refused(tiny_recipe, "track.to=['mlflow', 'mlflow']")
     said = refused(tiny_recipe, "track.to=['mlflow']", "track.options.mlflow.urii=http://there")
     assert 'track.options.mlflow: unknown option "urii"; did you mean uri?' in said

@@ -1,4 +1,4 @@
-"""States to save, made the same way everywhere, and what ranks do with them in the tests of checkpoints."""
+"""Training states to save, and functions that ranks run in the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 
 from meshwright.checkpoint import Checkpointer, SaveOptions, saving
 from meshwright.checkpoint.directory_lock import LOCK
+from meshwright.checkpoint.files import write_at
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.parallel.flat_buffers import TensorSlice, even_share, flat_layout, slices_of
@@ -28,14 +29,16 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def tiny(family: str, **changes: Any) -> ModelConfig:
-    """A model of odd sizes: 3 layers, vocabulary 499, fewer key-value heads than heads where the family has that."""
+    """Return a model configuration of odd sizes: 3 layers, vocabulary 499, fewer KV heads than heads if the family has
+    that."""
     grouped = {} if family == "gpt2" else {"kv_heads": 2}
     sizes = {"layers": 3, "hidden": 40, "heads": 4, **grouped, "intermediate": 56} | changes
     return config_from_recipe(ModelRecipe(family=family, **sizes), 48, 499)
 
 
 def entry_values(kind: str, entry: ParameterEntry, salt: int = 0) -> torch.Tensor:
-    """The whole entry of a kind, flat in engine orientation: depends on the names alone."""
+    """Return the whole parameter entry of a kind of state, flat in engine orientation; it depends on the names
+    alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{entry.name}/{salt}".encode()))
     return torch.randn(math.prod(entry.shape), generator=generator)
 
@@ -43,7 +46,7 @@ def entry_values(kind: str, entry: ParameterEntry, salt: int = 0) -> torch.Tenso
 def state_pieces(
     config: ModelConfig, rank: int, ranks: int, salt: int = 0, kinds: tuple[str, ...] = KINDS
 ) -> list[TensorSlice]:
-    """A rank's share of the state: every unit's flat buffer cut into `ranks` nearly equal parts."""
+    """Return a rank's share of the state: every unit's flat buffer cut into `ranks` nearly equal shards."""
     table = parameter_table(config)
     pieces = []
     for kind in kinds:
@@ -59,7 +62,7 @@ def state_pieces(
 
 
 def empty_like(pieces: list[TensorSlice]) -> list[TensorSlice]:
-    """The same pieces, to be read."""
+    """Return the same slices with NaN values, to be loaded."""
     return [
         TensorSlice(piece.kind, piece.name, piece.start, piece.stop, torch.full_like(piece.tensor, math.nan))
         for piece in pieces
@@ -67,17 +70,17 @@ def empty_like(pieces: list[TensorSlice]) -> list[TensorSlice]:
 
 
 def equal(a: list[TensorSlice], b: list[TensorSlice]) -> bool:
-    """Whether the pieces hold the same bits."""
+    """Return True if the slices have the same bits."""
     return all(torch.equal(x.tensor, y.tensor) for x, y in zip(a, b, strict=True))
 
 
 def entries(directory: Path | str) -> list[str]:
-    """Names in a checkpoint directory, sorted, without its lock."""
+    """Return the names in a checkpoint directory, sorted, without its lock."""
     return sorted(set(os.listdir(directory)) - {LOCK})
 
 
 def flip_bit(path: Path, position: float = 0.5) -> None:
-    """Change one bit at this fraction of a file."""
+    """Flip one bit at this fraction of a file."""
     offset = int(path.stat().st_size * position)
     with path.open("r+b") as file:
         file.seek(offset)
@@ -91,9 +94,9 @@ CHANGES = ("fsync", "ftruncate", "mkdir", "rename", "replace", "rmdir", "unlink"
 
 
 def lose_power_at(change: int) -> None:
-    """End this process just before its `change`-th call of `CHANGES`, counted from 1, as a power failure would: files
-    that were written and not flushed are empty afterwards. Counted calls, unlike seconds, end it at the same place on
-    an idle and on a busy machine."""
+    """Kill this process just before its `change`-th call of `CHANGES`, counted from 1, like a power failure: files that
+    were written and not flushed are empty afterwards. Counted calls, unlike seconds, are the same place on an idle and
+    on a busy machine."""
     unflushed: dict[int, int] = {}  # inode -> descriptor
     calls = itertools.count(1)
 
@@ -121,7 +124,7 @@ def lose_power_at(change: int) -> None:
 
 
 def make(directory: str, config: ModelConfig, log: list[str] | None = None, **options: Any) -> Checkpointer:
-    """A checkpointer on this rank of the running world."""
+    """Return a checkpointer on this rank of the process group."""
     ranks = torch.distributed.get_world_size()
     mesh = Mesh.create(Layout(dp=ranks), "cpu")
     lines = log if log is not None else []
@@ -129,7 +132,7 @@ def make(directory: str, config: ModelConfig, log: list[str] | None = None, **op
 
 
 def save_on_ranks(directory: str, config: ModelConfig, steps: list[int], options: dict[str, Any]) -> list[str | None]:
-    """Save a state at each of `steps`; how each save ended."""
+    """Save a state at each of `steps`; return the outcomes."""
     checkpointer = make(directory, config, **options)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     ends = []
@@ -141,7 +144,7 @@ def save_on_ranks(directory: str, config: ModelConfig, steps: list[int], options
 
 
 def load_on_ranks(directory: str, config: ModelConfig) -> tuple[str | None, bool, Any, list[str]]:
-    """Load the newest whole checkpoint: its name, whether every bit is as saved, its state, the log."""
+    """Load the newest intact checkpoint; return its name, True if every bit is as saved, its state, and the log."""
     log: list[str] = []
     checkpointer = make(directory, config, log)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -154,13 +157,18 @@ def load_on_ranks(directory: str, config: ModelConfig) -> tuple[str | None, bool
 
 
 def save_without_looking(directory: str, config: ModelConfig) -> list[str | None]:
-    """Save steps 1 and 2 without a look at the free space before; how each ended."""
+    """Save steps 1 and 2 without a check of the free space; return the outcomes."""
+    check_space = saving.Save._check_space
     saving.Save._check_space = lambda self: self.target.directory.mkdir(exist_ok=True)  # type: ignore[method-assign]
-    return save_on_ranks(directory, config, [1, 2], {})
+    try:
+        return save_on_ranks(directory, config, [1, 2], {})
+    finally:
+        saving.Save._check_space = check_space  # type: ignore[method-assign]
 
 
 def save_with_a_fault(directory: str, config: ModelConfig, faulty: int, how: str) -> tuple[str | None, list[str]]:
-    """Save step 1 well and step 2 with a fault on one rank; what `failed` says of step 2, and what lies there then."""
+    """Save step 1, and step 2 with a fault on one rank; return what `failed` reports for step 2, and the files that
+    remain."""
     checkpointer = make(directory, config)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     checkpointer.save(1, state_pieces(config, rank, ranks, salt=1), {})
@@ -184,11 +192,12 @@ def save_with_a_fault(directory: str, config: ModelConfig, faulty: int, how: str
     torch.distributed.barrier()
     checkpointer.abandon()
     torch.distributed.barrier()
+    saving.write_at = write_at  # type: ignore[assignment]
     return line, entries(directory)
 
 
 def meet(directories: list[str], config: ModelConfig) -> str:
-    """Make a checkpointer on each rank, rank R in directory R."""
+    """Create a checkpointer on each rank, on rank R in directory R."""
     from meshwright.checkpoint import checkpointer
 
     checkpointer._SHARED_SECONDS = 0.3

@@ -1,4 +1,4 @@
-"""Ranks that train as always, one of which does something else at one call: {"rank", "site", "call", "does"}."""
+"""Training ranks, one of which has a fault at one call: {"rank", "site", "call", "does"}."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ COMMAND = (
 
 
 def main() -> None:
-    """A rank of training, from the launcher's first word to its report."""
+    """Run a training rank that the launcher started."""
     run_rank(work)
 
 
 def join() -> None:
-    """A rank that somebody else starts, with a recipe and a fault in its arguments."""
+    """Run a rank that another launcher starts, with a recipe and a fault in its arguments."""
     recipe, fault, marker = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     plant(fault, int(os.environ["RANK"]), marker)
     try:
@@ -42,20 +42,20 @@ def join() -> None:
 
 
 def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Train; serve description["fault"]."""
-    import torch.distributed  # noqa: F401  (takes its time, which is not to count against the time-out)
+    """Train with the fault description["fault"]."""
+    import torch.distributed  # noqa: F401  (slow, and must not count towards the time-out)
 
     directory = Path(description["directory"])
     (directory / f"ready-{start.rank}").touch()
     while not all((directory / f"ready-{rank}").exists() for rank in range(start.ranks)):
         time.sleep(0.01)
-    if not (directory / "struck").exists():  # the run that is started again has no fault
+    if not (directory / "struck").exists():  # the restarted run has no fault
         plant(description["fault"], start.rank, directory / "struck")
     return worker.train_as_described(description, start)
 
 
 def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
-    """Have the call-th call at the site go wrong. From there on ranks have little patience."""
+    """Make the call number `call` at the site fail. From then on ranks time out early."""
     import torch
 
     from meshwright.comm import collectives, transport
@@ -86,6 +86,6 @@ def plant(fault: dict[str, Any], rank: int, marker: Path) -> None:
         return run(post, call, output, async_op, then)
 
     collectives._post_call = faulty
-    writer = get_process_writer()  # what `faulty` wraps is called from where it is
+    writer = get_process_writer()  # `faulty` wraps it in its module
     writer._seen.append(faulty.__code__)
     writer._skipped.add(id(faulty.__code__))

@@ -1,4 +1,4 @@
-"""Ranks that do what a test of the launcher tells them; started as training's are, but without torch."""
+"""Ranks for tests of the launcher: started like training ranks, but without torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ COMMAND = (
 
 
 def main() -> None:
-    """A rank, from the launcher's first word to its report."""
+    """Run a rank that the launcher started."""
     run_rank(work)
 
 
 def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Do description["case"]."""
+    """Run description["case"]."""
     return globals()["case_" + description["case"].replace(" ", "_")](description, start)
 
 
@@ -53,7 +53,7 @@ def case_never_ends(description: dict[str, Any], start: Place) -> dict[str, Any]
 
 
 def case_rank_1_is_killed(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    signal.signal(signal.SIGTERM, lambda *_: None)  # as a rank that hangs in a collective: it only takes note
+    signal.signal(signal.SIGTERM, lambda *_: None)  # like a rank that hangs in a collective
     if start.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -64,9 +64,9 @@ def case_rank_1_is_killed_and_the_others_notice(description: dict[str, Any], sta
     started = Path(description["directory"]) / "started"
     if start.rank == 1:
         started.touch()
-        time.sleep(0.3)  # the others' reports come first
+        time.sleep(0.3)  # after the reports of the others
         os.kill(os.getpid(), signal.SIGKILL)
-    until(started)  # a busy machine may start ranks seconds apart
+    until(started)  # on a busy machine ranks may start seconds apart
     if start.rank == 2:
         raise RuntimeError("connection closed by peer")
     raise RankLost(f"rank {start.rank} was left alone in data.gradients")
@@ -92,7 +92,7 @@ def case_fault_on_rank_1(description: dict[str, Any], start: Place) -> dict[str,
         failing.touch()
         raise ZeroDivisionError("the cause")
     until(failing)
-    time.sleep(1.0)  # on a busy machine rank 1 may take a while from one line to the next
+    time.sleep(1.0)  # rank 1 may be slow on a busy machine
     raise RuntimeError("a consequence: connection closed by peer")
 
 
@@ -104,7 +104,7 @@ def case_left_alone(description: dict[str, Any], start: Place) -> dict[str, Any]
 
 
 def wait_in_a_call(start: Place, description: dict[str, Any], site: str) -> None:
-    """Post a call once rank 0 is where it stays."""
+    """Post a call once rank 0 is waiting."""
     until(Path(description["directory"]) / "elsewhere")
     calls = get_process_writer()
     calls.wait(calls.post(calls.group((0, 1)), site, "all_reduce", "data", 16, "float32", (4,)))
@@ -131,7 +131,7 @@ class NeverReached:
 
 
 def case_device_of_rank_0_hangs(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """The host goes on after each call, and then waits for its device in C; rank 1 never makes the call."""
+    """The host continues after each call and then waits for its device in C; rank 1 never makes the call."""
     if start.rank == 0:
         device_calls.LOOK_SECONDS = 0.01
         error = RankLost("the GPU of rank 0 was not through a call within 0.2 s")
@@ -167,14 +167,14 @@ def case_stopped_outside_calls(description: dict[str, Any], start: Place) -> dic
     return {}
 
 
-def case_save_when_told(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+def case_save_on_sigterm(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
     directory = Path(description["directory"])
     (directory / f"ready-{start.rank}").touch()
-    while not told:
+    while not signals:
         time.sleep(0.01)
-    time.sleep(0.3 * (1 + start.rank))  # a save takes its time, and ranks do not end together
+    time.sleep(0.3 * (1 + start.rank))  # saves take time, and ranks end one after the other
     (directory / f"saved-{start.rank}").touch()
     raise Terminated("stopped by SIGTERM after saving step 40")
 

@@ -1,4 +1,4 @@
-"""Foreign modules that ranks train in tests of meshwright.training.module, and plain torch's result of the same."""
+"""User modules that ranks train in tests of meshwright.training.module, and plain torch's results for them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SAMPLES = 21
 
 
 class Tied(nn.Module):
-    """An embedding that is the head as well, blocks in a list, a single number, a frozen table, one block that some
-    steps leave out, and a bias that is used in no loss."""
+    """Module with an embedding tied to the head, blocks in a list, a scalar parameter, a frozen table, a block that
+    some steps skip, and a bias that no loss uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,13 +54,14 @@ class Tied(nn.Module):
         for number, block in enumerate(self.blocks):
             if number != 2:
                 x_BSH = x_BSH + self.scale * block(x_BSH)
-            elif (chosen := tokens_BS[:, 0] % 3 == 0).any():  # some ranks skip it, others do not
+            elif (chosen := tokens_BS[:, 0] % 3 == 0).any():  # skipped on some ranks
                 x_BSH = x_BSH + chosen[:, None, None] * self.scale * block(x_BSH)
         return self.head(x_BSH.mean(1))
 
 
 class Outside(nn.Module):
-    """Reaches into a unit from outside, enters one twice, and has its units in another order than it uses them."""
+    """Module that uses a unit's parameters from outside, enters a unit twice, and uses its units in another order than
+    it defines them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,11 +72,11 @@ class Outside(nn.Module):
         x = functional.linear(x, self.layers[1].weight).tanh()
         x = self.layers[0](self.layers[2](self.layers[0](x)).relu())
         x = x + self.layers[1](x)
-        return functional.linear(x, self.layers[2].weight)  # which it has left long ago
+        return functional.linear(x, self.layers[2].weight)  # outside the forward of that layer
 
 
 class Again(nn.Module):
-    """Computes its blocks again in the backward pass, one by one and two at a time."""
+    """Module with activation checkpointing of one block and of two blocks at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class Recurrent(nn.Module):
 
 
 def convolution() -> nn.Module:
-    """With a batch norm that is not trained by batches."""
+    """Module with a batch norm in eval mode."""
     net = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 5))
     net[1].eval()
     return net
@@ -141,7 +142,7 @@ def t5() -> nn.Module:
 
 
 def compiled() -> nn.Module:
-    """Traced and differentiated as torch.compile does it, and run as it is."""
+    """Module traced and differentiated as by torch.compile, and run without generated code."""
     module = Straight()
     module.compile(backend="aot_eager")
     return module
@@ -181,7 +182,7 @@ def _pair(*draws: Callable[[torch.Generator], Any]) -> list[Any]:
 
 
 def _some_labels(generator: torch.Generator) -> torch.Tensor:
-    """Of a sequence; some samples have none that counts."""
+    """Labels of sequences; some samples have none that counts."""
     labels = torch.randint(1, 29, (6,), generator=generator)
     labels[int(torch.randint(0, 7, (), generator=generator)) :] = -100
     return labels
@@ -225,7 +226,8 @@ def recipe(layout: str, **train: Any) -> Any:
 
 
 def plain(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Loss and gradient norm of each step, and the parameters after them, by plain torch on one device in float64."""
+    """Return loss and gradient norm of each step, and the parameters after them, of plain torch on one device in
+    float64."""
     build, loss, data, count = MODULES[name]
     seed_generators(derive_seed(SEED, "module"), torch.device("cpu"))
     module = build().double()
@@ -252,7 +254,7 @@ def plain(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
 def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
-    """The same on this rank of a layout: losses, norms, the pieces that it owns, and what was said and seen."""
+    """Train on this rank of a layout; return losses, norms, the slices that it owns, its log and its traffic."""
     torch.set_num_threads(1)
     mesh = Mesh.create(Layout.parse(layout), "cpu", 60.0)
     with closing(mesh):
@@ -271,7 +273,7 @@ def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
                 for piece in trainer.slices(owned=True)
                 if piece.kind == "master"
             ],
-            "sent": sent[1:],  # the first step finds out what units are used for
+            "sent": sent[1:],  # the first step records the order of units
             "predicted_sent": predicted_sent[1:],
             "memory": trainer.memory(),
             "predicted_memory": trainer.predicted_bytes(),
@@ -281,7 +283,7 @@ def train_on_ranks(name: str, layout: str, **changes: Any) -> dict[str, Any]:
 
 
 def assembled(outcomes: list[dict[str, Any]], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole parameters from what the ranks own: every element once."""
+    """Assemble the whole parameters from the slices that ranks own: every element once."""
     values = {name: torch.full((value.numel(),), torch.nan, dtype=torch.float64) for name, value in like.items()}
     for outcome in outcomes:
         for name, start, stop, part in outcome["pieces"]:
@@ -297,8 +299,8 @@ def assembled(outcomes: list[dict[str, Any]], like: dict[str, torch.Tensor]) -> 
 def run(
     directory: str, layout: str, crash_after: int = 0, track: dict[str, Any] | None = None, **train: Any
 ) -> dict[str, Any]:
-    """A run of a module with dropout and running statistics in float32, as `fit` makes it; the process "dies" after a
-    step if told to."""
+    """Run the training of a module with dropout and running statistics in float32, as `fit` does; after the step
+    `crash_after`, if any, the process "dies"."""
     torch.set_num_threads(1)
     tables = {
         "layout": layout,
@@ -334,13 +336,16 @@ def run(
 
 
 def profiled_and_tracked(directory: str) -> dict[str, Any]:
-    """The same with its steps 3 and 4 watched, and all told to a tracker."""
-    track = {"to": [f"{__name__}:Told"], "options": {f"{__name__}:Told": {"file": f"{directory}/told.jsonl"}}}
+    """The same run with steps 3 and 4 profiled, and with a tracker."""
+    track = {
+        "to": [f"{__name__}:RecordingTracker"],
+        "options": {f"{__name__}:RecordingTracker": {"file": f"{directory}/tracked.jsonl"}},
+    }
     return run(directory, "dp2 zero3", track=track, profile="3:4")
 
 
-class Told:
-    """A tracker that writes down what it is told."""
+class RecordingTracker:
+    """Tracker that writes what it receives to a file."""
 
     def __init__(self, file: str) -> None:
         self.file = Path(file)
@@ -360,7 +365,7 @@ class Told:
 
 
 class Noisy(nn.Module):
-    """With dropout, running statistics and layers in a list."""
+    """Module with dropout, running statistics and layers in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +381,7 @@ class Noisy(nn.Module):
 
 
 class _Shaking(list[Any]):
-    """Samples that draw at random themselves."""
+    """Samples with random draws."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -394,7 +399,7 @@ MEASURES = {"accuracy": lambda module, batch: (module(batch[0]).argmax(-1) == ba
 
 
 def statistics_of_one_step() -> bool:
-    """Whether the running means after a step are the mean of what each rank's samples make of them."""
+    """Return True for each running mean that is the mean over ranks of the statistics of their samples."""
     mesh = Mesh.create(Layout.parse("dp2"), "cpu", 60.0)
     with closing(mesh):
         chosen = module_spec("lstm", build=lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double())
@@ -410,7 +415,7 @@ def statistics_of_one_step() -> bool:
 
 
 def evaluated_elsewhere() -> tuple[float, float, set[str]]:
-    """What is measured of a module by a way that its loss does not go, before a step and on one device."""
+    """Return measures whose computation uses other submodules than the loss, before a step and on one device."""
     mesh = Mesh.create(Layout.parse("dp2 zero3"), "cpu", 60.0)
     with closing(mesh):
         data = _pair(_real(10), _real(10))[:8]
@@ -431,7 +436,7 @@ def evaluated_elsewhere() -> tuple[float, float, set[str]]:
 
 
 class Straight(nn.Module):
-    """One layer after another."""
+    """Layers one after another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,7 +449,7 @@ class Straight(nn.Module):
 
 
 def refused(directory: str, case: str) -> None:
-    """A run that cannot be."""
+    """Run with invalid arguments."""
     tables = {
         "layout": "dp2 zero3", "run": {"seed": SEED, "directory": directory},
         "train": {"steps": 6, "batch": BATCH, "learning_rate": 0.01}, "checkpoint": {"every": 2},

@@ -1,5 +1,5 @@
-"""Any module in the loop: every layout computes what plain torch computes on one device, sends and holds what was
-predicted, and a run that is interrupted ends where an undisturbed one does."""
+"""User modules: every layout computes what plain torch computes on one device, with the predicted traffic and memory,
+and an interrupted run ends where an undisturbed one does."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def assert_same(name: str, outcomes, expected) -> None:
 
 
 LAYOUTS = ["dp2", "dp2 zero1", "dp2 zero2 mb2", "dp2 zero3", "dp2 zero3 mb4"]
+LARGE = ("compiled", "bert", "t5")  # trained on two layouts, as each step takes long
 
 
 @pytest.mark.parametrize("name", cases.MODULES)
 def test_every_layout_matches_plain_torch(name, two, plain):
-    for layout in LAYOUTS:
+    for layout in LAYOUTS[1::3] if name in LARGE else LAYOUTS:
         outcomes = two.run(cases.train_on_ranks, name, layout)
         assert_same(f"{name} {layout}", outcomes, plain(name))
         for outcome in outcomes:
@@ -57,7 +58,7 @@ def test_every_layout_matches_plain_torch(name, two, plain):
             assert outcome["memory"] == outcome["predicted_memory"], layout
 
 
-def test_four_ranks_in_two_groups_too(four, plain):
+def test_four_ranks_in_two_groups_match_plain_torch(four, plain):
     for layout in ("dp4 zero3", "dp4 zero3 hs2 mb2", "dp4 zero1 hs2"):
         outcomes = four.run(cases.train_on_ranks, "tied", layout)
         assert_same(layout, outcomes, plain("tied"))
@@ -81,15 +82,15 @@ def test_fsdp_units_are_list_items_or_large_modules():
     assert describe_module(cases.Recurrent()).table.units == ("(rest)", "lstm")
 
 
-def test_a_script_may_choose_the_units():
+def test_script_may_choose_the_units():
     assert describe_module(cases.Tied(), lambda name, module: name == "blocks.1").table.units == ("(rest)", "blocks.1")
 
 
-# --- runs that are cut off
+# --- interrupted runs
 
 
 def state_of(outcomes):
-    """All pieces of all ranks, by what they are of."""
+    """Return all slices of all ranks by (kind, name, start)."""
     return {tuple(piece[:4]): piece[4] for outcome in outcomes for piece in outcome["pieces"]}
 
 
@@ -118,7 +119,7 @@ def test_killed_run_resumes_bit_for_bit(two, undisturbed, tmp_path):
 
 
 def test_run_resumes_on_another_layout_with_next_samples(two, undisturbed, tmp_path):
-    """Dropout is drawn for a micro-batch, whose samples are the same here; sums are in another order."""
+    """Dropout is drawn per micro-batch, whose samples are the same here; sums are in another order."""
     two.run(cases.run, str(tmp_path), "dp2 zero3", 5)
     (outcome,) = [cases.run(str(tmp_path), "dp1 mb2")]
     whole = state_of([outcome])
@@ -143,12 +144,12 @@ def test_checkpoint_contains_whole_module(two, undisturbed):
         / 10
     )
     result = outcomes[0]["result"]
-    assert abs(result["validation_accuracy"] - accuracy) <= 0.11  # its samples shake a little
+    assert abs(result["validation_accuracy"] - accuracy) <= 0.11  # its samples are random
     assert result["predicted"]["sent_bytes_per_step"] == result["measured"]["sent_bytes_per_step"]
     assert result["predicted"]["state_bytes"] == result["measured"]["state_bytes"]
 
 
-def test_its_report_speaks_of_samples(undisturbed):
+def test_module_report_counts_samples(undisturbed):
     page = write_report(undisturbed[0]).read_text()
     assert "samples per second (median)" in page and "tokens" not in page.partition("<h2>Recipe")[0]
 
@@ -161,12 +162,12 @@ def test_running_statistics_are_the_mean_over_the_ranks(two, undisturbed):
     assert two.run(cases.statistics_of_one_step) == [True, True]
 
 
-# --- told and watched
+# --- profile, metrics and trackers
 
 
 def test_fit_writes_profile_and_tracks_figures(two, undisturbed, tmp_path):
     outcomes = two.run(cases.profiled_and_tracked, str(tmp_path))
-    assert_equal_states(outcomes, undisturbed[1])  # it changes nothing
+    assert_equal_states(outcomes, undisturbed[1])  # no result changes
     [directory] = (tmp_path / "profile").iterdir()
     trace = Trace(read(directory / "all-ranks.json.gz"))
     assert list(trace.processes.values()) == ["rank 0", "rank 1"]
@@ -187,15 +188,15 @@ def test_fit_writes_profile_and_tracks_figures(two, undisturbed, tmp_path):
     for known in (*steps, result):
         assert not known.keys() & {"tokens_per_second", "mfu", "flops_per_token", "flops_convention"}
     validated = [line for line in steps if "validation_loss" in line]
-    assert [line["step"] for line in validated] == [2, 3, 4, 6]  # every third, and what is saved
+    assert [line["step"] for line in validated] == [2, 3, 4, 6]  # every third, and those saved
     assert all(0 <= line["validation_accuracy"] <= 1 for line in validated)
     assert result["validation_accuracy"] == validated[-1]["validation_accuracy"]
 
-    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
-    assert told[0]["recipe"]["layout"] == "dp2 zero3 fp32" and told[0]["recipe"]["train.batch"] == cases.BATCH
-    assert not any(key.startswith(("model.", "data.")) for key in told[0]["recipe"])
-    assert told[-1] == {"status": "finished"}
-    figures = [(line["step"], line["values"]) for line in told[1:-1]]
+    tracked = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+    assert tracked[0]["recipe"]["layout"] == "dp2 zero3 fp32" and tracked[0]["recipe"]["train.batch"] == cases.BATCH
+    assert not any(key.startswith(("model.", "data.")) for key in tracked[0]["recipe"])
+    assert tracked[-1] == {"status": "finished"}
+    figures = [(line["step"], line["values"]) for line in tracked[1:-1]]
     for line in steps:
         (values,) = [values for step, values in figures if step == line["step"] and "loss" in values]
         for key in ("loss", "samples_per_second", "validation_loss", "validation_accuracy"):
@@ -211,7 +212,7 @@ def test_fit_writes_profile_and_tracks_figures(two, undisturbed, tmp_path):
     [
         ({"track": {"to": ["tensorbord"]}}, 'unknown tracker "tensorbord"; did you mean "tensorboard"'),
         ({"train": {"profile": "2", "profile_ranks": [1]}}, "there is no rank 1"),
-        ({"measures": {"loss": len}}, 'call the measure other than "loss"'),
+        ({"measures": {"loss": len}}, "give the measure another name"),
     ],
 )
 def test_mistakes_are_refused_before_ranks_start(tables, said, tmp_path, monkeypatch):
@@ -230,14 +231,14 @@ def test_mistakes_are_refused_before_ranks_start(tables, said, tmp_path, monkeyp
         ({"stepz": 6}, "train.stepz"),
     ],
 )
-def test_a_mistake_is_one_line(change, said):
+def test_mistake_is_one_line(change, said):
     with pytest.raises(UserError, match=said):
         found = cases.recipe("dp2", **change)
         cases.refuse_for_module(found.parsed_layout, found.train.batch)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2 ac:full"])
-def test_features_of_own_models_are_refused_for_other_modules(layout):
+def test_features_of_built_in_models_are_refused_for_user_modules(layout):
     with pytest.raises(UserError, match="a module of your own"):
         cases.refuse_for_module(cases.Layout.parse(layout), 8)
 
@@ -248,9 +249,9 @@ def test_another_module_or_other_data_are_refused(two, undisturbed, tmp_path):
     for case, said in (("wider", "holds another module: head.bias"), ("fewer samples", "the data had 21 samples")):
         with pytest.raises(UserError, match=said):
             two.run(cases.refused, str(place), case)
-    with pytest.raises(UserError, match="rank 1 has built another module than rank 0"):
+    with pytest.raises(UserError, match="rank 1 built another module than rank 0"):
         two.run(cases.refused, str(tmp_path / "new"), "by rank")
-    with pytest.raises(UserError, match="should be a tensor of one real number"):
+    with pytest.raises(UserError, match="must be a floating-point scalar tensor"):
         two.run(cases.refused, str(tmp_path / "loss"), "loss of many")
 
 

@@ -1,4 +1,4 @@
-"""`layout = "auto"`: the planner chooses for the machine that was measured; without one a line says what to do."""
+"""`layout = "auto"`: the planner chooses for the measured machine; without a profile an error says what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLES = {
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of four processes, as a cluster file says it."""
+    """A machine of four processes with a cluster file."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     path = tmp_path / "meshwright" / "cluster.toml"
     path.parent.mkdir()
@@ -34,7 +34,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
+def test_planner_chooses_among_all_layouts_of_the_machine(measured: Path):
     said: list[str] = []
     recipe = Recipe.from_tables(TABLES)
     layout = Layout.parse(search_fastest_layout(recipe, None, said.append))

@@ -1,4 +1,4 @@
-"""bf16 training learns what float32 training learns: its loss stays within the bound that docs/training.md states."""
+"""bf16 training learns what float32 training learns: its loss stays within the bound of docs/training.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAIN = {
 
 
 def train(place: Path, precision: str) -> tuple[list[float], float]:
-    """The loss of each step and the validation loss after the last, of a small Llama on real text."""
+    """Return the loss of each step and the final validation loss of a small Llama on real text."""
     changes = {"model": MODEL, "train": TRAIN, "data_sequence": 128}
     cases.run_without_error(None, place, f"mb4 {precision}", **changes)
     lines = [line for line in cases.metrics(place) if "loss" in line]
@@ -35,7 +35,9 @@ def train(place: Path, precision: str) -> tuple[list[float], float]:
 def test_bf16_loss_stays_within_its_bound_of_float32(tmp_path: Path):
     losses, validation = train(tmp_path / "bf16", "bf16")
     expected, expected_validation = train(tmp_path / "fp32", "fp32")
-    assert len(losses) == STEPS and expected[-1] < expected[0] - 2  # the curves have somewhere to part
+    assert (
+        len(losses) == STEPS and expected[-1] < expected[0] - 2
+    )  # the loss decreases enough for the curves to diverge
     differences = [ours - theirs for ours, theirs in zip(losses, expected, strict=True)]
     assert differences[0] != 0 and abs(differences[0]) < FIRST_STEP
     assert abs(statistics.fmean(differences[-STEPS // 3 :])) < LAST_THIRD
@@ -43,7 +45,7 @@ def test_bf16_loss_stays_within_its_bound_of_float32(tmp_path: Path):
 
 
 def test_bf16_micro_batch_gradients_are_summed_in_float32(tmp_path: Path):
-    """512 of one sequence each: a sum in bfloat16 is off by 3 %, ten times as far as bfloat16 products are."""
+    """512 micro-batches of one sequence: a sum in bfloat16 has an error of 3 %, ten times that of bfloat16 matmuls."""
     model = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "intermediate": 16, "tied": True}
     found = []
     for precision in ("bf16", "fp32"):

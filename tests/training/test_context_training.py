@@ -1,4 +1,4 @@
-"""Training with context parallelism: the steps of one device, from checkpoint to checkpoint of any layout."""
+"""Training with context parallelism: the steps of one device, and checkpoints that any layout reads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_context_parallel_steps_match_one_device(four, home, alone, layout):
 
 
 def test_run_changes_layouts_and_reads_same_data(two, four, home, alone):
-    """Two steps each, through checkpoints; a move that changes nothing but the layout keeps the state bit for bit."""
+    """Two steps on each layout, through checkpoints; a change of the layout alone keeps the state bit for bit."""
     place = home / "travelling"
     travels = [(two, "cp2", 2), (four, "tp2 cp2:ulysses zero1", 4), (two, "dp2 zero3", 6), (four, "cp4 zero2", 8)]
     states = {}
@@ -68,7 +68,7 @@ def test_interrupted_run_resumes_bit_for_bit(four, home):
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_compiled_model_steps_match_eager_steps(two, home, method, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
-    eager, compiled = home / f"{method} eager beside {fault}", home / f"{method} compiled {fault}"
+    eager, compiled = home / f"{method} eager for {fault}", home / f"{method} compiled {fault}"
     run(two, eager, f"cp2:{method} fp32", model=model, train_compile=False, train_steps=2)
     run(two, compiled, f"cp2:{method} fp32", model=model, train_compile=True, train_steps=2, fault=fault)
     cases.assert_same_steps(compiled, eager)
@@ -77,7 +77,7 @@ def test_compiled_model_steps_match_eager_steps(two, home, method, fault):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["dp2 cp2 zero3 ac:selective", "tp2 cp2:ulysses ac:full", "dp2 tp2 zero1"])
 def test_compiled_steps_on_several_axes_call_in_one_order(layout):
-    """The compiler orders the calls of a block's backward pass: on all ranks alike, over all axes together."""
+    """The compiler orders the calls of a block's backward pass in the same way on all ranks, over all axes together."""
     with TemporaryDirectory() as place, LocalRanks(4) as ranks:
         run(ranks, Path(place), f"{layout} fp32", train_compile=True, train_steps=2, fault="without_generated_code")
         calls = [each.calls for each in ranks.calls().seen if each.calls]

@@ -1,4 +1,4 @@
-"""Training with experts spread over ranks: the steps of one device, and checkpoints that any layout reads."""
+"""Expert-parallel training: the steps of one device, and checkpoints that any layout reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, **changes):
 
 @pytest.mark.parametrize("family", ["mixtral", "dots1"])
 def test_run_changes_layouts_with_steps_of_one_device(four, home, family):
-    """Two steps on each layout, through checkpoints; biases that balance experts go by the loads of all ranks."""
+    """Two steps on each layout, through checkpoints; router biases follow the load summed over ranks."""
     still, place = home / f"still {family}", home / f"travelling {family}"
     model, often = MODELS[family], {"checkpoint_every": 2, "train_validate_every": 2}
     travels = ["dp4 ep2:etp2", "dp2 tp2 zero3 ep2 mb2", "dp4 zero2 ep4 ac:full", "dp4 zero1 hs2 ep2"]
@@ -88,7 +88,7 @@ def test_transformers_loads_expert_parallel_checkpoint_with_equal_validation_los
 
 
 def held_and_said(text: str) -> tuple[dict[str, int], dict[str, int]]:
-    """On one rank: bytes that it holds after two steps, and those that the table says."""
+    """Return the bytes that this rank holds after two steps, and those that the table predicts."""
     wanted = load_recipe_text(text, "recipe")
     mesh = Mesh.create(wanted.parsed_layout)
     data = prepare(wanted.data, wanted.run.seed)

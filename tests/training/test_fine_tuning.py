@@ -1,4 +1,4 @@
-"""Training on responses: prompts give no gradient, packing changes none, and what was learned is answered."""
+"""Training on responses: prompts give no gradient, packing changes none, and the model gives the learned answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(vocabulary: int = 700) -> ModelConfig:
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Chats of one or two turns of random words, of very different lengths."""
+    """Return chats of one or two turns of random words, of very different lengths."""
     draw = random.Random(0)
 
     def words() -> str:
@@ -61,7 +61,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(chats: Path, **changes: Any) -> PackedExamples:
-    """The training split, all of it."""
+    """Return the whole training split."""
     settings = {"records": "chat", "sequence": 100, "validation_fraction": 0.0, **changes}
     recipe = DataRecipe(source=str(chats / "chats.jsonl"), tokenizer=str(chats), cache=str(chats / "cache"), **settings)
     split = prepare(recipe).split("train")
@@ -83,7 +83,7 @@ def model() -> Transformer:
 
 
 def loss_of(made: Transformer, batch: TokenBatch, targets: np.ndarray | None = None) -> torch.Tensor:
-    """The sum of the token losses."""
+    """Return the sum of the token losses."""
     goals = torch.from_numpy(batch.targets if targets is None else targets)
     return made(torch.from_numpy(batch.tokens), goals, Documents.from_ids(batch.document_ids))
 
@@ -95,7 +95,7 @@ def gradients(made: Transformer, batch: TokenBatch, targets: np.ndarray | None =
 
 
 def test_tokens_of_prompts_give_exactly_no_gradient(chats: Path):
-    """What stands under the targets of prompts changes no bit, and no prediction before one is asked to change."""
+    """Changed prompt targets change no bit, and changed prompt tokens change no earlier prediction."""
     batch, made = everything(rows(chats)), model()
     prompt = batch.targets == NO_TARGET
     assert 0.2 < prompt.mean() < 0.9
@@ -112,7 +112,7 @@ def test_tokens_of_prompts_give_exactly_no_gradient(chats: Path):
     assert (gradient_BSH[silent] == 0).all()
     assert (gradient_BSH[~silent].abs().sum(dim=-1) > 0).all()
 
-    # Were prompts trained on, the gradient would be another one by exactly theirs.
+    # With loss on prompts, the gradient would differ by exactly theirs.
     whole = everything(rows(chats, train_on="all"))
     assert np.array_equal(whole.tokens, batch.tokens)
     only_prompts = np.where(prompt, whole.targets, NO_TARGET)
@@ -136,7 +136,7 @@ def test_packed_examples_give_gradients_of_separate_examples(chats: Path):
     packed, single = gradients(made, everything(together)), gradients(made, everything(alone))
     for name, value in single.items():
         torch.testing.assert_close(packed[name], value, rtol=1e-9, atol=1e-9)
-    open_rows = everything(rows(chats, document_mask=False))  # what the comparison would see
+    open_rows = everything(rows(chats, document_mask=False))  # the comparison detects a missing mask
     assert not torch.allclose(gradients(made, open_rows)["embedding.weight"], single["embedding.weight"])
 
 
@@ -164,7 +164,7 @@ def test_loss_matches_transformers_with_minus_100_labels(chats: Path, tmp_path: 
         total, count = total + float(mean) * targets, count + targets
     batch = everything(rows(chats))
     assert batch.target_tokens == count
-    assert float(loss_of(made, batch)) == pytest.approx(total, rel=1e-6)  # whose losses are float32
+    assert float(loss_of(made, batch)) == pytest.approx(total, rel=1e-6)  # its losses are float32
 
 
 COLOURS = ["red", "blue", "green", "pink", "black", "white", "brown", "grey"]
@@ -177,7 +177,7 @@ def instruction(animal: str, colour: str, verb: str) -> dict[str, str]:
 
 
 def test_fine_tuned_model_answers_held_out_questions(shared_data: Path, tmp_path: Path):
-    """Held out: pairs of animal and colour that training never shows."""
+    """Held out: pairs of animal and colour that are not in the training data."""
     stories = shared_data / "stories260k"
     pairs = [(animal, colour) for animal in ANIMALS for colour in COLOURS]
     random.Random(1).shuffle(pairs)

@@ -1,4 +1,5 @@
-"""The first start of a run on a machine measures it, once; later starts read what it kept; nothing stops the run."""
+"""The first start of a run measures the machine once; later starts read the stored profile; a failure does not stop the
+run."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was measured, by a probe that answers at once."""
+    """The measurements that were requested, with a fake probe."""
     tables, found = read_toml(cluster_file(tmp_path / "elsewhere"), "cluster file"), []
 
     def probe(ranks: int, device: str, directory: Path, *, threads: int, short: dict[str, Any], log: Any) -> Any:
@@ -64,7 +65,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
 
 @pytest.fixture
 def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[ProcessKey]:
-    """Processes of which the memory was measured, at once."""
+    """The processes whose memory was measured, with a fake measurement."""
     found: list[ProcessKey] = []
 
     def measure(key: ProcessKey, log: Any) -> ProcessConstants:
@@ -76,7 +77,7 @@ def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[ProcessKey]:
 
 
 def started(layout: Layout, **more: Any) -> list[str]:
-    """The lines of a start with one thread a rank."""
+    """Return the log lines of a start with one thread per rank."""
     lines: list[str] = []
     measure_first_start(layout, "auto", 1, lines.append, **more)
     return lines
@@ -95,7 +96,7 @@ def test_first_start_measures_and_the_second_does_not(asked: list[dict[str, Any]
 
 
 def test_measurement_on_a_busy_machine_is_reported_and_repeated(asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Until it was idle once; a worse measurement does not replace a better one."""
+    """Repeated until the machine is idle; a worse measurement does not replace a better one."""
     inner, shares = probe_ranks.probe, [0.4, 0.7, None]
 
     def probe(*args: Any, **more: Any) -> Any:
@@ -132,7 +133,7 @@ def test_measurement_on_a_busy_machine_is_kept_while_the_machine_is_busy(asked, 
     monkeypatch.setattr(first_start, "measure_busy_share", lambda: busy[0])
     started(DP2)
     assert started(DP2) == [
-        "hardware profile: measured on a busy machine, and kept while other programs use 90% of its cores"
+        "hardware profile: measured on a busy machine; kept, since other programs use 90% of its cores"
     ]
     assert len(asked) == 1
     busy[0] = 0.1
@@ -185,7 +186,7 @@ def test_cpu_without_bf16_instructions_is_measured_in_fp32_only(
         ("dp2 bf16", "cpu", True, False), ("dp2", "cpu", False, False), ("fp32", "cpu", False, False),
     ],
 )  # fmt: skip
-def test_precision_without_cpu_instructions_is_warned_of(layout, device, instructions, warned, monkeypatch):
+def test_precision_without_cpu_instructions_gives_a_warning(layout, device, instructions, warned, monkeypatch):
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: instructions)
     warning = first_start.slow_precision_warning(Layout.parse(layout), device)
     assert (warning is not None) is warned
@@ -212,7 +213,7 @@ def test_probe_with_equal_threads_is_used_and_others_ignored(asked: list[dict[st
     assert (probed.name, kept.name) == ("host: 2 x Example CPU", "2 x 3")
 
 
-def test_switch_and_gpus_leave_the_machine_unmeasured(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
+def test_switch_and_gpus_skip_the_measurement(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     measure_first_start(DP2, "cuda", 1, pytest.fail)
     monkeypatch.setenv(PROBE_VARIABLE, "0")
     assert started(DP2) == [] and asked == []
@@ -256,7 +257,7 @@ def test_unwritable_profile_directory_is_one_line(asked: list[dict[str, Any]], t
 
 
 def test_start_waits_for_another_that_measures(asked: list[dict[str, Any]]):
-    """Whoever comes second finds what the first has kept."""
+    """The second process finds the profile that the first has stored."""
     waiting: list[str] = []
     with measurement_lock(pytest.fail):
         others = [threading.Thread(target=measure_first_start, args=(DP2, "cpu", 1, waiting.append)) for _ in range(2)]
@@ -297,7 +298,7 @@ def test_automatic_layout_measures_missing_hardware_profile_if_allowed(
 
 
 def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory, tmp_path: Path, monkeypatch):
-    """With as many threads as the ranks will have; not beside a run that has the directory, nor after the last step."""
+    """With the ranks' number of threads; not while another run has locked the directory, nor after the last step."""
     recipe = cases.recipe(tmp_path, "dp1 fp32", run_threads=3)
     monkeypatch.setattr("meshwright.launcher.launcher._run_attempts", lambda spec, directory: {"threads": spec.threads})
     assert launch_recipe(recipe, probe=False) == {"threads": 3} and asked == []
@@ -330,7 +331,7 @@ def test_external_ranks_measure_if_all_are_on_one_host(
 
 
 def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_path: Path, monkeypatch):
-    """Other ranks' cores are not this process's to start ranks on; the run takes the threads of its own share."""
+    """A rank may not start ranks on the cores of others; the run uses the threads of its own share."""
     monkeypatch.setattr(
         "meshwright.launcher.rendezvous.read_place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2)
     )
@@ -344,14 +345,14 @@ def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_pa
 
 def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
     assert first_start.measurement_advice("auto") == "start once without --no-probe"
-    monkeypatch.setattr(first_start, "on_processors", lambda device: device == "cpu")  # a GPU is there
+    monkeypatch.setattr(first_start, "on_processors", lambda device: device == "cpu")  # as with a GPU
     assert first_start.measurement_advice("auto") == "start once with run.device=cpu"
     monkeypatch.setenv(PROBE_VARIABLE, "0")
     assert first_start.measurement_advice("cpu") == "start once without MESHWRIGHT_PROBE=0"
 
 
 def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):
-    """One rank really measures, with fewer and smaller points."""
+    """One rank measures, with fewer and smaller points."""
     short = MeasurementPlan.short
 
     def shorter(precisions: tuple[str, ...], axes: tuple[str, ...]) -> MeasurementPlan:
@@ -361,7 +362,7 @@ def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(MeasurementPlan, "short", shorter)
     wanted = {"precisions": ["fp32"], "axes": ["tp"]}
     found = probe_ranks._measure(
-        Place(0, 1, 0, "", "nobody"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
+        Place(0, 1, 0, "", "itself"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
     )
     assert (found["kind"], found["failed"]) == ("cpu", None)
     machine = cluster(found["cluster"])
@@ -375,7 +376,7 @@ def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.exhaustive
 def test_measurement_does_not_change_bits_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """By the real launcher, whose ranks really measure."""
+    """By the real launcher and a real measurement."""
     weights = []
     for name, probe in (("probed", True), ("not", False)):
         recipe = cases.recipe(tmp_path / name, "dp2 bf16", train_steps=3)

@@ -1,4 +1,5 @@
-"""fp16: the loss is scaled, and nothing else shows it; overflow is everybody's; a resumed run goes on bit for bit."""
+"""fp16: loss scaling changes nothing but rounding; an overflow is handled on all ranks; a resumed run continues bit for
+bit."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def single(home):
     "layout", ["dp2", "dp2 zero1 mb2", "dp2 zero2", "dp2 zero3 ac:full", "tp2", "cp2 zero2", "cp2:ulysses", "pp2 mb2"]
 )
 def test_float16_steps_match_float32_up_to_rounding(two, home, single, layout):
-    """Losses, norms before clipping and masters: nothing of the scale is left in them."""
+    """Losses, norms before clipping and master weights do not contain the loss scale."""
     place = home / layout
     outcomes = run(two, place, f"{layout} fp16", train_clip=0.5)
     assert outcomes[0]["error"] == ""
@@ -87,7 +88,7 @@ def half_alone(home):
      ("mixture", "dp2 tp2 zero1 ep2:etp2"), ("mixture", "dp4 zero2")],
 )  # fmt: skip
 def test_mixtures_and_hybrid_sharding_take_steps_of_one_device(four, home, half_alone, model, layout):
-    """Both round to float16; a token whose experts are nearly equally good may be given to another one for it."""
+    """Both round to float16, so that a token may be routed to another, nearly equally good expert."""
     place = home / f"{model} {layout}"
     outcomes = run(four, place, f"{layout} fp16", train_clip=0.5, **{"model": MIXTURE} if model == "mixture" else {})
     assert outcomes[0]["error"] == ""
@@ -103,12 +104,12 @@ def test_mixtures_and_hybrid_sharding_take_steps_of_one_device(four, home, half_
 
 
 def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
-    """A batch of many tokens, each with a small part of the loss: float32 says what there is."""
+    """A batch of many tokens, each with a small part of the loss; float32 gives the reference."""
     changes = {"train_batch": 64, "train_clip": 0.0, "model_layers": 2}
     found = {}
     for name, precision, scale in (("none", "fp16", 1.0), ("scaled", "fp16", 65536.0), ("float32", "fp32", 1.0)):
         text = cases.recipe(home / "small", f"dp1 {precision}", train_loss_scale=scale, **changes).to_toml()
-        # As the optimizer sees them, times the scale.
+        # Gradients as the optimizer gets them, with the scale.
         found[name] = torch.cat([gradient / scale for gradient in cases.first_gradients(text)])
     there = found["float32"] != 0
     lost = {name: float((found[name][there] == 0).double().mean()) for name in ("none", "scaled")}
@@ -118,7 +119,7 @@ def test_small_gradients_vanish_unless_the_loss_is_scaled(home):
 
 
 def test_loss_scaling_makes_float16_learn_like_float32(home):
-    """AdamW makes nothing of how small they are, but for those that have become zero."""
+    """AdamW is invariant to the scale of gradients, except for those that underflow to zero."""
     losses = {}
     for name, precision, scale in (("none", "fp16", 1.0), ("scaled", "fp16", 65536.0), ("float32", "fp32", 1.0)):
         changes = {"train_loss_scale": scale, "train_loss_scale_every": 1000, "train_schedule": "constant"}
@@ -142,12 +143,12 @@ def test_overflow_on_one_rank_skips_step_everywhere(two, home, layout):
     outcomes = run(two, place, f"{layout} fp16", fault="infinity_on_rank_1_in_step_3", train_loss_scale=1024.0)
     for outcome in outcomes:
         assert outcome["error"] == ""
-        told = {word: [line for line in outcome["said"] if line.startswith(word)] for word in ("moved", "scale")}
-        assert told["moved"] == [f"moved {step}: {step != 3}" for step in range(1, 5)]
-        assert told["scale"] == ["scale 1024", "scale 1024", "scale 512", "scale 512"]
+        logged = {word: [line for line in outcome["said"] if line.startswith(word)] for word in ("moved", "scale")}
+        assert logged["moved"] == [f"moved {step}: {step != 3}" for step in range(1, 5)]
+        assert logged["scale"] == ["scale 1024", "scale 1024", "scale 512", "scale 512"]
     assert [line["loss_scale"] for line in steps(place)] == [1024.0, 1024.0, 1024.0, 512.0]
     assert [line["step"] for line in steps(place) if line.get("skipped")] == [3]
-    if layout in ("dp2", "cp2"):  # every rank has all masters
+    if layout in ("dp2", "cp2"):  # every rank has all master weights
         said = [[line for line in outcome["said"] if line.startswith("masters")] for outcome in outcomes]
         assert said[0] == said[1] and len(said[0]) == 4
 
@@ -206,11 +207,11 @@ def test_excessive_loss_scale_is_halved_by_uncounted_skips_everywhere(request, h
     skipped = [line["step"] for line in lines if line.get("skipped")]
     assert 5 <= len(skipped) < 20 and skipped == [*range(1, len(skipped) + 1)]
     assert [line["loss_scale"] for line in lines] == [2.0 ** (34 - min(done, len(skipped))) for done in range(24)]
-    for outcome in outcomes:  # keep_states says on each rank what moved
+    for outcome in outcomes:  # keep_states logs on each rank the steps that changed weights
         moved = [line for line in outcome["said"] if line.startswith("moved")]
         assert moved == [f"moved {step}: {step not in skipped}" for step in range(1, 25)]
     said = next(line for line in outcomes[0]["said"] if line.startswith("step 1 skipped"))
-    assert said.endswith("; the loss is scaled by 8.58993e+09 from now on")
+    assert said.endswith("; the loss scale is now 8.58993e+09")
     assert outcomes[0]["result"]["skipped_steps"] == len(skipped)
 
 
@@ -221,7 +222,7 @@ def test_nan_loss_still_ends_run(two, home):
 
 
 def test_loss_scale_is_restored_on_resume(two, home):
-    """It is doubled after every third finite step; the run crashes between."""
+    """It is doubled after every third finite step; the run crashes in between."""
     changes = {"train_steps": 9, "train_loss_scale_every": 3, "train_loss_scale": 1024.0, "checkpoint_every": 4}
     whole, broken = home / "whole", home / "crashed"
     expected = cases.whole_state(run(two, whole, "dp2 zero1 fp16", **changes))
@@ -233,21 +234,21 @@ def test_loss_scale_is_restored_on_resume(two, home):
     assert cases.same(cases.whole_state(outcomes), expected)
 
 
-def test_the_scale_doubles_halves_and_stops_at_one():
+def test_scale_doubles_halves_and_stops_at_one():
     scale = LossScale(8.0, every=2)
     assert [scale.update(1.0, True) for _ in range(3)] == [False] * 3
     assert (scale.value, scale.finite_steps) == (16.0, 1)
     assert scale.update(1.0, False) and (scale.value, scale.finite_steps) == (8.0, 0)
-    assert not scale.update(float("nan"), False) and scale.value == 4.0  # no scale mends the loss itself
+    assert not scale.update(float("nan"), False) and scale.value == 4.0  # no scale can fix the loss itself
     assert scale.update(1.0, False) and scale.update(1.0, False) and scale.value == 1.0
     assert not scale.update(1.0, False) and scale.value == 1.0
     again = LossScale(8.0, every=2)
     again.restore(scale.state())
     assert again.state() == {"value": 1.0, "finite_steps": 0}
-    again.restore(None)  # of a run in another precision
+    again.restore(None)  # from a run in another precision
     assert again.value == 1.0
     sooner = LossScale(8.0, every=2)
-    sooner.restore({"value": 4.0, "finite_steps": 5})  # of a run that waited longer
+    sooner.restore({"value": 4.0, "finite_steps": 5})  # from a run with a larger `every`
     assert not sooner.update(1.0, True) and sooner.state() == {"value": 8.0, "finite_steps": 0}
     fixed = LossScale()
     assert not fixed.update(1.0, False) and fixed.state() is None and fixed.value == 1.0
@@ -256,7 +257,7 @@ def test_the_scale_doubles_halves_and_stops_at_one():
 def test_mistakes_are_one_line(tiny_recipe):
     with pytest.raises(UserError, match="train.loss_scale: 1000 is not a power of two"):
         load_recipe(tiny_recipe, ["train.loss_scale=1000"])
-    with pytest.raises(UserError, match="tf32 is how CUDA devices multiply float32, and the ranks compute on cpu"):
+    with pytest.raises(UserError, match="precision tf32 needs CUDA devices, and the ranks compute on cpu"):
         set_matmul_precision("tf32", torch.device("cpu"))
 
 

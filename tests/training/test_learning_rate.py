@@ -26,7 +26,7 @@ def test_warm_up_rises_linearly_to_peak(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_the_last_step_has_the_minimum(schedule):
+def test_last_step_has_the_minimum(schedule):
     assert rates(schedule)[-1] == pytest.approx(PEAK * 0.1)
     assert rates(schedule, minimum_learning_rate=0.0)[-1] == pytest.approx(0.0, abs=1e-18)
     assert rates(schedule, minimum_learning_rate=1.0) == pytest.approx([PEAK] * 101)

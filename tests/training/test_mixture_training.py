@@ -1,4 +1,4 @@
-"""Training on weighted sources: the mixture is that of the weights on every layout, and goes on after a crash."""
+"""Training on weighted sources: the mixture follows the weights on every layout, and continues after a crash."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_mixture_order_is_equal_across_layouts_and_crashes(home, two):
     data = prepare(recipe.data, recipe.run.seed)
     first, _ = data.split("train").sequences_by_source
     samples = data.make_sample_order().sample(np.arange(48))
-    assert int((samples < first).sum()) == 16  # of 6 steps of 8
+    assert int((samples < first).sum()) == 16  # samples of 6 steps of 8
 
 
 def test_changed_mixture_weights_change_samples_and_refuse_resume(home):

@@ -1,4 +1,4 @@
-"""The optimizer on flat shards against torch.optim on the parameters as they are, decay groups and all."""
+"""The optimizer on flat shards against torch.optim on whole parameters, with weight-decay groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from meshwright.recipe import TrainRecipe
 from meshwright.training.optimizer import Optimizer
 
-SHAPES = [[(7, 5), (3, 11), (5,), (1,)], [(4, 4)], [(9,)]]  # of each unit: matrices, which decay, then vectors
+SHAPES = [[(7, 5), (3, 11), (5,), (1,)], [(4, 4)], [(9,)]]  # per unit: matrices, with weight decay, then vectors
 RATES = [3e-3, 1e-3, 2e-3, 5e-4, 5e-4]
 
 
@@ -42,7 +42,7 @@ def flat(unit: list[torch.Tensor]) -> torch.Tensor:
 
 
 def cut(dtype: torch.dtype, cuts: list[float]) -> list[Shard]:
-    """Every unit's flat buffer cut at the same fractions, so that shards begin and end inside tensors."""
+    """Cut every unit's flat buffer at the same fractions, so that shards begin and end inside tensors."""
     shards = []
     for number, unit in enumerate(values(0, dtype)):
         whole, decay = flat(unit), sum(value.numel() for value in unit if value.ndim == 2)
@@ -61,7 +61,7 @@ def fill(shards: list[Shard], step: int, dtype: torch.dtype) -> None:
 
 
 def reference(train: TrainRecipe, dtype: torch.dtype, steps: int, scale: float = 1.0) -> list[torch.Tensor]:
-    """torch's optimizer on whole parameters, weight decay on those of two dimensions."""
+    """Return torch's optimizer on whole parameters, with weight decay on those of two dims."""
     units = values(0, dtype)
     parameters = [value for unit in units for value in unit]
     groups = [
@@ -110,7 +110,7 @@ def test_only_matrices_decay():
     shards = cut(torch.float64, [])
     optimizer = Optimizer(shards, recipe(weight_decay=0.5))
     before = [shard.master.clone() for shard in shards]
-    optimizer.step(0.1)  # gradients are zero: nothing but decay moves anything
+    optimizer.step(0.1)  # gradients are zero: only weight decay changes weights
     for shard, old in zip(shards, before, strict=True):
         torch.testing.assert_close(shard.master[: shard.decay_numel], old[: shard.decay_numel] * 0.95)
         assert torch.equal(shard.master[shard.decay_numel :], old[shard.decay_numel :])

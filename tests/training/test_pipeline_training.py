@@ -1,4 +1,4 @@
-"""Training in stages: the same steps as on one device, from checkpoint to checkpoint of any layout."""
+"""Pipeline-parallel training: the steps of one device, and checkpoints that any layout reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(home):
-    """Six steps on one device, saved after every third."""
+    """Six steps on one device, with a save after every third."""
     place = home / "alone"
     outcomes = run(None, place, "dp1 fp32")
     return place, cases.whole_state(outcomes)
@@ -43,7 +43,7 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0
     ["pp4 mb4", "dp2 zero3 pp2:zb-v mb2", "tp2 pp2:chimera mb4 ac:selective", "dp2 zero1 pp2:interleaved mb2"],
 )
 def test_pipeline_steps_match_one_device(four, home, alone, layout):
-    """Thirteen rows of validation in micro-batches of two, or of one: the last of them are filled up."""
+    """Thirteen validation sequences in micro-batches of two, or of one, the last of which are padded."""
     place = home / layout.replace(" ", "-").replace(":", "-")
     outcomes = run(four, place, f"{layout} fp32")
     cases.assert_same_steps(place, alone[0])
@@ -53,7 +53,7 @@ def test_pipeline_steps_match_one_device(four, home, alone, layout):
 
 
 def test_run_changes_layouts_and_reads_same_data(four, home):
-    """Three steps each on stages of two kinds, replicas and one device, through checkpoints."""
+    """Three steps each on two kinds of pipelines, on replicas and on one device, through checkpoints."""
     place = home / "travelling"
     travels = [(four, "dp2 pp2 mb2", 3), (four, "dp4 zero2", 6), (four, "pp4:dualpipe mb8", 9), (None, "dp1", 12)]
     for ranks, layout, steps in travels:
@@ -66,7 +66,7 @@ def test_run_changes_layouts_and_reads_same_data(four, home):
 
 
 def test_pipeline_checkpoint_loads_bitwise_on_every_layout(four, home):
-    """A checkpoint of two stages is loaded by other layouts and saved by them: the bytes stay."""
+    """Other layouts load and save a checkpoint of two stages without a changed byte."""
     begun = home / "begun"
     written = cases.whole_state(run(four, begun, "dp2 zero3 pp2 mb2 fp32", train_steps=2, train_schedule="constant"))
     for ranks, layout in (
@@ -94,7 +94,7 @@ def test_interrupted_run_resumes_bit_for_bit(four, home):
 
 
 def test_hugging_face_weights_load_onto_their_stages(four, home, alone):
-    """Training begins with the values of a checkpoint of another layout; learned positions and biases among them."""
+    """Training starts with the values of a checkpoint of another layout, with learned positions and biases."""
     directory = str(alone[0] / "run/checkpoints/step-000003")
     traces = []
     for ranks, layout in ((None, "dp1"), (four, "dp2 zero1 pp2 mb2")):

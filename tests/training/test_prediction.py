@@ -1,4 +1,4 @@
-"""A run says what it will take and then what it took, part for part; a prediction that fails stops nothing."""
+"""A run reports predicted and measured figures, item by item; a failed prediction does not stop it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @pytest.fixture(scope="module")
 def measured_machine(tmp_path_factory) -> Iterator[Path]:
-    """This machine has a cluster file, in which is a calibration."""
+    """This machine has a cluster file with a calibration."""
     place = tmp_path_factory.mktemp("machine")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(place))
@@ -54,7 +54,7 @@ def measured_machine(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ran(measured_machine, tmp_path_factory) -> dict[str, Any]:
-    """What one process returned that trained there for five steps."""
+    """Outcome of one process that trained there for five steps."""
     place = tmp_path_factory.mktemp("ran")
     return cases.run_without_error(None, place, "dp1 bf16 mb2", train_steps=5, train_compile=False)[0]
 
@@ -67,7 +67,7 @@ def test_step_time_is_predicted_and_measured_on_known_machine(ran):
     assert measured["step_seconds"] > 0 and measured["waiting_seconds"] == 0
     assert {"data", "forward", "backward", "update"} <= measured["seconds_by_part"].keys()
     assert sum(measured["seconds_by_part"].values()) == pytest.approx(measured["step_seconds"], rel=0.05, abs=2e-3)
-    for side in (predicted, measured):  # one rank waits for nobody
+    for side in (predicted, measured):  # a single rank never waits
         assert side["seconds_by_kind"]["working"] == pytest.approx(side["step_seconds"], rel=0.05)
         assert side["seconds_by_kind"]["waiting"] == 0
 
@@ -83,9 +83,9 @@ def test_step_prediction_includes_measured_reference_step_factor():
             config=preset("gpt2"), tokens=SimpleNamespace(document_mask=False), objective=NextToken()
         ),
     )  # fmt: skip
-    told, without = (prediction._predict_step_time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
-    assert told == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)
-    assert abs(told / without - 1) > 0.1
+    calibrated, without = (prediction._predict_step_time(trainer, each).seconds for each in (slow, plain))  # type: ignore[arg-type]
+    assert calibrated == pytest.approx(evaluate("gpt2", slow, layout, sequence=512, batch=8).time.seconds)
+    assert abs(calibrated / without - 1) > 0.1
 
 
 def test_itemised_memory_matches_states_of_trainer(ran):
@@ -103,7 +103,7 @@ def test_process_peak_is_itemised_and_predicted_as_measured(ran):
     predicted, measured = ran["result"]["predicted"], ran["result"]["measured"]["memory_bytes"]
     items = predicted["process_memory_bytes"]
     assert sum(items.values()) == predicted["memory_bytes"]["process_peak"]
-    # The calibration of this machine expects half as much again.
+    # The calibration of this machine adds half of the prediction.
     uncalibrated = predicted["memory_bytes"]["process_peak"] - items["unexplained"]
     assert items["unexplained"] == round(uncalibrated * CALIBRATED["unexplained_share"])
     assert measured["unexplained"] == measured["process_peak"] - uncalibrated
@@ -113,7 +113,7 @@ def test_process_peak_is_itemised_and_predicted_as_measured(ran):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_process_peak_is_predicted_by_constants_measured_here(tmp_path, monkeypatch):
-    """By the real launcher: the start measures, its rank reads what was kept."""
+    """By the real launcher: the start measures, and its rank reads the stored constants."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(PROBE_VARIABLE)
@@ -126,9 +126,9 @@ def test_process_peak_is_predicted_by_constants_measured_here(tmp_path, monkeypa
 
 
 def test_predicted_memory_uses_sequences_of_first_steps(tmp_path):
-    """Where documents begin in them is what the micro-batches say."""
-    told, found = cases.documents_of_steps(cases.recipe(tmp_path, "dp1 bf16 mb2").to_toml(), steps=200)
-    assert told == found and any(len(row) > 1 for row in told)
+    """Their document starts are those of the micro-batches."""
+    predicted, found = cases.documents_of_steps(cases.recipe(tmp_path, "dp1 bf16 mb2").to_toml(), steps=200)
+    assert predicted == found and any(len(row) > 1 for row in predicted)
 
 
 def test_result_keeps_documented_prediction_keys(ran):
@@ -153,7 +153,7 @@ def test_sent_bytes_on_every_axis_match_prediction(two: LocalRanks, tmp_path):
     assert predicted["sent_bytes_by_axis"] == measured["sent_bytes_by_axis"]
     assert {"data", "shard", "world"} == predicted["sent_bytes_by_axis"].keys()
     assert sum(predicted["sent_bytes_by_axis"].values()) == sum(predicted["sent_bytes_per_step"].values())
-    assert measured["step_seconds"] is None  # the first two steps do not count
+    assert measured["step_seconds"] is None  # the first two steps are warm-up
     assert measured["memory_bytes"]["optimizer"] == predicted["memory_bytes"]["optimizer"]
 
 
@@ -170,9 +170,9 @@ def test_unknown_machine_and_failing_planner_are_one_line_each(tmp_path, monkeyp
     assert predicted["step_seconds"] is predicted["seconds_by_part"] is predicted["device"] is None
     said = [line for line in outcome["said"] if "not predicted" in line]
     assert said == [
-        'the time of a step is not predicted: no hardware profile for 1 rank x 1 thread; run "meshwright probe", or '
+        'step time is not predicted: no hardware profile for 1 rank x 1 thread; run "meshwright probe", or '
         "start once without MESHWRIGHT_PROBE=0",
-        "memory is not predicted, by a fault of the planner: KeyError: 'a fault'",
+        "memory is not predicted: error in the planner: KeyError: 'a fault'",
     ]
 
 

@@ -1,5 +1,5 @@
-"""Training on pairs of responses: it raises the margin of chosen ones that it has not seen, on every layout alike, and
-goes on from the reference that it began with."""
+"""Preference training raises the margin of unseen chosen responses, equally on every layout, and resumes with the
+original reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEYS = (*FIGURES, *(f"validation_{name}" for name in FIGURES))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts of two words: what is preferred says them in their order, what is not says something else."""
+    """Prompts of two words: the chosen response repeats them in order, the rejected one does not."""
     home, draw = tmp_path_factory.mktemp("preference"), random.Random(0)
     lines = []
     for _ in range(160):
@@ -102,7 +102,7 @@ def test_layouts_match_steps_and_rewards_of_one_device(two: LocalRanks, home: Pa
     assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
     cases.assert_same_steps(home / place, alone)
     found, expected = rewards(home / place), rewards(alone)
-    found[0][1] = expected[0][1] = None  # of margins that are 0 but for rounding
+    found[0][1] = expected[0][1] = None  # margins are 0 up to rounding
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == [None if value is None else pytest.approx(value, rel=1e-4, abs=1e-4) for value in theirs]
     mine, other = (load_file(where / "run" / "reference.safetensors") for where in (home / place, alone))
@@ -111,7 +111,7 @@ def test_layouts_match_steps_and_rewards_of_one_device(two: LocalRanks, home: Pa
 
 
 def test_reference_log_probabilities_match_isolated_responses(home: Path, alone: Path):
-    """Unpacked, without padding, on a model of the initial values."""
+    """Unpacked, without padding, on a model with the initial values."""
     wanted = cases.recipe(alone, "dp1 fp32", **changes(home))
     data = prepare(wanted.data, wanted.run.seed)
     config = resolve_model_config(wanted, data)
@@ -161,7 +161,7 @@ def test_reference_is_computed_without_validation_pairs_too(two: LocalRanks, hom
 
 
 def broken_off(home: Path, alone: Path, name: str) -> Path:
-    """A run of which two of its four steps are saved, as `alone` began."""
+    """A run of four steps, two of which are saved; it starts like `alone`."""
     place = home / name
     shutil.copytree(alone / "run", place / "run")
     shutil.rmtree(place / "run" / "checkpoints" / "step-000004")
@@ -180,15 +180,17 @@ def test_invalid_reference_file_is_refused_by_name(two: LocalRanks, home: Path, 
     file.unlink()
     for ranks, layout in ((None, "dp1"), (two, "dp2")):
         said = error(ranks, layout)
-        assert said.startswith(f"UserError: {file} is missing: it holds the log-probabilities under the weights that")
-        assert said.endswith("put it back, or begin another run with another run.name") and "\n" not in said
+        assert said.startswith(
+            f"UserError: {file} is missing: it holds the log-probabilities under the initial weights"
+        )
+        assert said.endswith("restore the file, or start a new run with another run.name") and "\n" not in said
     file.write_bytes(whole[: len(whole) // 2])
     assert error().startswith(f"UserError: {file} is damaged: ")
     file.write_bytes(whole[:-3] + b"abc")
-    assert error().startswith(f"UserError: {file} is damaged: its values are not those whose sha256 it holds")
+    assert error().startswith(f"UserError: {file} is damaged: its values do not match its sha256")
     run(None, home, "other seed", "dp1 fp32", crash_after=1, run={"directory": str(home / "other seed/run"), "seed": 6})
     shutil.copy(home / "other seed/run/reference.safetensors", file)
-    assert error().startswith(f"UserError: {file} is that of another run: ")
+    assert error().startswith(f"UserError: {file} belongs to another run: ")
     file.write_bytes(whole)
     assert error() == ""
 
@@ -206,19 +208,19 @@ def test_new_run_reuses_only_reference_of_earlier_start(home: Path):
         assert outcome["error"] == ""
         return next(line for line in outcome["said"] if line.startswith("reference: log-probabilities"))
 
-    assert "earlier start" not in said()
+    assert "loaded from" not in said()
     whole = file.read_bytes()
-    assert "as an earlier start of this run left them" in said()
+    assert ", loaded from " in said()
     file.with_name(".reference.safetensors.new").write_bytes(whole[:100])  # killed while it wrote
     file.write_bytes(whole[:100])
-    assert "earlier start" not in said() and values(file.read_bytes()) == values(whole)
+    assert "loaded from" not in said() and values(file.read_bytes()) == values(whole)
     other = {"run": seed["run"] | {"seed": 6}}
-    assert "earlier start" not in said(**other) and values(file.read_bytes()) != values(whole), "other weights"
+    assert "loaded from" not in said(**other) and values(file.read_bytes()) != values(whole), "other weights"
     other = {"data": changes(home)["data"] | {"pack": False}}
-    assert "earlier start" not in said() and "earlier start" not in said(**other), "the same pairs in other rows"
+    assert "loaded from" not in said() and "loaded from" not in said(**other), "the same pairs in other rows"
     assert sorted(load(file.read_bytes())["train"]) == pytest.approx(sorted(load(whole)["train"]), rel=1e-5)
     other = {"model_norm_epsilon": 0.5}
-    assert "earlier start" not in said() and "earlier start" not in said(**other), "the same weights in another model"
+    assert "loaded from" not in said() and "loaded from" not in said(**other), "the same weights in another model"
 
 
 def test_weight_checksum_covers_every_element_on_any_layout():

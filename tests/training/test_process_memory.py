@@ -1,4 +1,4 @@
-"""The memory of a rank's process: its machine's constants are measured once and kept; a prediction is their sum."""
+"""Process memory of a rank: the constants of the machine are measured once and stored; a prediction is their sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONSTANTS = ProcessConstants(16 * MIB, 0.4, MIB // 2, 50 * MIB, 30 * MIB)
 
 
 def keep_constants() -> None:
-    """Have this machine's store say `CONSTANTS` of runs in float32 and bf16."""
+    """Store `CONSTANTS` for runs in float32 and bf16."""
     for precision in ("fp32", "bf16"):
         for threads in {1, torch.get_num_threads()}:
             ProcessKey(precision, threads, False).write(CONSTANTS)
@@ -30,7 +30,7 @@ def keep_constants() -> None:
 
 @pytest.fixture
 def key(tmp_path, monkeypatch) -> ProcessKey:
-    """A key, on a machine of which nothing is known."""
+    """A key on a machine without stored measurements."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return ProcessKey("fp32", 2, False)
 
@@ -71,7 +71,7 @@ def test_damaged_constants_are_none(key, damage):
 
 
 def trainer(layout: str = "dp1 fp32", *, compiled: bool = False, experts: int = 0) -> Any:
-    """What a prediction asks of a `Trainer`: 8 MiB of states, of which 6 MiB are saved."""
+    """The attributes of a `Trainer` that a prediction reads: 8 MiB of model states, of which 6 MiB are saved."""
     numel = 6 * MIB // 4
     item = SimpleNamespace(start=0, stop=numel, tensor=torch.empty(0))
     return SimpleNamespace(
@@ -88,13 +88,13 @@ def trainer(layout: str = "dp1 fp32", *, compiled: bool = False, experts: int = 
 
 
 def peak_of(*tensors: int) -> Ledger:
-    """A ledger of 8 MiB of states and tensors of these sizes."""
+    """A ledger of 8 MiB of model states and tensors of these sizes."""
     items = [Item("parameters", "all", (2 * MIB,), "float32", 8 * MIB, None, "start", "end")]
     items += [Item("activations", "x", (size,), "uint8", size, 0, "forward", "backward") for size in tensors]
     return Ledger(tuple(items), sum(item.bytes for item in items), "backward", 8 * MIB)
 
 
-def test_the_prediction_is_the_sum_of_its_items():
+def test_prediction_is_the_sum_of_its_items():
     found = predict_process_memory(trainer(), peak_of(10 * MIB, 30 * MIB), 100 * MIB, CONSTANTS, share=0.1)
     items = dict(found.items)
     assert found.peak == sum(items.values())

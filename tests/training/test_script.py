@@ -1,4 +1,4 @@
-"""A script of the user's as several ranks: started by `meshwright run`, by torchrun and by itself, it does the same."""
+"""A user's script on several ranks does the same under `meshwright run`, torchrun and alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def outcome(place: Path, *words: object) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A run of two ranks that nothing disturbs: its place, output and errors."""
+    """An undisturbed run of two ranks: its directory, output and errors."""
     place = tmp_path_factory.mktemp("whole")
     (place / "classify.py").write_text(SCRIPT)
     code, output, errors = outcome(place, *MESHWRIGHT, "run", "--ranks", 2, "--json", "classify.py", 0)
@@ -84,7 +84,7 @@ def test_launcher_returns_result_of_last_fit(whole, place):
     assert document["step"] == 8 and document["layout"] == "dp2 zero3 fp32" and document["schema"] == 1
     assert errors.count("before\n") == 2
     assert document["predicted"]["sent_bytes_per_step"] == document["measured"]["sent_bytes_per_step"]
-    # On one rank, by python alone, it goes on where that ended; a process cannot be two ranks.
+    # On one rank, by python alone, the run resumes; one process cannot be two ranks.
     shutil.copytree(whole[0] / "runs", place / "runs")
     code, output, errors = outcome(place, sys.executable, "classify.py", 0, "layout=dp1 mb2", "train.steps=9")
     assert code == 0 and output.startswith("before\nloss ") and "resumed from step-000008" in errors
@@ -130,7 +130,7 @@ def test_killed_and_stopped_script_resumes_bit_for_bit(whole, place):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_script(whole, place):
+def test_torchrun_gives_the_same_losses(whole, place):
     code, output, errors = outcome(place, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "classify.py", 0)
     assert code == 0 and output.count("loss ") == 1, errors
     assert losses(place) == losses(whole[0])
@@ -144,7 +144,7 @@ def test_torchrun_starts_the_script(whole, place):
         pytest.param((*TORCHRUN, "--standalone", "--nproc-per-node", 2), id="torchrun", marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_example_learns_to_tell_packages_apart(starter, place):
+def test_example_classifier_beats_majority_class(starter, place):
     script = REPOSITORY / "examples" / "bert_classifier.py"
     short = ("train.steps=100", "train.validation_sequences=500")
     code, output, errors = outcome(place, *starter, script, *short)

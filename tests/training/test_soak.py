@@ -1,4 +1,4 @@
-"""A few trials of bench/soak.py: whether its faults strike, and whether runs end where undisturbed ones end."""
+"""A few trials of bench/soak.py: its faults occur, and runs end where undisturbed ones end."""
 
 from __future__ import annotations
 

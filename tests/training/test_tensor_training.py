@@ -1,4 +1,4 @@
-"""Training with tensor parallelism: the same steps as on one device, from checkpoint to checkpoint of any layout."""
+"""Tensor-parallel training: the steps of one device, and checkpoints that any layout reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(home):
-    """Six steps on one device, saved after every third."""
+    """Six steps on one device, with a save after every third."""
     place = home / "alone"
     outcomes = run(None, place, "dp1 fp32")
     return place, cases.whole_state(outcomes)
@@ -67,7 +67,7 @@ def test_run_changes_layouts_and_reads_same_data(two, four, home, alone):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_tensor_parallel_checkpoint_loads_bitwise_on_every_layout(two, four, home, family):
-    """A checkpoint of tp2 is loaded by other layouts and saved by them: the bytes stay."""
+    """Other layouts load and save a checkpoint of tp2 without a changed byte."""
     model = {"family": family, "layers": 2, "hidden": 40, "heads": 4, "intermediate": 72, "vocabulary": 499}
     begun = home / f"begun {family}"
     written = cases.whole_state(run(two, begun, "tp2 fp32", train_steps=2, model=model, train_schedule="constant"))
@@ -112,7 +112,7 @@ def test_transformers_loads_tensor_parallel_checkpoint_with_equal_validation_los
     assert float(loss) == pytest.approx(outcomes[0]["result"]["validation_loss"], rel=1e-5)
 
 
-def test_bf16_keeps_replicated_parameters_alike_on_all_ranks(four, home):
+def test_bf16_keeps_replicated_parameters_equal_on_all_ranks(four, home):
     """Ranks of tp that hold the same masters hold the same bits after every update."""
     text = cases.recipe(home / "alike", "tp4 bf16", **CHANGES | {"train_steps": 4}).to_toml()
     held = four.run(cases.train_and_show, text)
@@ -129,14 +129,14 @@ def test_bf16_keeps_replicated_parameters_alike_on_all_ranks(four, home):
 @cases.traced_and_generated
 def test_compiled_model_steps_match_eager_steps(two, home, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
-    eager, compiled = home / f"eager beside {fault}", home / f"compiled {fault}"
+    eager, compiled = home / f"eager for {fault}", home / f"compiled {fault}"
     run(two, eager, "tp2 fp32", model=model, train_compile=False, train_steps=3)
     run(two, compiled, "tp2 fp32", model=model, train_compile=True, train_steps=3, fault=fault)
     cases.assert_same_steps(compiled, eager)
 
 
 def test_hugging_face_weights_are_sharded_as_table_says(two, four, home, alone):
-    """Training begins with the values of a checkpoint of another layout."""
+    """Training starts with the values of a checkpoint of another layout."""
     directory = str(alone[0] / "run/checkpoints/step-000003")
     traces = []
     for ranks, layout in ((None, "dp1"), (four, "dp2 zero1 tp2")):

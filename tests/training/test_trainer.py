@@ -36,7 +36,7 @@ YARN = {
     "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.5,
 }  # fmt: skip
 INSTRUCTIONS = {"source": "instructions.jsonl", "records": "instruction"}
-LONG = {"sequence": 600}  # each of the four chunks that two ranks of cp share is more than an attention tile
+LONG = {"sequence": 600}  # each of the four chunks of two cp ranks is longer than an attention tile
 
 CASES = {
     "llama": Case({**LLAMA, "rope_parameters": LLAMA3}),
@@ -96,7 +96,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of data, models and the cache of prepared data."""
+    """Directory of data, models and the cache of prepared data."""
     place = tmp_path_factory.mktemp("transformers")
     reference.write_data(place)
     return place
@@ -104,7 +104,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(place: Path) -> dict[str, tuple[Recipe, Steps]]:
-    """By case: its recipe and the steps of the reference, once a test has asked for them."""
+    """By case: its recipe and the steps of the reference, computed on demand."""
     return {}
 
 
@@ -112,7 +112,7 @@ def expected(place: Path) -> dict[str, tuple[Recipe, Steps]]:
 def steps_of(
     place: Path, expected: dict[str, tuple[Recipe, Steps]], wide: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[str], tuple[Recipe, Steps]]:
-    """The recipe of a case, and the steps of `transformers` by it."""
+    """Return the recipe of a case and its steps by `transformers`."""
 
     def steps(name: str) -> tuple[Recipe, Steps]:
         if name not in expected:
@@ -126,7 +126,7 @@ def steps_of(
 
 
 def assert_same_steps(outcomes: list[dict[str, Any]], expected: Steps) -> None:
-    """Losses, gradient norms, the update of every parameter and its optimizer state, within rounding of float64."""
+    """Losses, gradient norms, parameter updates and optimizer state are equal within rounding of float64."""
     found = Steps(
         outcomes[0]["losses"],
         outcomes[0]["norms"],
@@ -142,7 +142,7 @@ def assert_same_steps(outcomes: list[dict[str, Any]], expected: Steps) -> None:
 
 
 def moved(steps: Steps) -> Values:
-    """The sum of a run's updates, and the optimizer state."""
+    """Return the sum of a run's updates, and the optimizer state."""
     changes = {key: values - steps.before[key] for key, values in steps.after.items() if key[0] == "master"}
     state = {
         key: values for key, values in steps.after.items() if key[0] != "master" and "correction_bias" not in key[1]
@@ -167,7 +167,7 @@ def relative_errors(mine: Values, theirs: Values) -> dict[tuple[str, str], float
 def test_single_device_step_matches_transformers_and_torch(
     name: str, steps_of: Callable[[str], tuple[Recipe, Steps]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Sequences of three attention tiles, the loss in chunks of 100 tokens, which are worked on in two slices."""
+    """Sequences of three attention tiles; the loss in chunks of 100 tokens, each computed in two slices."""
     monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 100)
     monkeypatch.setattr(chunks, "CHUNK_LOGITS", {"cpu": 1})
     monkeypatch.setattr(loss, "SLICE_LOGITS", 1 << 14)

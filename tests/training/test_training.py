@@ -1,5 +1,5 @@
-"""Training end to end: it learns, every layout learns the same, and an interrupted run ends where an undisturbed one
-does, bit for bit."""
+"""Training end to end: the model learns, every layout learns the same, and an interrupted run ends where an undisturbed
+one does, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.training import training_cases as cases
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """Where runs and their common cache lie."""
+    """Directory of runs and of their shared cache."""
     return tmp_path_factory.mktemp("training")
 
 
@@ -42,12 +42,12 @@ def events(place: Path, name: str) -> list[dict]:
     return [line for line in cases.metrics(place) if line.get("event") == name]
 
 
-# --- it learns, and transformers agrees about what
+# --- learning, compared with transformers
 
 
 @pytest.fixture(scope="module")
 def learnt(home):
-    """A run of 40 steps on real text, validated, in this process."""
+    """A run of 40 steps on real text with validation, in this process."""
     place = home / "learnt"
     changes = {"train_steps": 40, "train_warmup": 4, "train_learning_rate": 1e-2, "train_validate_every": 20}
     (outcome,) = cases.run(None, place, "dp1 fp32", **changes)
@@ -56,7 +56,7 @@ def learnt(home):
 
 
 def transformers_loss(directory: str, batch) -> float:
-    """The mean loss over the targets of rows that hold one document each, as `transformers` computes it."""
+    """Return the mean loss over the targets of rows with one document each, computed by `transformers`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -65,10 +65,10 @@ def transformers_loss(directory: str, batch) -> float:
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten()))
 
 
-def test_the_loss_goes_down_on_real_text(learnt):
+def test_loss_decreases_on_real_text(learnt):
     place, outcome = learnt
     lines = steps(place)
-    assert lines[0]["step"] == 1 and lines[0]["loss"] == pytest.approx(math.log(257), abs=0.4)  # as good as a guess
+    assert lines[0]["step"] == 1 and lines[0]["loss"] == pytest.approx(math.log(257), abs=0.4)  # a uniform guess
     assert sum(line["loss"] for line in lines[-5:]) / 5 < 3.5
     assert lines[39]["validation_loss"] < lines[19]["validation_loss"] < 3.5
     assert outcome["result"]["loss"] == lines[-1]["loss"]
@@ -84,7 +84,7 @@ def test_transformers_loads_checkpoint_and_finds_same_validation_loss(learnt):
     recipe = cases.recipe(place, "dp1")
     data = prepare(recipe.data, recipe.run.seed)
     rows = data.split("validation").read_batch(np.arange(13))
-    assert not rows.document_ids.any()  # one document a row: transformers needs no mask
+    assert not rows.document_ids.any()  # one document per row: transformers needs no mask
     assert transformers_loss(directory, rows) == pytest.approx(outcome["result"]["validation_loss"], rel=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     text = tokenizer.decode(rows.tokens[3])
@@ -109,10 +109,10 @@ def test_metrics_lines_have_documented_values(learnt):
 def test_log_interval_reduces_metrics_lines(home):
     place = home / "few lines"
     cases.run(None, place, "dp1 fp32", train_steps=8, train_log_every=3, train_validate_every=5)
-    assert [line["step"] for line in steps(place)] == [3, 5, 6, 8]  # validated steps and the last one in any case
+    assert [line["step"] for line in steps(place)] == [3, 5, 6, 8]  # always validated steps and the last one
 
 
-def test_the_result_has_predicted_beside_measured(learnt):
+def test_result_has_predicted_and_measured(learnt):
     _, outcome = learnt
     result = outcome["result"]
     assert {"step", "loss", "tokens_per_second", "mfu", "predicted", "measured", "checkpoint"} <= result.keys()
@@ -122,7 +122,7 @@ def test_the_result_has_predicted_beside_measured(learnt):
     json.dumps(result, allow_nan=False)
 
 
-# --- the same answer on every layout
+# --- the same result on every layout
 
 LAYOUTS = {
     1: ["dp1 mb8", "dp1 ac:full"],
@@ -217,7 +217,7 @@ def test_stop_signal_to_one_rank_stops_all_after_save(two, home):
     whole, stopped = home / "not stopped", home / "stopped"
     expected = cases.whole_state(cases.run(two, whole, "dp2 zero2 fp32"))
     outcomes = cases.run(two, stopped, "dp2 zero2 fp32", fault="stop_in_step_4")
-    line = "Terminated: stopped by SIGTERM after saving step 4; the same command goes on from there"
+    line = "Terminated: stopped by SIGTERM after saving step 4; the same command resumes the run"
     assert [outcome["error"] for outcome in outcomes] == [line] * 2
     assert newest(stopped / "run/checkpoints").step == 4
     outcomes = cases.run(two, stopped, "dp2 zero2 fp32")
@@ -230,23 +230,23 @@ def test_restarted_finished_run_is_reported_and_unchanged(home, two):
     left = {name: (place / "run" / name).read_bytes() for name in cases.LEFT}
     before = left["metrics.jsonl"]
     (again,) = cases.run(None, place, "dp1 fp32", train_validate_every=3)
-    assert again["said"] == ["nothing to do: step-000006 has all 6 steps; raise train.steps to train on"]
+    assert again["said"] == ["nothing to do: step-000006 has all 6 steps; increase train.steps to continue"]
     (fewer,) = cases.run(None, place, "dp1 fp32", train_steps=4, train_validate_every=3)
     assert fewer["said"] == [
-        "nothing to do: step-000006 has all 4 steps of train.steps, and 2 more; raise train.steps to train on"
+        "nothing to do: step-000006 has all 4 steps of train.steps, and 2 more; increase train.steps to continue"
     ]
     on_two = cases.run(two, place, "dp2 fp32", train_validate_every=3)[0]
-    for later in (again, fewer, on_two):  # nothing is measured anew
+    for later in (again, fewer, on_two):  # nothing is measured again
         assert later["result"] == first["result"]
     assert {name: (place / "run" / name).read_bytes() for name in cases.LEFT} == left
 
-    (place / "run/result.json").unlink()  # killed before it was written: what is known is said and kept
+    (place / "run/result.json").unlink()  # killed before it was written: known figures are reported and stored
     (unsaid,) = cases.run(None, place, "dp1 fp32", train_validate_every=3)
     compared = [copy.deepcopy(each["result"]) for each in (unsaid, first)]
     for result in compared:
         for changing in ("measured", "tokens_per_second", "mfu", "peak_flops_per_device"):
             del result[changing]
-        del result["predicted"]["process_memory_bytes"]  # the process has other libraries loaded by now
+        del result["predicted"]["process_memory_bytes"]  # this process has loaded other libraries
         del result["predicted"]["memory_bytes"]["process_peak"]
     assert compared[0] == compared[1]
     assert unsaid["result"]["tokens_per_second"] > 0
@@ -257,15 +257,15 @@ def test_restarted_finished_run_is_reported_and_unchanged(home, two):
     assert (place / "run/metrics.jsonl").read_bytes().startswith(before)
 
 
-# --- what is kept
+# --- retention
 
 
-def test_the_newest_and_the_best_checkpoint_are_kept(home):
+def test_newest_and_best_checkpoints_are_kept(home):
     place = home / "kept"
     changes = {"train_steps": 8, "checkpoint_every": 2, "checkpoint_keep": 1, "train_validate_every": 100}
     (outcome,) = cases.run(None, place, "dp1 fp32", fault="planned_validation", **changes)
     losses = {line["step"]: line["validation_loss"] for line in steps(place) if "validation_loss" in line}
-    assert losses == {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.5}  # whatever is saved is validated
+    assert losses == {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.5}  # every saved step is validated
     directory = place / "run/checkpoints"
     kept = sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
     assert kept == ["step-000004", "step-000008"]
@@ -285,7 +285,7 @@ def test_memory_for_saving_is_reserved_before_first_step(home, monkeypatch):
 
     monkeypatch.setattr(loop.Checkpointer, "reserve", noted)
     (outcome,) = cases.run(None, home / "reserved", "dp1 fp32", train_steps=2)
-    assert reserved == [3 * outcome["result"]["parameters"]]  # masters and two moments
+    assert reserved == [3 * outcome["result"]["parameters"]]  # master weights and two moments
 
 
 def test_saved_state_has_position_in_data(learnt):
@@ -297,7 +297,7 @@ def test_saved_state_has_position_in_data(learnt):
     )  # fmt: skip
 
 
-# --- weights to begin with
+# --- initial weights
 
 
 @pytest.mark.parametrize("layout", ["dp1 fp32", "dp2 zero3 fp32"])
@@ -318,7 +318,7 @@ def test_run_starts_from_hugging_face_weights(home, shared_data, two, layout):
     for number, line in enumerate(steps(place)):
         batch = data.split("train").read_batch(data.make_sample_order().sample(8 * number + np.arange(8)))
         assert transformers_loss(str(source), batch) == pytest.approx(line["loss"], rel=2e-5)
-    changes["model"] = {"from": str(source)}  # its shape alone
+    changes["model"] = {"from": str(source)}  # its configuration without weights
     (outcome,) = cases.run(None, home / f"shape {layout}", "dp1 fp32", **changes)
     assert outcome["error"] == "" and steps(home / f"shape {layout}")[0]["loss"] == pytest.approx(6.24, abs=0.5)
 
@@ -333,7 +333,7 @@ def test_omitted_precision_is_resolved_reported_and_stored(home, monkeypatch, fa
     (outcome,) = cases.run(None, place, "dp1", train_steps=2)
     assert outcome["layout"].endswith(precision) and outcome["result"]["layout"].endswith(precision)
     assert any(line.startswith(f"layout: {outcome['layout']} on 1 cpu process x ") for line in outcome["said"])
-    monkeypatch.setattr(communication, "bf16_is_faster", lambda device: not faster)  # another machine, say
+    monkeypatch.setattr(communication, "bf16_is_faster", lambda device: not faster)  # like another machine
     (resumed,) = cases.run(None, place, "dp1", train_steps=3)
     assert resumed["layout"] == outcome["layout"]
 
@@ -350,11 +350,11 @@ def test_precision_follows_the_loaded_checkpoint(home):
 
 
 @pytest.mark.parametrize(("schedule", "said"), [("linear", True), ("constant", False)])
-def test_more_steps_on_resume_warn_of_changed_learning_rates(home, schedule, said):
+def test_more_steps_on_resume_report_changed_learning_rates(home, schedule, said):
     place = home / f"longer {schedule}"
     cases.run(None, place, "dp1 fp32", train_steps=2, train_warmup=0, train_schedule=schedule)
     (longer,) = cases.run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
-    line = "train.steps was 2 and is 3: the learning rate follows the linear curve of 3 steps from step 3 on"
+    line = "train.steps was 2 and is 3: from step 3 on the learning rate follows the linear schedule of 3 steps"
     assert (line in longer["said"]) is said
     (done,) = cases.run(None, place, "dp1 fp32", train_steps=3, train_warmup=0, train_schedule=schedule)
     assert not any("train.steps was" in line for line in done["said"])
@@ -387,7 +387,7 @@ def test_deterministic_algorithms_are_enabled_only_during_run(home, monkeypatch)
 
 
 def test_discarded_run_is_garbage_collected(home):
-    """A process that trains one model after another has the memory of one."""
+    """A process that trains several models in turn needs the memory of one."""
     recipe = cases.recipe(home / "discarded", "mb2 ac:selective fp32", train_steps=2)
     directory = RunDirectory(recipe.run_directory)
     directory.create()
@@ -400,7 +400,7 @@ def test_discarded_run_is_garbage_collected(home):
     assert [each() for each in left] == [None] * 4
 
 
-# --- steps that cannot count
+# --- skipped steps
 
 
 @pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero1 bf16", "dp2 zero3 mb2 fp32"])
@@ -431,7 +431,7 @@ def test_too_many_skipped_steps_end_run_with_checkpoints_intact(two, home, layou
     )  # fmt: skip
     line = (
         "CheckFailed: 3 steps in a row, the last of them step 5, had a loss or gradient that is not finite, more than "
-        "train.maximum_skipped = 2; the newest whole checkpoint is step-000004; a lower train.learning_rate or "
+        "train.maximum_skipped = 2; the newest intact checkpoint is step-000004; a lower train.learning_rate or "
         "train.clip usually helps"
     )
     assert [outcome["error"] for outcome in outcomes] == [line] * 2 and CheckFailed.exit_code == 1
@@ -448,7 +448,7 @@ def test_slow_rank_is_named(two, home, layout):
     outcomes = cases.run(two, place, layout, fault="rank_1_sleeps", train_steps=20)
     for event, step in zip(events(place, "slow_rank"), (10, 20), strict=True):
         assert event["rank"] == 1 and event["step"] == step and event["ratio_to_median"] > 1.5
-    (line,) = (line for line in outcomes[0]["said"] if line.startswith("rank 1 is slow"))  # once as long as it stays so
+    (line,) = (line for line in outcomes[0]["said"] if line.startswith("rank 1 is slow"))  # logged once
     assert re.fullmatch(r"rank 1 is slow: in steps 1 to 10 its own work took [\d.]+ times as long as rank 0's", line)
 
 
@@ -492,14 +492,14 @@ def test_forbidden_recipe_changes_are_refused_by_name(home, key):
     model = {"model": {**cases.recipe(place, "dp1").model.model_dump(exclude_none=True), key[6:]: value}}
     changes = model if key.startswith("model_") else {key: value}
     recipe = cases.recipe(place, "dp1 fp32", train_steps=3, **changes)
-    with pytest.raises(UserError, match="and it may not change: ") as caught:
+    with pytest.raises(UserError, match="but it may not change: ") as caught:
         loop.train(recipe, Mesh.single(), RunDirectory(recipe.run_directory), show_progress=False)
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert (place / "run/metrics.jsonl").read_bytes() == before
     assert verify_checkpoint(newest(place / "run/checkpoints").path) == []
 
 
-def test_text_that_has_changed_is_refused(home):
+def test_changed_text_is_refused(home):
     place = home / "other text"
     place.mkdir()
     source = place / "text.txt"
@@ -507,13 +507,11 @@ def test_text_that_has_changed_is_refused(home):
     cases.run(None, place, "dp1 fp32", train_steps=2, data_source=str(source))
     source.write_text(source.read_text().replace("argument", "ARGUMENT", 1))
     recipe = cases.recipe(place, "dp1 fp32", train_steps=3, data_source=str(source))
-    with pytest.raises(
-        UserError, match=r"data.source holds other text than when .*step-000002 was trained on it \(sha"
-    ):
+    with pytest.raises(UserError, match=r"the text of data.source has changed since .*step-000002 was written \(sha"):
         loop.train(recipe, Mesh.single(), RunDirectory(recipe.run_directory), show_progress=False)
 
 
-def test_a_refused_start_leaves_the_recipe_that_was_run(home):
+def test_refused_start_keeps_the_resolved_recipe(home):
     place = home / "recipe kept"
     cases.run(None, place, "dp1 fp32", train_steps=2)
     kept = (place / "run/recipe.resolved.toml").read_text()

@@ -80,7 +80,7 @@ def test_mixture_resumes_on_other_ranks_as_if_undisturbed(family: str, home: Pat
     assert losses(broken) == pytest.approx(losses(alone), rel=1e-4)
     for (kind, name), values in cases.whole_state(outcomes).items():
         if name.endswith("e_score_correction_bias"):
-            # Steps of 0.001 by the sign of the load: the same on every layout.
+            # Router biases change by 0.001 times the sign of the load: equal on every layout.
             torch.testing.assert_close(values, state[kind, name], rtol=0, atol=1e-7)
             if kind == "master":
                 assert 0 < float(values.abs().max()) <= 0.006 + 1e-7

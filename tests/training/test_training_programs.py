@@ -1,4 +1,5 @@
-"""Training whose gradients travel by named programs: the native losses, the same bits on every rank, resumable."""
+"""Training whose gradients are reduced by collective programs: the losses of native collectives, the same bits on every
+rank, resumable."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_programs_train_like_native_collectives(
 
 
 def masters(text: str) -> list[torch.Tensor]:
-    """All masters that this rank holds after a run."""
+    """Return all master weights of this rank after a run."""
     from meshwright.collectives.named import named_programs
     from meshwright.monitoring.run_directory import RunDirectory
     from meshwright.training import loop

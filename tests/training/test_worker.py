@@ -1,4 +1,4 @@
-"""What a rank sets for itself before it trains."""
+"""Process settings of a rank before it trains."""
 
 from __future__ import annotations
 

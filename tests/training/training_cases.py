@@ -1,4 +1,4 @@
-"""Small training runs, in this process or on local ranks, and what they leave."""
+"""Small training runs, in this process or on local ranks, and their outcomes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SOURCES = [str(Path(sysconfig.get_path("stdlib"), name)) for name in ("argparse.
 
 
 def recipe(place: Path, layout: str, **changes: Any) -> Recipe:
-    """A small Llama on the text of three modules, in directory `place`/run, its data in `place`/cache or beside it.
-    `changes`: train_steps=3, model_tied=True ..."""
+    """Return the recipe of a small Llama on the text of three modules, in directory `place`/run, with data in
+    `place`/cache or next to it. `changes`: train_steps=3, model_tied=True ..."""
     tables: dict[str, Any] = {
         "layout": layout,
         "run": {"directory": str(place / "run"), "seed": 5, "device": "cpu"},
@@ -55,26 +55,29 @@ def recipe(place: Path, layout: str, **changes: Any) -> Recipe:
 
 
 def metrics(place: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics."""
+    """Return the lines of a run's metrics."""
     return read_metrics(place / "run" / "metrics.jsonl")
 
 
 def trace(place: Path) -> list[tuple[Any, ...]]:
-    """What must be equal bit for bit in two runs: of each step its number, loss, gradient norm, rate, validation."""
+    """Return what must be equal bit for bit in two runs: number, loss, gradient norm, learning rate and validation of
+    each step."""
     keys = ("step", "loss", "gradient_norm", "learning_rate", "validation_loss")
     return [tuple(line.get(key) for key in keys) for line in metrics(place) if "loss" in line]
 
 
 class Crash(Exception):
-    """What a run in a test is ended by."""
+    """Exception that ends a run in a test."""
 
 
 def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
-    """Train on this rank: the result, this rank's part of the state. `crash_after`: a step after which it ends at
-    once. `fault`: a function of this module, called with the run before it begins."""
+    """Train on this rank; return the result, the log and this rank's part of the state. `crash_after`: step after which
+    it ends immediately. `fault`: function of this module, called with the run before it begins."""
     wanted = load_recipe_text(text, "recipe", trust=True)
-    torch.set_num_threads(1)  # two ranks' threads on two busy cores wait for each other
-    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)  # nothing may use it
+    torch.set_num_threads(1)  # threads of two ranks would contend for two cores
+    torch.manual_seed(
+        torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    )  # no result may depend on it
     loop.device_peak_flops = lambda mesh, precision: 1e9
     programs = named_programs(wanted.collectives, wanted.parsed_layout)
     mesh = Mesh.create(wanted.parsed_layout, "cpu", programs=programs)
@@ -111,28 +114,28 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
 def run(
     ranks: LocalRanks | None, place: Path, layout: str, crash_after: int = 0, fault: str = "", **changes: Any
 ) -> list[dict[str, Any]]:
-    """What `train` returned on each rank; in this process where `ranks` is None."""
+    """Return the outcome of `train` on each rank; in this process if `ranks` is None."""
     text = recipe(place, layout, **changes).to_toml()
     return [train(text, crash_after, fault)] if ranks is None else ranks.run(train, text, crash_after, fault)
 
 
 def run_without_error(*where: Any, **changes: Any) -> list[dict[str, Any]]:
-    """`run`, which must not end with an error."""
+    """Call `run` and check that no rank ends with an error."""
     outcomes = run(*where, **changes)
     assert all(outcome["error"] == "" for outcome in outcomes), outcomes[0]["error"]
     return outcomes
 
 
 def traced_and_generated(test: Callable[..., None]) -> Callable[..., None]:
-    """A test of compiled models, given a `fault`: none of their code generated (on one device test_training.py has it
-    generated), and, exhaustively, all."""
+    """Parametrize a test of compiled models with `fault`: without generated code (test_training.py generates it on one
+    device), and, exhaustively, with it."""
     generated = pytest.param("", id="generated", marks=[pytest.mark.slow, pytest.mark.exhaustive])
     return pytest.mark.parametrize("fault", [pytest.param("without_generated_code", id="traced"), generated])(test)
 
 
 def assert_same_steps(place: Path, expected: Path, steps: int | None = None) -> None:
-    """The same steps within rounding, or the first `steps` of `expected`: number, loss, norm, learning rate,
-    validation loss."""
+    """Check that steps, or the first `steps` of `expected`, are equal within rounding: number, loss, norm, learning
+    rate, validation loss."""
     found, wanted = trace(place), trace(expected)[:steps]
     assert found and len(found) == (steps or len(wanted)) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -142,14 +145,14 @@ def assert_same_steps(place: Path, expected: Path, steps: int | None = None) -> 
 
 
 def assert_same_state(outcomes: list[dict[str, Any]], expected: Values, least_norm: float = 0.0) -> None:
-    """The same state within rounding, row by row, beside the row's norm or `least_norm`."""
+    """Check that states are equal within rounding, row by row, relative to the row's norm or `least_norm`."""
     for key, ours in whole_state(outcomes).items():
         error = (ours - expected[key]).norm() / expected[key].norm().clamp(min=least_norm)
         assert error < 1e-4, (key, float(error))
 
 
 def whole_state(outcomes: list[dict[str, Any]]) -> Values:
-    """The state of a run, put together from what its ranks own: every element is some rank's, and one's alone."""
+    """Assemble the state of a run from what its ranks own: every element belongs to exactly one rank."""
     pieces: dict[tuple[str, str], list[TensorSlice]] = {}
     for outcome in outcomes:
         for piece in outcome["state"]:
@@ -160,12 +163,12 @@ def whole_state(outcomes: list[dict[str, Any]]) -> Values:
         whole[key] = torch.full((size,), torch.nan, dtype=found[0].tensor.dtype)
         for piece in found:
             piece.put(whole[key])
-        assert bool(whole[key].isfinite().all()), key  # as many elements as there are, and none left out: each once
+        assert bool(whole[key].isfinite().all()), key  # no element is missing
     return whole
 
 
 def same(a: Values, b: Values) -> bool:
-    """Whether two states are equal bit for bit."""
+    """Return True if two states are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
@@ -173,9 +176,9 @@ def same(a: Values, b: Values) -> bool:
 
 
 def without_generated_code(run: loop.Run) -> None:
-    """No fault: compiled blocks run as they were traced, forward and back; generating code takes most of the time."""
+    """No fault: compiled blocks run as traced, forward and backward, since code generation takes most of the time."""
     run.trainer.task.model.compile_blocks(backend="aot_eager")
-    run.trainer.task.model._compiled_loss = False  # it would go through inductor
+    run.trainer.task.model._compiled_loss = False  # it would be compiled by Inductor
 
 
 def on_rank(run: loop.Run, rank: int) -> bool:
@@ -193,7 +196,7 @@ def _at_finish(run: loop.Run, spoil: Callable[[ZeroEngine, int], None]) -> None:
 
 
 def nan_gradient_in_step_2(run: loop.Run) -> None:
-    """Rank 1 finds one NaN in its gradients in step 2, and infinity in step 4."""
+    """Rank 1 has a NaN in its gradients in step 2, and infinity in step 4."""
 
     def spoil(parallel: ZeroEngine, step: int) -> None:
         if step in (2, 4) and on_rank(run, 1):
@@ -203,7 +206,7 @@ def nan_gradient_in_step_2(run: loop.Run) -> None:
 
 
 def nan_parameter_from_step_3(run: loop.Run) -> None:
-    """One number in rank 1's memory goes bad before step 3, and stays so."""
+    """One parameter of rank 1 becomes NaN before step 3 and stays so."""
     step = run.trainer.step
 
     def spoilt(**options: Any) -> Any:
@@ -216,8 +219,8 @@ def nan_parameter_from_step_3(run: loop.Run) -> None:
 
 
 def rank_1_sleeps(run: loop.Run) -> None:
-    """Rank 1 needs three times as long for its own work, on a busy machine too: in reading data it sleeps twice as long
-    as the step before took, a second at most."""
+    """Rank 1 needs three times as long for its own work, on a busy machine too: when it reads data, it sleeps twice as
+    long as the previous step took, at most a second."""
     read, woken = run.trainer.task.load_step, time.monotonic()
 
     def slow(step: int) -> Any:
@@ -231,7 +234,7 @@ def rank_1_sleeps(run: loop.Run) -> None:
 
 
 def keep_states(run: loop.Run) -> None:
-    """Note in the journal's lines whether each step changed this rank's masters."""
+    """Log whether each step changed this rank's master weights."""
     step = run.trainer.step
 
     def watched(**options: Any) -> Any:
@@ -251,7 +254,7 @@ def skip_and_watch(run: loop.Run) -> None:
 
 
 def stop_in_step_4(run: loop.Run) -> None:
-    """Rank 1 alone is asked to stop, while the others train on."""
+    """Rank 1 alone receives a stop request while the others train on."""
     step = run.trainer.step
 
     def asked(**options: Any) -> Any:
@@ -263,7 +266,7 @@ def stop_in_step_4(run: loop.Run) -> None:
 
 
 def disk_fills_and_empties(run: loop.Run) -> None:
-    """Something else fills the disk before step 3, gives it back before step 5, and fills it again before step 7."""
+    """Another file fills the disk before step 3, is deleted before step 5, and fills it again before step 7."""
     step = run.trainer.step
     ballast = run.journal.directory.path / "ballast"
 
@@ -280,7 +283,7 @@ def disk_fills_and_empties(run: loop.Run) -> None:
 
 
 def fill(path: Path) -> None:
-    """Write until nothing more fits."""
+    """Write until the disk is full."""
     with path.open("wb", buffering=0) as file:
         for size in (65536, 1):
             try:
@@ -291,13 +294,13 @@ def fill(path: Path) -> None:
 
 
 def planned_validation(run: loop.Run) -> None:
-    """The validation loss goes down and up again."""
+    """The validation loss decreases and increases again."""
     losses = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.5}
     run.trainer.validate = lambda: Validation(losses[run.trainer.steps_done])  # type: ignore[method-assign]
 
 
 def first_gradients(text: str) -> list[torch.Tensor]:
-    """The gradients of the first step on this rank, as the optimizer gets them."""
+    """Return the gradients of the first step on this rank, as the optimizer gets them."""
     wanted = load_recipe_text(text, "recipe", trust=True)
     mesh = Mesh.create(wanted.parsed_layout, "cpu")
     from meshwright.data import prepare
@@ -319,7 +322,8 @@ def first_gradients(text: str) -> list[torch.Tensor]:
 
 
 def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
-    """Where documents begin in the rows of the first steps: as a prediction asks, and of each micro-batch."""
+    """Return the document starts in the sequences of the first steps: from the prediction, and from the
+    micro-batches."""
     wanted = load_recipe_text(text, "recipe", trust=True)
     mesh = Mesh.create(wanted.parsed_layout, "cpu")
     from meshwright.data import prepare
@@ -328,17 +332,17 @@ def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
     trainer = Trainer(
         LanguageModelTask(wanted, wanted.parsed_layout, loop.resolve_model_config(wanted, data), data, mesh)
     )
-    told, found = trainer.task.document_starts(0, steps), []
+    predicted, found = trainer.task.document_starts(0, steps), []
     for step in range(steps):
         for tokens, _, documents in trainer.task.load_step(step):
             starts_BS = torch.zeros_like(tokens) if documents.starts_BS is None else documents.starts_BS
             found += [tuple(row.unique().tolist()) for row in starts_BS]
     mesh.close()
-    return told, tuple(found)
+    return predicted, tuple(found)
 
 
 def train_and_show(text: str) -> list[TensorSlice]:
-    """Train on this rank: all masters that it holds."""
+    """Train on this rank and return all master weights that it holds."""
     wanted = load_recipe_text(text, "recipe", trust=True)
     torch.set_num_threads(1)
     loop.device_peak_flops = lambda mesh, precision: 1e9
@@ -352,30 +356,30 @@ def train_and_show(text: str) -> list[TensorSlice]:
 
 
 def trackers_hang_after_step_3(run: loop.Run) -> None:
-    """No tracker is told anything after step 3, as if the process were killed before that."""
+    """Trackers receive nothing after step 3, as if the process were killed before that."""
     begin = run.journal.begin
 
     def begun(*where: Any) -> None:
         begin(*where)
         if run.journal.tracking is not None:
             line = run.journal.tracking.queue_line
-            run.journal.tracking.queue_line = lambda told: line(told) if told["step"] <= 3 else None  # type: ignore[method-assign]
+            run.journal.tracking.queue_line = lambda entry: line(entry) if entry["step"] <= 3 else None  # type: ignore[method-assign]
 
     run.journal.begin = begun  # type: ignore[method-assign]
 
 
 def count_calls_when_a_profile_ends(run: loop.Run) -> None:
-    """Note how many calls are under way when torch's profiler stops; of these, each would spoil the memory."""
+    """Log the number of calls in flight when torch's profiler stops; each of them would corrupt memory."""
     before = run.profile.before_step
 
     def before_step(trainer: Trainer) -> bool:
         watched = before(trainer)
-        if run.profile._taking is not None:
-            operators = run.profile._taking.operators
+        if run.profile._recording is not None:
+            operators = run.profile._recording.operators
             stop = type(operators).stop
 
             def stopped() -> None:
-                run.journal.log(f"under way at its end: {len(calls_in_flight)}")
+                run.journal.log(f"in flight at its end: {len(calls_in_flight)}")
                 stop(operators)
 
             operators.stop = stopped
@@ -385,14 +389,15 @@ def count_calls_when_a_profile_ends(run: loop.Run) -> None:
 
 
 def many_more_tokens_in_a_step(run: loop.Run) -> None:
-    """As if the step had a million times as many tokens, of which these are a sample: each counts so much less."""
+    """Divide the loss as if the step had a million times as many tokens."""
     passes = run.trainer.passes
     train = passes.train
     passes.train = lambda batches, targets: train(batches, 2**20 * targets)  # type: ignore[method-assign]
 
 
 def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
-    """One gradient of rank 1 alone overflows in step 3. Each rank notes what it makes of every step."""
+    """One gradient of rank 1 alone overflows in step 3. Each rank logs the loss scale and its master weights after
+    every step."""
     keep_states(run)
     step = run.trainer.step
 

@@ -1,7 +1,7 @@
 """Training steps by `transformers`, autograd and `torch.optim`: an independent reference for `Trainer.step`.
 
-Of Meshwright it takes the samples of a step (data/) and the names of tensors on disk; the mathematics is not ours.
-Documents go through the model one by one: positions and masks of packed rows are right by construction.
+It shares with Meshwright only the samples of a step (data/) and the names of tensors on disk. Documents are computed
+one by one, so that positions and masks of packed sequences are right by construction.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SGD = {"optimizer": "sgd", "momentum": 0.8, "learning_rate": 0.3}
 
 @dataclass(frozen=True)
 class Case:
-    """One model and how it is trained. settings: of its config.json; train: changes of `TRAIN`; data: changes of
-    [data]; layout: on one device."""
+    """A model and its training. settings: of its config.json; train: changes of `TRAIN`; data: changes of [data];
+    layout: on one device."""
 
     settings: Mapping[str, Any]
     train: Mapping[str, Any] = field(default_factory=dict)
@@ -64,8 +64,8 @@ class Case:
 
 @dataclass
 class Steps:
-    """What `STEPS` training steps came to: loss and gradient norm before clipping of each; the master weights before
-    them, and after them with the optimizer's state, by (kind, entry), flat in engine orientation."""
+    """Outcome of `STEPS` training steps: loss and gradient norm before clipping of each; master weights before them,
+    and master weights with optimizer state after them, by (kind, entry), flat in engine orientation."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Steps:
 
 
 def write_data(place: Path) -> None:
-    """Documents of very different lengths (in bytes, which are tokens), and instructions with their responses."""
+    """Write documents of very different lengths (in bytes, which are tokens), and instructions with responses."""
     draw = random.Random(0)
     letters = "abcdefgh ijklmnop\n"
     lengths = [1900, 33, 210, 2, 640, 90, 310, 5, 170, 400]
@@ -91,7 +91,7 @@ def write_data(place: Path) -> None:
 
 
 def recipe(place: Path, model: Path, case: Case) -> Recipe:
-    """Trains the weights of directory `model` on what `write_data` left in `place`."""
+    """Return the recipe that trains the weights of directory `model` on the data of `write_data` in `place`."""
     data = {"source": "documents.jsonl", "sequence": 300, "tokenizer": "bytes", "validation_fraction": 0.0, **case.data}
     data |= {"source": str(place / data["source"]), "cache": str(place / "cache"), "clean": {"maximum_repetition": 1.0}}
     return Recipe.from_tables(
@@ -106,10 +106,8 @@ def recipe(place: Path, model: Path, case: Case) -> Recipe:
 
 
 class TransformersModel:
-    """A random float64 model that `transformers` makes of a `config.json` as Meshwright writes it.
-
-    wide: the context in which `transformers` computes in float64 throughout (the fixture `wide`).
-    """
+    """Random float64 model that `transformers` builds from a `config.json` written by Meshwright. wide: context in
+    which `transformers` computes in float64 throughout (the fixture `wide`)."""
 
     def __init__(
         self, settings: Mapping[str, Any], place: Path, wide: Callable[[], AbstractContextManager[None]]
@@ -128,7 +126,7 @@ class TransformersModel:
                 config, attn_implementation="eager", experts_implementation="eager"
             ).double()
         self.model.eval()
-        with torch.no_grad():  # far from zeros and ones, and from where layers are linear
+        with torch.no_grad():  # away from zeros and ones, so that no layer is linear
             for name, values in self.tensors().items():
                 noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
                 values.add_(noise, alpha=0.12 if values.dim() > 1 and "embed" not in name else 0.3)
@@ -137,12 +135,12 @@ class TransformersModel:
         self.table = parameter_table(self.ours)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters, and the biases that balance experts, which are buffers there."""
+        """Return parameters, and router biases, which are buffers in transformers."""
         biases = {name: values for name, values in self.model.named_buffers() if name.endswith("correction_bias")}
         return {**dict(self.model.named_parameters()), **biases}
 
     def entries(self, tensors: Mapping[str, torch.Tensor], kind: str) -> Values:
-        """Tensors under the names of `transformers` as entries of the parameter table."""
+        """Return tensors under the names of `transformers` as entries of the parameter table."""
         found = {}
         for entry in self.table.entries:
             if kind == "master" or not entry.balances:
@@ -151,12 +149,9 @@ class TransformersModel:
         return found
 
     def loss(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """The summed token loss of a batch; what is added to it to balance experts; how many tokens chose each expert,
-        by router [E].
-
-        The auxiliary loss is that of `transformers` for one layer and one sequence, its mean over layers, each sequence
-        weighted by its targets.
-        """
+        """Return the summed token loss of a batch, the auxiliary loss, and the number of tokens routed to each expert,
+        by router [E]. The auxiliary loss is that of `transformers` for one layer and one sequence, averaged over
+        layers, with sequences weighted by their targets."""
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
         config = self.ours
@@ -187,7 +182,7 @@ class TransformersModel:
         return total, auxiliary, loads
 
     def train(self, recipe: Recipe) -> Steps:
-        """`STEPS` steps of a recipe, the whole batch on one device."""
+        """Return `STEPS` steps of a recipe, with the whole batch on one device."""
         train, found = recipe.train, Steps()
         data = prepare(recipe.data, recipe.run.seed)
         split, order = data.split("train"), data.make_sample_order()
@@ -228,7 +223,7 @@ class TransformersModel:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer, train: TrainRecipe) -> SequentialLR:
-    """The documented schedule by torch's own schedulers: up in a line, then down in half a cosine wave."""
+    """Return the documented schedule by torch's own schedulers: linear warm-up, then half a cosine wave."""
     rise = LinearLR(optimizer, 1 / (train.warmup + 1), total_iters=train.warmup)
     lowest = train.learning_rate * train.minimum_learning_rate
     fall = CosineAnnealingLR(optimizer, train.steps - 1 - train.warmup, lowest)
@@ -236,14 +231,14 @@ def learning_rates(optimizer: torch.optim.Optimizer, train: TrainRecipe) -> Sequ
 
 
 def spans(ids_S: np.ndarray) -> Iterator[tuple[int, int]]:
-    """First and last + 1 place of each document of a row."""
+    """Return first and last + 1 position of each document of a sequence."""
     changes = (1 + np.flatnonzero(ids_S[1:] != ids_S[:-1])).tolist()
     return itertools.pairwise([0, *changes, len(ids_S)])
 
 
 def train_on_rank(text: str, layout: str) -> dict[str, Any]:
-    """The same steps by `Trainer.step` on this rank of a layout, in float64: losses, norms, and the master weights and
-    optimizer state that it owns, before and after."""
+    """Run the same steps by `Trainer.step` on this rank of a layout, in float64; return losses, norms, and the master
+    weights and optimizer state that it owns, before and after."""
     torch.set_num_threads(1)
     wanted = load_recipe_text(text, "recipe")
     data = prepare(wanted.data, wanted.run.seed)
@@ -271,5 +266,5 @@ def train_on_rank(text: str, layout: str) -> dict[str, Any]:
 
 
 def owned(trainer: Trainer) -> list[TensorSlice]:
-    """Copies of what a rank would write to a checkpoint."""
+    """Return copies of what a rank would write to a checkpoint."""
     return [replace(piece, tensor=piece.tensor.clone()) for piece in trainer.slices(owned=True)]

@@ -14,30 +14,17 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.manifest import Damaged, Manifest, read_manifest, verify_checkpoint
     from meshwright.checkpoint.settings import SaveOptions
 
-_MODULES = {
-    "CheckpointPath": "catalogue",
-    "best": "catalogue",
-    "find_checkpoint": "catalogue",
-    "newest": "catalogue",
-    "Checkpointer": "checkpointer",
-    "SaveOptions": "settings",
-    "Damaged": "manifest",
-    "Manifest": "manifest",
-    "read_manifest": "manifest",
-    "verify_checkpoint": "manifest",
+_NAMES = {
+    "catalogue": ("CheckpointPath", "best", "find_checkpoint", "newest"),
+    "checkpointer": ("Checkpointer",),
+    "manifest": ("Damaged", "Manifest", "read_manifest", "verify_checkpoint"),
+    "settings": ("SaveOptions",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
-    "CheckpointPath",
-    "Checkpointer",
-    "Damaged",
-    "Manifest",
-    "SaveOptions",
-    "best",
-    "find_checkpoint",
-    "newest",
-    "read_manifest",
-    "verify_checkpoint",
-]
+    "CheckpointPath", "Checkpointer", "Damaged", "Manifest", "SaveOptions", "best", "find_checkpoint", "newest",
+    "read_manifest", "verify_checkpoint",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

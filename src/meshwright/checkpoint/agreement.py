@@ -34,13 +34,13 @@ class Agreement:
         Texts are cut at 2048 bytes.
         """
         size, rank = self._mesh.world_size, self._mesh.rank
-        speaking = self._sum([int(place == rank and text is not None) for place in range(size)])
-        if not any(speaking):
+        has_text = self._sum([int(other == rank and text is not None) for other in range(size)])
+        if not any(has_text):
             return None
-        speaker = speaking.index(1)
-        said = (text or "").encode()[:_TEXT_BYTES] if rank == speaker else b""
-        everything = bytes(self._sum([*said, *[0] * (_TEXT_BYTES - len(said))]))
-        return speaker, everything.rstrip(b"\0").decode(errors="replace")
+        sender = has_text.index(1)
+        sent = (text or "").encode()[:_TEXT_BYTES] if rank == sender else b""
+        received = bytes(self._sum([*sent.ljust(_TEXT_BYTES, b"\0")]))
+        return sender, received.rstrip(b"\0").decode(errors="replace")
 
     def _sum(self, values: list[int]) -> list[int]:
         """Return `values` summed elementwise over all ranks: one integer for each entry."""

@@ -6,26 +6,19 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.files import sync_directory
-from meshwright.checkpoint.manifest import (
-    MANIFEST,
-    Damaged,
-    Manifest,
-    check_contents,
-    check_sizes,
-    read_manifest,
-)
+from meshwright.checkpoint.manifest import MANIFEST, Damaged, Manifest, check_contents, check_sizes, read_manifest
 from meshwright.errors import UserError
 from meshwright.untrusted import read_json
 
 STATE = "training/state.json"
 _WANTED = "a run directory, a checkpoint in it, or a Hugging Face model directory is needed"
-LAST_SAVE = ".last-saves.json"  # how the last saves ended: what rank 0 tells the other ranks
+LAST_SAVE = ".last-saves.json"  # outcomes of the last saves, written by rank 0 for the other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +110,19 @@ def list_candidates(directory: Path) -> list[Path]:
 def list_intact(directory: Path, log: Callable[[str], None] = lambda line: None) -> list[CheckpointPath]:
     """List the checkpoints in `directory` with a valid manifest and correct file sizes, highest step first; `log` is
     called with a line about each damaged one."""
-    checkpoints = []
+    return list(_iterate_intact(directory, log, _open_unverified))
+
+
+def _iterate_intact(
+    directory: Path, log: Callable[[str], None], open_it: Callable[[Path], CheckpointPath]
+) -> Iterator[CheckpointPath]:
+    """Open the checkpoints in `directory` one after the other, highest step first, and yield the intact ones; `log` is
+    called with a line about each damaged one. open_it: as in `newest`."""
     for path in list_candidates(directory):
         try:
-            checkpoints.append(open_checkpoint(path)[0])
+            yield open_it(path)
         except Damaged as damage:
-            log(f"checkpoint {path} is damaged and passed over: {damage}")
-    return checkpoints
+            log(f"checkpoint {path} is damaged and skipped: {damage}")
 
 
 def newest(
@@ -136,12 +135,7 @@ def newest(
 
     open_it: opens and checks a checkpoint directory; raises `Damaged` if it is not intact.
     """
-    for path in list_candidates(Path(directory)):
-        try:
-            return open_it(path)
-        except Damaged as damage:
-            log(f"checkpoint {path} is damaged and passed over: {damage}")
-    return None
+    return next(_iterate_intact(Path(directory), log, open_it), None)
 
 
 def find_checkpoint(
@@ -167,8 +161,9 @@ def find_checkpoint(
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = newest(directory, log, open_it)
     if found is None:
-        damaged = f"none of the {len(list_candidates(directory))} there is whole" if list_candidates(directory) else ""
-        raise UserError(f"{path}: no checkpoint in it{f', {damaged}' if damaged else ''}; {_WANTED}")
+        damaged = len(list_candidates(directory))
+        problem = f"no intact checkpoint in it ({damaged} damaged)" if damaged else "no checkpoint in it"
+        raise UserError(f"{path}: {problem}; {_WANTED}")
     return found.path
 
 
@@ -198,15 +193,15 @@ def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = 
     them damaged, resumed from an earlier one, and will overwrite them. None: all checkpoints count.
     """
     checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
-    spared = {checkpoint.step for checkpoint in checkpoints[:keep]}
-    favourite = _best(checkpoints)
-    if keep_best and favourite is not None:
-        spared.add(favourite.step)
+    kept = {checkpoint.step for checkpoint in checkpoints[:keep]}
+    best = _best(checkpoints)
+    if keep_best and best is not None:
+        kept.add(best.step)
     for checkpoint in checkpoints:
-        if checkpoint.step not in spared:
-            doomed = directory / f".{checkpoint.name}.deleted"
-            checkpoint.path.rename(doomed)  # first: a half-deleted checkpoint must not look like a damaged one
-            shutil.rmtree(doomed, ignore_errors=True)
+        if checkpoint.step not in kept:
+            hidden = directory / f".{checkpoint.name}.deleted"
+            checkpoint.path.rename(hidden)  # first, so that a half-deleted checkpoint does not look like a damaged one
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def move_into_place(partial: Path, final: Path) -> None:

@@ -27,7 +27,7 @@ from meshwright.checkpoint.settings import SaveOptions, SaveTarget
 from meshwright.checkpoint.snapshot import SnapshotBuffers
 from meshwright.comm.device_thread import start_thread
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import UserError
+from meshwright.errors import UserError, error_reason
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-_SHARED_SECONDS = 60.0  # network filesystems show a new file on another machine late
+_SHARED_SECONDS = 60.0  # a network filesystem may show a new file late on another machine
 _MAXIMUM_CANDIDATES = 256
 _DEFAULT_OPTIONS = SaveOptions()
 _locks: weakref.WeakValueDictionary[Path, DirectoryLock] = weakref.WeakValueDictionary()
@@ -151,7 +151,7 @@ class Checkpointer:
         except SaveCancelled as reason:
             if not save.cancelled.is_set():
                 self._failure = str(reason)
-        except BaseException as fault:  # a fault of ours: it is raised in the main thread
+        except BaseException as fault:  # an internal error: raised in the main thread
             self._fault = fault
 
     def failed(self) -> str | None:
@@ -173,10 +173,10 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
 
-    def abandon(self, step: int | None = None) -> None:
+    def abandon(self) -> None:
         """Cancel the save in progress after a failure on some rank, and remove its files; older checkpoints stay. Every
-        rank calls this. step: cancel only a save of this step (None: any)."""
-        if self._save is not None and step in (None, self._save.step):
+        rank calls this."""
+        if self._save is not None:
             self._save.cancelled.set()
             self.wait()
             self._failure = None
@@ -192,35 +192,15 @@ class Checkpointer:
         """Return the intact checkpoint of the run with the lowest validation loss, or None if none has one."""
         return catalogue.best(self.directory)
 
-    def load(self, path: CheckpointPath | Path | str, slices: Sequence[TensorSlice]) -> dict[str, Any]:
-        """Load the checkpoint at `path` into the tensors of `slices` (all that this rank needs) and return the content
-        of its training/state.json: step, layout, recipe and more, by name. Not collective, unlike `load_newest`.
-
-        Raises `UserError` if it is damaged or holds another model.
-        """
-        path = Path(path)
-        try:
-            return self._load(path, slices)
-        except Damaged as damage:
-            raise UserError(f"checkpoint {path} is damaged: {damage}") from None
-
-    def load_newest(
-        self, slices: Sequence[TensorSlice], agree: Callable[[bool], bool] | None = None
-    ) -> tuple[CheckpointPath, dict[str, Any]] | None:
+    def load_newest(self, slices: Sequence[TensorSlice]) -> tuple[CheckpointPath, dict[str, Any]] | None:
         """Load the newest checkpoint that is intact on all ranks into the tensors of `slices`; return it and the
         content of its training/state.json, or None if there is no checkpoint. All ranks call this together.
 
-        agree: function from this rank's success to True if all ranks succeeded (default: an all-reduce). Each damaged
-        checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that none is
-        overwritten.
+        Each damaged checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that none
+        is overwritten.
         """
-        agree = agree or self._agreement.all_true
-        steps = [
-            step
-            for path in catalogue.list_candidates(self.directory)
-            if (step := catalogue.parse_step(path.name)) is not None
-        ]
-        steps = self._agreement.broadcast_numbers(steps, count=_MAXIMUM_CANDIDATES)
+        found = [catalogue.parse_step(path.name) or 0 for path in catalogue.list_candidates(self.directory)]
+        steps = self._agreement.broadcast_numbers(found, count=_MAXIMUM_CANDIDATES)
         for step in steps:
             path = self.directory / catalogue.step_name(step)
             problem, state = None, {}
@@ -229,16 +209,16 @@ class Checkpointer:
                 checkpoint = catalogue.open_checkpoint(path)[0]
             except Damaged as damage:
                 problem = str(damage)
-            if agree(problem is None):
+            if self._agreement.all_true(problem is None):
                 return checkpoint, state
-            said = self._agreement.first_text(problem)
-            rank, reason = said if said is not None else (0, "a rank could not read it")
+            first = self._agreement.first_text(problem)
+            rank, reason = first if first is not None else (0, "a rank could not read it")
             on_rank = f" (found by rank {rank})" if rank else ""
-            self._log_once(f"checkpoint {path} is damaged and passed over: {reason}{on_rank}")
+            self._log_once(f"checkpoint {path} is damaged and skipped: {reason}{on_rank}")
         if steps:
             raise UserError(
-                f"no checkpoint in {self.directory} is whole ({', '.join(map(catalogue.step_name, steps))} "
-                f"{'are' if len(steps) > 1 else 'is'} damaged); move the directory away to begin again"
+                f"no checkpoint in {self.directory} is intact ({', '.join(map(catalogue.step_name, steps))} "
+                f"{'are' if len(steps) > 1 else 'is'} damaged); move the directory away to start over"
             )
         return None
 
@@ -274,26 +254,26 @@ class Checkpointer:
             except UserError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"{self.directory}: {(error.strerror or str(error)).lower()}"
+                problem = f"{self.directory}: {error_reason(error)}"
         token = agreement.broadcast_numbers([token], count=1)[0]
         marker = self.directory / f".shared-{token:x}"
         if rank == 0 and problem is None:
             try:
                 marker.touch()
             except OSError as error:
-                problem = f"{self.directory} cannot be written: {(error.strerror or str(error)).lower()}"
-        said = agreement.first_text(problem)
-        if said is None:
+                problem = f"{self.directory} cannot be written: {error_reason(error)}"
+        failure = agreement.first_text(problem)
+        if failure is None:
             if not self._wait_for_file(marker):
                 problem = (
                     f"rank {rank} on {socket.gethostname()} does not see the checkpoint directory that rank 0 sees: "
-                    f"{self.directory.absolute()} must be on a filesystem that all machines share"
+                    f"{self.directory.absolute()} must be on a filesystem shared by all machines"
                 )
-            said = agreement.first_text(problem)
+            failure = agreement.first_text(problem)
         if rank == 0:
             marker.unlink(missing_ok=True)
-        if said is not None:
-            raise UserError(said[1])
+        if failure is not None:
+            raise UserError(failure[1])
         return token
 
     def _wait_for_file(self, marker: Path) -> bool:
@@ -305,7 +285,7 @@ class Checkpointer:
                 return False
             time.sleep(0.1)
             if marker.parent.is_dir():
-                os.listdir(marker.parent)  # makes a network filesystem look again
+                os.listdir(marker.parent)  # makes a network filesystem refresh its directory cache
         return True
 
 
@@ -332,7 +312,7 @@ def _check_config(config: ModelConfig, path: Path) -> None:
     """Raise `UserError` if the checkpoint directory `path` holds a model of another architecture than `config`; the
     error names the first field that differs."""
     found = config_from_path(path / "config.json")
-    wanted = config_from_huggingface(config_to_huggingface(config))  # as it looks after a round trip
+    wanted = config_from_huggingface(config_to_huggingface(config))  # as saved and loaded
     ignored = {"initializer_range", "bos_token", "eos_token", "more_eos_tokens"}
     if wanted.positions == "rope":
         ignored.add("max_positions")
@@ -340,7 +320,7 @@ def _check_config(config: ModelConfig, path: Path) -> None:
         there, here = getattr(found, field.name), getattr(wanted, field.name)
         if field.name not in ignored and there != here:
             raise UserError(
-                f"checkpoint {path} holds a model with {field.name} = {there}, the recipe says {here}; "
+                f"checkpoint {path} holds a model with {field.name} = {there}, but the recipe has {here}; "
                 "use the same model or another run.directory"
             )
 

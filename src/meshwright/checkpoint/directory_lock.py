@@ -10,25 +10,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, error_reason
 from meshwright.untrusted import parse_json
 
 LOCK = ".lock"
 PATIENCE_SECONDS = 1.0
-"""How long a start waits for ranks that were just killed to exit."""
+"""Time limit of a start for ranks that were just killed to exit."""
 ORPHAN_SECONDS = 10.0
-"""How long a start waits for children of a holder that was killed: a `DataLoader`'s look for their parent every 5 s."""
+"""Time limit for the children of a killed holder to exit: `DataLoader` workers check for their parent every 5 s."""
 RESTART_SECONDS = 120.0
-"""How long a restart waits: a network file system keeps the lock of a host that was lost for its lease, often 90 s."""
+"""Time limit of a restart: a network file system keeps the lock of a lost host for its lease time, often 90 s."""
 RESTART_COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""Environment variables in which torchrun and SLURM count the earlier starts of the same run."""
+"""Environment variables in which torchrun and SLURM count the restarts of a run."""
 
 
 class DirectoryLock:
     """Exclusive lock of a directory, held until `release` or the end of this process and of all that inherited it.
 
     The kernel (or the server of a network file system) releases it when the holding processes end, however they end.
-    The lock file stays behind but blocks nobody; the process id in it is only for messages. path: an existing
+    The lock file remains without effect; the process id in it is only for messages. path: an existing
     directory. what: its name in errors, such as "run directory". advice: what a user can do instead of waiting, for the
     error. Raises `UserError` if another process holds the lock or the directory is not writable.
     """
@@ -41,12 +41,12 @@ class DirectoryLock:
         failed = "locked"
         try:
             if not _try_lock(self.descriptor):
-                holder = _read_holder(self.descriptor)
-                raise UserError(f"{what} {path} is in use by {holder}; wait until that run has ended, {advice}")
-            failed = "written"  # a full disk
-            we = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+                user = _read_holder(self.descriptor)
+                raise UserError(f"{what} {path} is in use by {user}; wait until that run has ended, {advice}")
+            failed = "written"  # fails on a full disk
+            holder = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, json.dumps(we).encode(), 0)
+            os.pwrite(self.descriptor, json.dumps(holder).encode(), 0)
         except OSError as error:
             os.close(self.descriptor)
             advice = "; its file system has to support flock" if failed == "locked" else ""
@@ -64,15 +64,15 @@ def _try_lock(descriptor: int) -> bool:
     """Try repeatedly to take an exclusive flock on the open file `descriptor`; return True if it was taken, False on
     timeout. The time limit is `PATIENCE_SECONDS`, `ORPHAN_SECONDS` if the process in the lock file has ended, and
     `RESTART_SECONDS` if torchrun or SLURM has restarted this run."""
-    again = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTERS)
+    restarted = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTERS)
     begun = time.monotonic()
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            patience = ORPHAN_SECONDS if _has_holder_ended(descriptor) else PATIENCE_SECONDS
-            if time.monotonic() - begun > (RESTART_SECONDS if again else patience):
+            limit = ORPHAN_SECONDS if _has_holder_ended(descriptor) else PATIENCE_SECONDS
+            if time.monotonic() - begun > (RESTART_SECONDS if restarted else limit):
                 return False
             time.sleep(0.02)
 
@@ -86,7 +86,7 @@ def _has_holder_ended(descriptor: int) -> bool:
     except ProcessLookupError:
         return True
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        pass  # another user's process, or no holder that can be read
+        pass  # another user's process, or an unreadable lock file
     return False
 
 
@@ -98,8 +98,3 @@ def _read_holder(descriptor: int) -> str:
         return f"process {holder['process']} on {holder['host']} since {holder['since']}"
     except (ValueError, KeyError, TypeError):
         return "another run"
-
-
-def error_reason(error: OSError) -> str:
-    """Return the text of an OSError, such as "no space left on device", in lower case."""
-    return (error.strerror or str(error)).lower()

@@ -31,7 +31,7 @@ from meshwright.checkpoint.slices import (
     read_index,
     split_reads,
 )
-from meshwright.errors import UserError
+from meshwright.errors import UserError, error_reason
 from meshwright.parallel.flat_buffers import TensorSlice
 
 _DTYPES = {code: getattr(torch, name) for name, code in DTYPE_CODES.items()}
@@ -65,7 +65,7 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
     if missing:
         held = ", ".join(sorted(list_kinds(index)))
         raise UserError(
-            f"checkpoint {path} holds no {' and no '.join(sorted(missing))} (only {held}): "
+            f"checkpoint {path} has no {' and no '.join(sorted(missing))} (only {held}): "
             "it was trained with another train.optimizer"
         )
     wanted = [(item.kind, item.name, item.start, item.stop, item.columns) for item in slices]
@@ -124,7 +124,7 @@ def _read_block(path: Path, task: _Task, record: FileRecord, memory: np.ndarray)
                     raise Damaged(f"{task.file} ends at byte {start + done}")
                 done += count
     except OSError as error:
-        raise Damaged(f"{task.file} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise Damaged(f"{task.file} cannot be read: {error_reason(error)}") from None
     if hashlib.sha256(view).hexdigest() != record.blocks[task.block]:
         raise Damaged(f"{task.file} was altered between bytes {start} and {start + size}")
     return memory[:size]

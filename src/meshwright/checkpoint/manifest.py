@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: sizes and hashes of its files, written last, so that it marks a checkpoint as complete.
 
-Every 64 MiB block has a hash of its own, so that a rank verifies just what it reads.
+Every 64 MiB block has a separate hash, so that a rank verifies just what it reads.
 """
 
 from __future__ import annotations
@@ -84,17 +84,17 @@ def read_manifest(path: Path) -> Manifest:
         files = {name: _parse_record(name, record) for name, record in content["files"].items()}
         step, loss = content["step"], content["validation_loss"]
         if type(step) is not int or step < 0 or type(loss) not in (int, float, NoneType):
-            raise TypeError("step or validation_loss is no number")
+            raise TypeError("step or validation_loss is not a number")
         return Manifest(step, loss, files)
     except (KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} lacks what format {FORMAT} promises: {error}") from None
+        raise Damaged(f"{MANIFEST} does not conform to format {FORMAT}: {error}") from None
 
 
 def _parse_record(name: str, found: Any) -> FileRecord:
     """Parse the manifest's JSON record (`found`) of the file `name`. Raises `TypeError` for invalid values."""
     size, sha256, blocks = found["size"], found["sha256"], found["blocks"]
     if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
-        raise TypeError(f"{name[:80]!r} is no file of a checkpoint")
+        raise TypeError(f"{name[:80]!r} is not the name of a checkpoint file")
     hashes = [sha256, *blocks] if isinstance(blocks, list) else [None]
     if type(size) is not int or size < 0 or not all(isinstance(each, str) for each in hashes):
         raise TypeError(f"{name[:80]} has no size and hashes")
@@ -121,14 +121,8 @@ def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None
     """Read the files `names` of the checkpoint directory `path` and compare their hashes with its manifest; raise
     `Damaged` for the first file that differs."""
     for name in names:
-        blocks = manifest.files[name].blocks
-        try:
-            _, found = hash_blocks(path / name, False, range(len(blocks)))
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read: {error.strerror}") from None
-        for index, expected in enumerate(blocks):
-            if found[index] != expected:
-                raise Damaged(f"{name} was altered {_format_block_range(index, manifest.files[name].size)}")
+        if (problem := _find_damage(path, name, manifest.files[name], whole=False)) is not None:
+            raise Damaged(problem)
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
@@ -139,22 +133,23 @@ def verify_checkpoint(path: Path | str) -> list[str]:
         manifest = read_manifest(path)
     except Damaged as damage:
         return [str(damage)]
-    problems = []
-    for name, record in sorted(manifest.files.items()):
-        try:
-            if (path / name).stat().st_size != record.size:
-                problems.append(f"{name} has {(path / name).stat().st_size} bytes instead of {record.size}")
-                continue
-            found = hash_file(path / name)
-        except OSError as error:
-            problems.append(f"{name} cannot be read: {error.strerror}")
-            continue
-        wrong = [index for index, pair in enumerate(zip(found.blocks, record.blocks, strict=True)) if len({*pair}) > 1]
-        if wrong:
-            problems.append(f"{name} was altered {_format_block_range(wrong[0], record.size)}")
-        elif found.sha256 != record.sha256:
-            problems.append(f"{name} does not match its sha256")
-    return problems
+    found = (_find_damage(path, name, record, whole=True) for name, record in sorted(manifest.files.items()))
+    return [problem for problem in found if problem is not None]
+
+
+def _find_damage(path: Path, name: str, record: FileRecord, *, whole: bool) -> str | None:
+    """Compare size and block hashes of the file `name` of the checkpoint directory `path` with its record; return the
+    first difference as one line of text, None if there is none. whole: compare the hash of the whole file too."""
+    try:
+        if (size := (path / name).stat().st_size) != record.size:
+            return f"{name} has {size} bytes instead of {record.size}"
+        sha256, found = hash_blocks(path / name, whole, range(len(record.blocks)))
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    wrong = next((index for index, expected in enumerate(record.blocks) if found[index] != expected), None)
+    if wrong is not None:
+        return f"{name} was altered {_format_block_range(wrong, record.size)}"
+    return f"{name} does not match its sha256" if whole and sha256 != record.sha256 else None
 
 
 def block_count(size: int) -> int:
@@ -228,7 +223,7 @@ def _read_chunks(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
     while start < stop:
         part = os.pread(descriptor, min(_READ_BYTES, stop - start), start)
         if not part:
-            return  # cut while it was read: the hash will not match
+            return  # truncated during the read: the hash will not match
         start += len(part)
         yield part
 

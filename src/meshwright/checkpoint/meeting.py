@@ -1,6 +1,6 @@
 """Synchronization of the ranks of one save through marker files, and the outcomes of the last saves.
 
-Files, because a save runs beside training and must not interfere with its collectives.
+Files, because a save runs concurrently with training and must not interfere with its collectives.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SaveMarkers:
     def find_failure(self) -> tuple[int, str] | None:
         """Return (rank, reason) of the lowest other rank that wrote a failure marker; None if there is none. The reason
         may be empty. Never raises."""
-        with suppress(OSError):  # the directory is gone, or not there yet
+        with suppress(OSError):  # the directory is deleted, or not yet created
             if failed := self.ranks_with("failed") - {self.rank}:
                 return min(failed), (self.partial / f".failed-{min(failed)}").read_text()
         return None

@@ -16,7 +16,7 @@ from meshwright.model.initialise import extract_entry
 from meshwright.model.transformer import Transformer
 from meshwright.spec.parameters import parameter_table
 
-# Those that make a tokenizer where there is no tokenizer.json come along.
+# Includes the files from which a tokenizer is built if there is no tokenizer.json.
 ALL_TOKENIZER_FILES = (*TOKENIZER_FILES, "vocab.json", "merges.txt", "tokenizer.model")
 
 
@@ -42,7 +42,7 @@ def save_huggingface(
     planned = plan_model_files(parameter_table(model.config), name, largest_file_bytes)
     for file in planned.sizes:
         entries = [place.entry for place in planned.places.values() if place.file == file]
-        # Copies: a file cannot hold tensors that share memory, as those of a fused tensor do.
+        # Copied, because save_file rejects tensors that share memory, such as the parts of a fused tensor.
         tensors = {
             entry.name: extract_entry(parameters[entry.tensor].detach(), entry).to("cpu", dtype, copy=True).contiguous()
             for entry in entries

@@ -6,6 +6,7 @@ Each rank writes its own elements at these offsets; no rank gathers the model.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,17 +19,9 @@ from meshwright.parallel.flat_buffers import Columns
 from meshwright.spec.parameters import ParameterEntry, ParameterTable
 
 DTYPE_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
@@ -81,12 +74,12 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
     offsets: dict[str, int] = {}
     end = 0
     for name, code, shape in tensors:
-        size = ITEM_BYTES[code] * _numel(shape)
+        size = ITEM_BYTES[code] * math.prod(shape)
         entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [end, end + size]}
         offsets[name] = end
         end += size
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     header = struct.pack("<Q", len(text)) + text
     return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
 
@@ -149,7 +142,7 @@ def split_disk_runs(
     leftmost = 0
     if columns is not None:
         leftmost, inputs = columns.start, columns.width
-    first, last = start // inputs, -(-stop // inputs)  # engine rows touched, the outer two perhaps in part
+    first, last = start // inputs, -(-stop // inputs)  # range of engine rows; the first and last may be partial
     padded = np.zeros((last - first) * inputs, dtype=values.dtype)
     padded[start - first * inputs : stop - first * inputs] = values
     turned = np.ascontiguousarray(padded.reshape(last - first, inputs).T)
@@ -178,11 +171,3 @@ def write_slice(
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
-
-
-def _numel(shape: Iterable[int]) -> int:
-    """Return the number of elements of a tensor of shape `shape`."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count

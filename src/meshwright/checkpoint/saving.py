@@ -1,4 +1,4 @@
-"""One checkpoint save on one rank, in a thread beside training. Ranks synchronize through marker files, not
+"""One checkpoint save on one rank, concurrent with training. Ranks synchronize through marker files, not
 collectives:
 
     rank 0 makes the directory -> `.begin` -> all write -> `.written-R` -> all hash -> `.hashed-R` -> rank 0 writes the
@@ -38,6 +38,7 @@ from meshwright.checkpoint.settings import SaveTarget
 from meshwright.checkpoint.slices import Slice, slice_file_name, slice_tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.collectives.quantities import format_bytes
+from meshwright.errors import error_reason
 from meshwright.parallel.flat_buffers import Columns
 
 _CAST_ELEMENTS = 4 * 2**20
@@ -75,7 +76,7 @@ class Save:
         self.partial = target.directory / catalogue.partial_name(step)
         self.final = target.directory / catalogue.step_name(step)
         self.markers = SaveMarkers(self.partial, attempt, target.rank, target.ranks, target.outcomes)
-        self._writing = ""  # the file at work, for the error line
+        self._writing = ""  # file being written, named in errors
 
     def run(self) -> None:
         """Write the checkpoint, together with the other ranks. Raises `SaveFailed` or `SaveCancelled`; the files of the
@@ -86,7 +87,7 @@ class Save:
             self._hash()
             self._finish()
         except OSError as error:
-            # Rank 0 clears away from the inside out: the first directory to go may not be the outermost.
+            # Rank 0 deletes a failed checkpoint from the innermost directory outwards.
             gone = error.errno in (errno.ENOENT, errno.ESTALE) and not (self.partial / "training").exists()
             if gone and self.target.rank:
                 raise SaveCancelled(self._wait_for_reason()) from None
@@ -97,7 +98,7 @@ class Save:
             self._clean_up(str(stop))
             raise
 
-    # --- the four parts
+    # --- the four phases
 
     def _begin(self) -> None:
         """Rank 0: create the hidden directory into which the checkpoint is written. Other ranks: wait until
@@ -109,7 +110,7 @@ class Save:
             (self.partial / "training").mkdir(parents=True)
             self.markers.begin()
             return
-        self._wait_for(self.markers.begun_ranks, {0}, "begun to write")
+        self._wait_for(self.markers.begun_ranks, {0}, "created the directory")
 
     def _write(self) -> None:
         """Write this rank's slices of the training state and its part of the exported model files, announce that by a
@@ -222,7 +223,7 @@ class Save:
         sync_directory(self.partial)
         self._check_cancelled()
         catalogue.move_into_place(self.partial, self.final)
-        # The new checkpoint stands: what fails from here on must not be reported as a failed save.
+        # The new checkpoint is complete: a later failure must not be reported as a failed save.
         try:
             catalogue.delete_old(target.directory, target.options.keep, target.options.keep_best, self.step)
         except OSError as error:
@@ -249,7 +250,7 @@ class Save:
             records[name] = hash_file(self.partial / name)
         return records
 
-    # --- meeting the other ranks
+    # --- synchronization with other ranks
 
     def _mark(self, what: str, content: Any) -> None:
         """Write this rank's marker file that it has completed the phase `what` of the save, "written" or "hashed".
@@ -265,11 +266,12 @@ class Save:
         pause = 0.002
         while missing := set(all_of_them) - there():
             self._check_cancelled()
-            self._check_failures()
+            if (failure := self._find_other_failure()) is not None:
+                raise SaveCancelled(failure)
             if time.monotonic() > deadline:
                 others = f" (nor have {len(missing) - 1} others)" if len(missing) > 1 else ""
                 raise SaveFailed(
-                    f"checkpoint of step {self.step} given up: rank {min(missing)} has not {what} after "
+                    f"checkpoint of step {self.step} aborted: rank {min(missing)} has not {what} after "
                     f"{self.target.options.timeout_seconds:.0f} s{others}; {self._describe_newest()}"
                 )
             self.cancelled.wait(pause)
@@ -286,13 +288,7 @@ class Save:
     def _check_cancelled(self) -> None:
         """Raise `SaveCancelled` if the training loop has cancelled the save."""
         if self.cancelled.is_set():
-            raise SaveCancelled(f"checkpoint of step {self.step} given up by the training loop")
-
-    def _check_failures(self) -> None:
-        """Raise `SaveCancelled`, with the reason, if another rank has failed in this save."""
-        reason = self._find_other_failure()
-        if reason is not None:
-            raise SaveCancelled(reason)
+            raise SaveCancelled(f"checkpoint of step {self.step} aborted by the training loop")
 
     def _find_other_failure(self) -> str | None:
         """Return the reason why this save failed on another rank, or None if no other rank has failed."""
@@ -311,13 +307,15 @@ class Save:
             self.cancelled.wait(0.02)
         return self._format_unexplained(0)
 
-    # --- when it cannot be done
+    # --- failure
 
     def _clean_up(self, line: str) -> None:
         """Rank 0: remove the whole unfinished checkpoint and record the failure `line` for the other ranks. Other
         ranks: remove their slice file and write a failure marker with `line`."""
         if self.target.rank:
-            with suppress(OSError):  # rank 0 was faster, or the disk takes nothing: the training loop tells the others
+            with suppress(
+                OSError
+            ):  # the directory is already deleted, or the disk is full: the training loop reports it
                 (self.partial / slice_file_name(self.target.rank, self.target.ranks)).unlink(missing_ok=True)
             self.markers.fail(line)
             return
@@ -325,12 +323,12 @@ class Save:
             shutil.rmtree(self.partial, ignore_errors=True)
             if not self.partial.exists():
                 break
-            time.sleep(0.02)  # another rank was just making a file in it
+            time.sleep(0.02)  # another rank was creating a file in it
         for _ in range(100):
             with suppress(OSError):
                 self.markers.record_outcome(line)
                 return
-            self.cancelled.wait(0.05)  # a full disk has room again when the others have closed their files
+            self.cancelled.wait(0.05)  # a full disk has free space again once other ranks close their files
 
     def _check_space(self) -> None:
         """Raise `SaveFailed` if the disk's free space is less than the size of the whole checkpoint."""
@@ -366,17 +364,17 @@ class Save:
             space = f" (it needs {format_bytes(self._needed_bytes())}" + (
                 f", {format_bytes(free)} are free)" if free is not None else ")"
             )
-        reason = (error.strerror or str(error)).lower()
-        return f"checkpoint of step {self.step} not written: {where}: {reason}{space}; {self._describe_newest()}"
+        reason = f"{where}: {error_reason(error)}{space}"
+        return f"checkpoint of step {self.step} not written: {reason}; {self._describe_newest()}"
 
     def _describe_newest(self) -> str:
         """Return a clause for error messages that names the newest intact checkpoint, or says that there is none."""
         newest = catalogue.newest(self.target.directory)
-        return f"the newest whole checkpoint is {newest.name}" if newest else "there is no whole checkpoint yet"
+        return f"the newest intact checkpoint is {newest.name}" if newest else "there is no intact checkpoint yet"
 
     def _format_unexplained(self, rank: int) -> str:
         """Return the error message for the failure of rank number `rank`, if it left no reason."""
-        return f"checkpoint of step {self.step} not written: rank {rank} could not go on; {self._describe_newest()}"
+        return f"checkpoint of step {self.step} not written: rank {rank} failed; {self._describe_newest()}"
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:

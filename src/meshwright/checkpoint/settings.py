@@ -45,7 +45,7 @@ class SaveTarget:
     ranks: int
     table: ParameterTable
     files: ModelFiles
-    small_files: Mapping[str, bytes]  # configuration and tokenizer, the same in every checkpoint
+    small_files: Mapping[str, bytes]
     options: SaveOptions
     log: Callable[[str], None]
-    outcomes: dict[str, str] = field(default_factory=dict)  # rank 0: how each save so far ended
+    outcomes: dict[str, str] = field(default_factory=dict)

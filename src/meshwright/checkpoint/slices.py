@@ -150,7 +150,7 @@ def _parse_slice(
     if code not in ITEM_BYTES:
         raise ValueError(f'an entry of {file[:80]} has dtype "{code[:20]}"; known: {", ".join(ITEM_BYTES)}')
     if not (0 <= start <= stop and 0 <= first < end <= of and offset >= 0 and offset % ITEM_BYTES[code] == 0):
-        raise ValueError(f"an entry of {file[:80]} has a range or an offset that no slice has")
+        raise ValueError(f"an entry of {file[:80]} has an invalid range or offset")
     return part
 
 
@@ -175,10 +175,10 @@ def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
         assert not unknown, f"{kind}: no such entries in the table: {sorted(unknown)}"
         for entry in table.entries:
             if kind != "master" and entry.kept is not None:
-                continue  # nothing trains it
+                continue  # frozen
             found = by_name.get(entry.name, [])
             width = next((part.columns.of for part in found if part.columns), entry.numel)
-            column = 0  # columns side by side, and in each of them ranges one after the other
+            column = 0  # column ranges are adjacent, and within each the element ranges are
             for columns in sorted({part.columns or Columns(0, width, width) for part in found}):
                 assert columns.start == column, f"{kind} of {entry.name}: columns {column} to {columns.start}"
                 column, reached = columns.stop, 0
@@ -209,7 +209,7 @@ def plan_reads(
         for others, parts in by_entry.get((kind, name), {}).items():
             source, target = _align_columns(others, columns)
             destination = Range(start, stop, *target)
-            # The rows of the matrix that the slice touches, as elements of the slices; its very elements, if cut alike.
+            # Matrix rows of the destination as element range of the stored slices; exact if both have the same columns.
             begin, end = start // target[1] * source[1], -(-stop // target[1]) * source[1]
             index = max(0, bisect.bisect_right(parts, begin, key=lambda part: part.start) - 1)
             while index < len(parts) and parts[index].start < end:
@@ -266,7 +266,7 @@ def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tu
         while done < read.count:
             block, inside = divmod(read.offset + done * item, block_bytes)
             count = min(read.count - done, (block_bytes - inside) // item)
-            assert count, "an element lies across two blocks"  # data begin at multiples of 8 bytes, largest items first
+            assert count, "an element spans two blocks"  # data are aligned to 8 bytes, widest dtypes first
             cut.setdefault(block, []).append((read, done, count, inside))
             done += count
     return cut

@@ -38,7 +38,7 @@ class SnapshotBuffers:
         """Allocate the host buffers for snapshots of `slices` and write to every memory page once, so that `take`
         causes no page faults."""
         for dtype, group in _group_by_dtype(slices).items():
-            self._get_buffer(dtype, group).fill_(0)  # pages are made when they are first written
+            self._get_buffer(dtype, group).fill_(0)  # the first write allocates the pages
 
     def take(self, slices: Sequence[TensorSlice]) -> Snapshot:
         """Copy the slices to host memory and return the snapshot. On CUDA the copies are queued on the current stream
@@ -69,7 +69,7 @@ class SnapshotBuffers:
         size = sum(item.stop - item.start for item in group)
         buffer = self._buffers.get((dtype, pinned))
         if buffer is None or buffer.numel() < size:
-            self._buffers.pop((dtype, pinned), None)  # before the new one is made
+            self._buffers.pop((dtype, pinned), None)  # freed before the new one is allocated
             buffer = torch.empty(size, dtype=dtype, pin_memory=pinned)
             self._buffers[dtype, pinned] = buffer
         return buffer

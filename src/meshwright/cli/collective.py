@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.plumbing import is_standard_output, json_option, result_printer, write_file
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import file_option, is_standard_output, json_option, result_printer, write_files
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
     from meshwright.collectives.report import CollectiveReport
 
 
-def _parse_with(parser: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a click callback that parses an option's text by the function of `collectives.quantities` named `parser`,
-    such as "parse_bytes"; None (option not given) stays None. The module is imported only when an option is parsed."""
+def _quantity_option(option: str, name: str, parser: str, help: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds an option whose text is parsed by the function of `collectives.quantities` named
+    `parser`, such as "parse_bytes"; None (option not given) stays None. name: of the command's parameter. The module is
+    imported only when an option is parsed."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         """Parse the option's text; None (not given) stays None."""
@@ -27,7 +29,8 @@ def _parse_with(parser: str) -> Callable[[click.Context, click.Parameter, str | 
 
         return None if text is None else getattr(quantities, parser)(text, option.opts[0])
 
-    return read
+    metavar = {"parse_bytes": "B", "parse_seconds": "T", "parse_rate": "R"}[parser]
+    return click.option(option, name, callback=read, metavar=metavar, help=help)
 
 
 def _parse_dims(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -43,7 +46,7 @@ def _parse_dims(context: click.Context, option: click.Parameter, text: str | Non
     return sides
 
 
-@a_command(
+@plumbing.command(
     "collective",
     "meshwright collective all-reduce ring --ranks 8 --bytes 64MiB",
     "meshwright collective all-reduce auto --ranks 16 --bytes 1MiB --topology nodes:2x8,rails --html choice.html",
@@ -53,62 +56,33 @@ def _parse_dims(context: click.Context, option: click.Parameter, text: str | Non
 )
 @click.argument("operation")
 @click.argument("algorithm")
-@click.option("--ranks", type=click.IntRange(min=1), help="How many ranks (a file says it itself).")
+@click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks; a program file contains it.")
+@_quantity_option("--bytes", "total_bytes", "parse_bytes", "Size of the full vector: 64MiB, 1GB, 4096.")
 @click.option(
-    "--bytes",
-    "total_bytes",
-    callback=_parse_with("parse_bytes"),
-    metavar="B",
-    help="The full vector: 64MiB, 1GB, 4096.",
-)
-@click.option(
-    "--topology", default="switch", show_default=True, metavar="T",
+    "--topology", default="switch", metavar="T",
     help="switch, ring, full-mesh, torus:4x4, mesh:4x4, nodes:2x8[,rails], spine-leaf:4x8[,oversubscription=4].",
 )  # fmt: skip
-@click.option("--latency", callback=_parse_with("parse_seconds"), metavar="T", help="Of a link: 5us unless said.")
-@click.option("--bandwidth", callback=_parse_with("parse_rate"), metavar="R", help="Each way: 25GB/s unless said.")
-@click.option(
-    "--reduce-rate", callback=_parse_with("parse_rate"), metavar="R", help="How fast a rank adds: no cost unless said."
-)
-@click.option("--root", type=click.IntRange(min=0), help="The rank that sends out or collects; 0 unless said.")
-@click.option("--segments", type=click.IntRange(min=1), help="Parts that a pipelined algorithm cuts the vector into.")
-@click.option("--groups", type=click.IntRange(min=1), help="Ranks of one node, for hierarchical algorithms.")
-@click.option("--dims", callback=_parse_dims, metavar="AxB", help="Sides of the grid, for tori and meshes.")
-@click.option("--reduction", metavar="R", help="sum (unless said), mean, minimum or maximum.")
-@click.option("--run", is_flag=True, help="Run it on processes of this machine, beside torch.distributed's own call.")
-@click.option(
-    "--svg", type=click.Path(path_type=Path), metavar="F", help="Write the picture: time over size, all algorithms."
-)
-@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page: figures, picture, buffers.")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="F", help="Write a trace for ui.perfetto.dev.")
-@click.option(
-    "--program", "program_file", type=click.Path(path_type=Path), metavar="F",
-    help="Write the program: .json, else text; - prints it. @F reads it.",
-)  # fmt: skip
-@click.option("--text", is_flag=True, help="Print the buffers of all ranks, round by round.")
+@_quantity_option("--latency", "latency", "parse_seconds", "Latency of a link.  [default: 5us]")
+@_quantity_option("--bandwidth", "bandwidth", "parse_rate", "Bandwidth of a link, each way.  [default: 25GB/s]")
+@_quantity_option("--reduce-rate", "reduce_rate", "parse_rate", "Reduction rate of a rank.  [default: no cost]")
+@click.option("--root", type=click.IntRange(min=0), help="Root rank of the operation.  [default: 0]")
+@click.option("--segments", type=click.IntRange(min=1), help="Segments of the vector, for pipelined algorithms.")
+@click.option("--groups", type=click.IntRange(min=1), help="Ranks per node, for hierarchical algorithms.")
+@click.option("--dims", callback=_parse_dims, metavar="AxB", help="Shape of the grid, for torus and mesh algorithms.")
+@click.option("--reduction", metavar="R", help="sum, mean, minimum or maximum.  [default: sum]")
+@click.option("--run", is_flag=True, help="Run it on local processes and compare with torch.distributed.")
+@file_option("--svg", help="Write a picture: time over size, for all algorithms.")
+@file_option("--html", help="Write a page: figures, picture, buffers.")
+@file_option("--trace", help="Write a trace for ui.perfetto.dev.")
+@file_option("--program", "program_file", help="Write the program: .json, else text; - prints it.")
+@click.option("--text", is_flag=True, help="Print the buffers of all ranks after each round.")
 @json_option
 def command(
-    operation: str,
-    algorithm: str,
-    ranks: int | None,
-    total_bytes: int | None,
-    topology: str,
-    latency: float | None,
-    bandwidth: float | None,
-    reduce_rate: float | None,
-    root: int | None,
-    segments: int | None,
-    groups: int | None,
-    dims: tuple[int, ...] | None,
-    reduction: str | None,
-    run: bool,
-    svg: Path | None,
-    html: Path | None,
-    trace: Path | None,
-    program_file: Path | None,
-    text: bool,
-    as_json: bool,
-) -> None:
+    operation: str, algorithm: str, ranks: int | None, total_bytes: int | None, topology: str, latency: float | None,
+    bandwidth: float | None, reduce_rate: float | None, root: int | None, segments: int | None, groups: int | None,
+    dims: tuple[int, ...] | None, reduction: str | None, run: bool, svg: Path | None, html: Path | None,
+    trace: Path | None, program_file: Path | None, text: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Check an ALGORITHM (a name, auto, or @FILE) for a collective OPERATION, and simulate its time on a network.
 
     auto simulates every algorithm of the operation and takes the fastest. Exit code 1 if a program is not valid: a line
@@ -124,7 +98,9 @@ def command(
     """
     printed = is_standard_output(program_file, "--program", as_json)
     with result_printer(as_json) as answer:
+        from meshwright.collectives.page import draw_page, draw_picture
         from meshwright.comm.api import collective
+        from meshwright.program.load import format_program
 
         report = collective(
             operation, algorithm, ranks, total_bytes, topology=topology, run=run,
@@ -138,25 +114,14 @@ def command(
 
             document["drawing"] = draw_buffers_text(report.checked)
             parts.append(document["drawing"])
-        if svg is not None or html is not None:
-            from meshwright.collectives.page import draw_page, draw_picture
-
-            picture = draw_picture(report)
-            if svg is not None:
-                write_file(svg, picture)
-            if html is not None:
-                write_file(html, draw_page(report, picture))
-        if trace is not None:
-            write_file(trace, json.dumps(_make_chrome_trace(report)))
-        program_text = None
-        if program_file is not None:
-            from meshwright.program.load import format_program
-
-            program_text = format_program(report.checked.program, program_file)
-            if not printed:
-                write_file(program_file, program_text)
-        named = (("picture", svg), ("page", html), ("trace", trace), ("program", None if printed else program_file))
-        document["files"] = {what: str(path) for what, path in named if path is not None}
+        picture = cache(lambda: draw_picture(report))
+        program_text = None if program_file is None else format_program(report.checked.program, program_file)
+        document["files"] = write_files(
+            ("picture", svg, picture),
+            ("page", html, lambda: draw_page(report, picture())),
+            ("trace", trace, lambda: json.dumps(_make_chrome_trace(report))),
+            ("program", None if printed else program_file, lambda: program_text or ""),
+        )
         if document["files"]:
             parts.append("\n".join(f"{what}: {path}" for what, path in document["files"].items()))
         answer(document, "\n\n".join(part.rstrip("\n") for part in parts), alone=program_text if printed else None)

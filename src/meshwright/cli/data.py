@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli import data_records
-from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.plumbing import json_option, overrides_argument, result_printer, write_file
+from meshwright.cli import data_records, plumbing
+from meshwright.cli.plumbing import file_option, json_option, overrides_argument, result_printer, write_file
+from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.cli.tokenizer_text import make_report_tables, make_token_lines
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from meshwright.data import PreparedData
 
-_LINES = 10  # of one document, in the picture of a batch
+_LINES = 10  # maximum lines of a document in `data show`
 
 
-@a_command(
+@plumbing.command(
     "data",
     "meshwright data prepare recipe.toml",
     "meshwright data show recipe.toml",
@@ -30,14 +30,14 @@ _LINES = 10  # of one document, in the picture of a batch
     group=True,
 )
 def command() -> None:
-    """Prepare a recipe's data, show samples of them, report on cleaning and on the tokenizer. Label, balance, annotate
-    and extend records of instruction and chat data.
+    """Prepare a recipe's data, show samples, report on cleaning and on the tokenizer. Label, balance, annotate and
+    extend instruction and chat records.
 
-    Prepared data lie in a cache that is named by their contents, so recipes that agree share them.
+    Prepared data are cached by content, so that recipes with the same data settings share them.
     """
 
 
-@a_command("prepare", "meshwright data prepare recipe.toml data.tokenizer=bytes")
+@plumbing.command("prepare", "meshwright data prepare recipe.toml data.tokenizer=bytes")
 @click.argument("recipe")
 @overrides_argument
 @json_option
@@ -55,14 +55,14 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
         answer(summary, render_tables([_make_summary_tables(summary)]))
 
 
-@a_command("show", "meshwright data show recipe.toml --rows 4")
+@plumbing.command("show", "meshwright data show recipe.toml --rows 4")
 @click.argument("recipe")
 @overrides_argument
-@click.option("--rows", default=2, show_default=True, type=click.IntRange(0, 1000), help="Rows of a batch to show.")
+@click.option("--rows", default=2, type=click.IntRange(0, 1000), help="Number of samples to show.")
 @json_option
 def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
-    """Show documents, tokens, what was dropped and why, and samples as training reads them, one with a document
-    boundary.
+    """Show counts of documents, tokens and dropped documents by rule, and samples as training reads them, one with a
+    document boundary.
 
     Data that are not prepared yet are prepared first.
 
@@ -81,12 +81,10 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, as_json: bool) -> N
         )
 
 
-@a_command("report", "meshwright data report recipe.toml --output report.html")
+@plumbing.command("report", "meshwright data report recipe.toml --output report.html")
 @click.argument("recipe")
 @overrides_argument
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="The page; report.html beside the prepared data unless given."
-)
+@file_option("--output", help="Page to write.  [default: report.html in the directory of the prepared data]")
 @json_option
 def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json: bool) -> None:
     """Write an HTML page about the cleaning of RECIPE's data: counts by rule, samples, distributions.
@@ -95,7 +93,7 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
 
     \f
     recipe: path of the recipe. overrides: KEY=VALUE for fields of it. output: page to write, None for report.html
-    beside the prepared data. as_json: print JSON.
+    in the directory of the prepared data. as_json: print JSON.
     """
     from meshwright.data.cleaning.report import render_cleaning_page
 
@@ -106,18 +104,18 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
         answer({"report": page, **data.cleaning}, f"report: {page}")
 
 
-@a_command(
+@plumbing.command(
     "tokenizer",
     "meshwright data tokenizer recipe.toml",
     "meshwright data tokenizer recipe.toml data.tokenizer=unigram --text 'Two words.' --html tokenizer.html",
 )
 @click.argument("recipe")
 @overrides_argument
-@click.option("--text", metavar="TEXT", help="Show the tokens of this text, too.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page.")
+@click.option("--text", metavar="TEXT", help="Also show the tokens of this text.")
+@file_option("--html", help="Write a page.")
 @json_option
 def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: Path | None, as_json: bool) -> None:
-    """Report how RECIPE's tokenizer encodes its data: bytes per token by source, which tokens are used and how often.
+    """Report how RECIPE's tokenizer encodes its data: bytes per token by source, token frequencies.
 
     Data that are not prepared yet are prepared first.
 
@@ -165,22 +163,17 @@ def _load_prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[
 def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
     """Format `PreparedData.summary` as rich tables: splits, sources, dropped and masked text, vocabulary."""
     from rich.console import Group
-    from rich.table import Table
 
     from meshwright.data.prepared import format_packing_report
 
-    splits = Table(box=None, pad_edge=False, header_style="bold")
-    splits.add_column("split")
-    for name in ("documents", "tokens", "bytes", "bytes per token", f"samples of {summary['sequence']:,}", "shards"):
-        splits.add_column(name, justify="right")
+    samples = f"samples of {summary['sequence']:,}"
+    splits = make_table("split", "documents", "tokens", "bytes", "bytes per token", samples, "shards")
     for name, split in summary["splits"].items():
         ratio = f"{split['bytes_per_token']:.3f}" if split["tokens"] else "-"
         counts = [f"{split[key]:,}" for key in ("documents", "tokens", "bytes", "sequences", "shards")]
         splits.add_row(name, *counts[:3], ratio, *counts[3:])
 
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = make_fact_table()
     for rule, count in summary["dropped"].items():
         example = summary["dropped_examples"].get(rule)
         facts.add_row(
@@ -191,25 +184,20 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
             line = format_packing_report(split["packing"], split["sequences"], summary["sequence"])
             facts.add_row(f"packed {name}", line)
     for kind, count in summary["masked"].items():
-        facts.add_row(f"left out by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")
+        facts.add_row(f"removed by {kind}" if kind == "c4_lines" else f"masked {kind}", f"{count:,}")
     facts.add_row("vocabulary", f"{summary['vocabulary']:,} tokens")
     facts.add_row("sha256", summary["sha256"])
-    facts.add_row("prepared in", escape_control_characters(summary["directory"]))
+    facts.add_row("directory", escape_control_characters(summary["directory"]))
     return Group(splits, "", *_make_source_table(summary), facts)
 
 
 def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
     """Return [rich table, ""] with one line per data source: size, share of the samples, epochs. Returns an empty list
     if there is only one source. summary: result of `PreparedData.summary`."""
-    from rich.table import Table
-
     if len(summary["sources"]) == 1:
         return []
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("source", overflow="fold")
-    seen = f"times read in {summary['planned_samples']:,} samples"
-    for name in ("files", "documents", "train tokens", "train bytes", "weight", "share", seen):
-        table.add_column(name, justify="right")
+    epochs = f"epochs in {summary['planned_samples']:,} samples"
+    table = make_table("source", "files", "documents", "train tokens", "train bytes", "weight", "share", epochs)
     for source in summary["sources"]:
         train = source["train"]
         kept = train["documents"] + source["validation"]["documents"]
@@ -227,7 +215,7 @@ def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
 
 
 def _make_sample_table(row: Mapping[str, Any]) -> Any:
-    """Format one training sample as a rich table: the text of each document beside its token positions. row: entry of
+    """Format one training sample as a rich table: the text of each document next to its token positions. row: entry of
     `describe_samples`."""
     from rich.console import Group
     from rich.table import Table
@@ -252,7 +240,7 @@ def _make_sample_table(row: Mapping[str, Any]) -> Any:
             table.add_row(Text(place, style=colour), Text.assemble(("│ ", colour), line))
             place = ""
         if "parts" not in document and document["stop"] - 1 in masked:
-            table.add_row("", Text("┴ no target: what follows is another document", style="red"))
+            table.add_row("", Text("┴ no target: another document follows", style="red"))
     if padding := row.get("padding"):
         table.add_row("", Text(f"┴ {padding:,} tokens of padding", style="red"))
     return Group(title, table)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.plumbing import json_option, result_printer, write_file
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import file_option, json_option, result_printer, write_file
+from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.errors import UserError
 from meshwright.names import unknown
 from meshwright.terminal import escape_control_characters, print_message, render_tables
@@ -23,53 +24,31 @@ _FILE = click.Path(path_type=Path)
 
 def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator that adds the required option --output (a file path) to a click command."""
-    return click.option("--output", required=True, type=_FILE, metavar="F", help="The JSON Lines file to write.")(
-        function
-    )
+    return click.option("--output", required=True, type=_FILE, metavar="F", help="JSON Lines file to write.")(function)
 
 
 def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator that adds the options of a served model to a click command: URL, model name, key, file that keeps its
     answers, concurrency, time-out, attempts, seed, prices."""
+    price = click.FloatRange(0)
     options = (
-        click.option(
-            "--url",
-            required=True,
-            metavar="URL",
-            help="Where the model is served, with its version: http://127.0.0.1:8000/v1.",
-        ),
-        click.option("--model", required=True, metavar="NAME", help="The model's name there."),
-        click.option("--key-variable", metavar="NAME", help="The environment variable that holds the server's key."),
-        click.option(
-            "--journal",
-            type=_FILE,
-            metavar="F",
-            help="Where answers are kept as they come; OUTPUT.journal unless given.",
-        ),
-        click.option(
-            "--concurrency", default=8, show_default=True, type=click.IntRange(1, 1024), help="Requests at a time."
-        ),
-        click.option(
-            "--timeout",
-            default=120.0,
-            show_default=True,
-            type=click.FloatRange(0.001),
-            metavar="SECONDS",
-            help="For one answer.",
-        ),
-        click.option("--tries", default=6, show_default=True, type=click.IntRange(1), help="Attempts of a request."),
-        click.option("--seed", default=0, show_default=True, help="Of what is asked, and sent along."),
-        click.option("--price-in", type=click.FloatRange(0), metavar="P", help="Price of a million tokens of prompts."),
-        click.option(
-            "--price-out", type=click.FloatRange(0), metavar="P", help="Price of a million tokens of answers."
-        ),
+        click.option("--url", required=True, metavar="URL", help="Base URL, such as http://127.0.0.1:8000/v1."),
+        click.option("--model", required=True, metavar="NAME", help="Name of the model in the API."),
+        click.option("--key-variable", metavar="NAME", help="Environment variable with the server's API key."),
+        file_option("--journal", help="File that keeps the answers.  [default: OUTPUT.journal]"),
+        click.option("--concurrency", default=8, type=click.IntRange(1, 1024), help="Maximum requests in flight."),
+        click.option("--timeout", default=120.0, type=click.FloatRange(0.001), help="Seconds that a request may take."),
+        click.option("--tries", default=6, type=click.IntRange(1), help="Attempts per request."),
+        click.option("--seed", default=0, help="Random seed, also sent with requests."),
+        click.option("--price-in", type=price, metavar="P", help="Price of a million prompt tokens."),
+        click.option("--price-out", type=price, metavar="P", help="Price of a million completion tokens."),
     )
     for option in reversed(options):
         function = option(function)
     return function
 
 
-@a_command(
+@plumbing.command(
     "label",
     "meshwright data label chats.jsonl --url http://127.0.0.1:8000/v1 --model qwen3-8b --output labelled.jsonl",
     "meshwright data label chats.jsonl --url https://example.org/v1 --model m --key-variable API_KEY --output l.jsonl",
@@ -77,12 +56,12 @@ def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("records", type=_FILE)
 @_output_option
 @_served_model_options
-@click.option("--again", is_flag=True, help="Replace what a model guessed before.")
+@click.option("--again", is_flag=True, help="Replace labels that a model gave before.")
 @json_option
 def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any) -> None:
-    """Let a served model label the speech acts and refusals of RECORDS that no person has labelled yet.
+    """Label speech acts and refusals in those RECORDS that no person has labelled, by a served model.
 
-    Its labels are marked as guesses. If it was killed, the same command continues; no answered request is sent again.
+    Its labels are marked as guesses. After a kill, the same command continues and repeats no answered request.
 
     \f
     records: JSON Lines file. output: file to write. again: replace labels that a model gave before. as_json: print
@@ -100,22 +79,20 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
         answer(summary, render_tables([_make_summary_table(summary)]))
 
 
-@a_command(
+@plumbing.command(
     "balance",
     "meshwright data balance labelled.jsonl",
     "meshwright data balance train.jsonl test.jsonl --by source --target assertive=2,directive=1 --html balance.html",
 )
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
-@click.option("--by", metavar="KEY", help="A key of the records whose values are groups of their own.")
-@click.option(
-    "--target", metavar="ACT=WEIGHT,...", help="The shares aimed at, in proportion; all six alike unless given."
-)
-@click.option("--html", type=_FILE, metavar="F", help="Write a page.")
+@click.option("--by", metavar="KEY", help="Key of the records; each of its values makes a separate group.")
+@click.option("--target", metavar="ACT=WEIGHT,...", help="Wanted proportions.  [default: equal shares of all six acts]")
+@file_option("--html", help="Write a page.")
 @json_option
 def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: Path | None, as_json: bool) -> None:
-    """Report how labelled records are distributed over the six speech acts, what is missing, and refusals.
+    """Report the distribution of labelled records over the six speech acts, missing records, and refusals.
 
-    Each FILE is a group of its own.
+    Each FILE is a separate group.
 
     \f
     files: JSON Lines files of labelled records. by: key of the records by whose values they are grouped further.
@@ -138,20 +115,18 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
         answer(report, render_tables(parts))
 
 
-@a_command(
+@plumbing.command(
     "export",
     "meshwright data export chats.jsonl --to doccano --output chats.doccano.jsonl",
     "meshwright data export chats.jsonl --to prodigy --task spans --output chats.prodigy.jsonl",
 )
 @click.argument("records", type=_FILE)
 @click.option("--to", "tool", required=True, metavar="doccano|prodigy", help="The annotation tool.")
-@click.option(
-    "--task", default="classify", show_default=True, metavar="classify|spans|rewrite", help="What annotators do."
-)
+@click.option("--task", default="classify", metavar="classify|spans|rewrite", help="Annotation task.")
 @_output_option
 @json_option
 def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> None:
-    """Write RECORDS in an annotation tool's format, with the labels that they have as suggestions.
+    """Write RECORDS in an annotation tool's format, with their labels as suggestions.
 
     classify: labels of a record; spans: passages that perform a speech act; rewrite: a better response.
 
@@ -169,21 +144,21 @@ def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> 
         answer({"rows": len(rows), "tool": tool, "task": task, "output": output}, f"{len(rows):,} rows: {output}")
 
 
-@a_command(
+@plumbing.command(
     "import",
     "meshwright data import all.jsonl --from doccano --records chats.jsonl --output labelled.jsonl",
     "meshwright data import ann.jsonl ben.jsonl --from prodigy --records chats.jsonl --output labelled.jsonl",
 )
 @click.argument("files", nargs=-1, required=True, type=_FILE, metavar="FILE...")
 @click.option("--from", "tool", required=True, metavar="doccano|prodigy", help="The annotation tool.")
-@click.option("--records", required=True, type=_FILE, metavar="F", help="The records that were exported.")
-@click.option("--leave-out-rejected", is_flag=True, help="Write no record that annotators rejected.")
+@click.option("--records", required=True, type=_FILE, metavar="F", help="Records that were exported.")
+@click.option("--leave-out-rejected", is_flag=True, help="Omit records that annotators rejected.")
 @_output_option
 @json_option
 def import_(
     files: tuple[Path, ...], tool: str, records: Path, leave_out_rejected: bool, output: Path, as_json: bool
 ) -> None:
-    """Add to the records what annotators made of them: labels, spans, rewritten responses.
+    """Add the annotations to the records: labels, spans, rewritten responses.
 
     With several annotators (several FILEs, or several rows for a record) the majority decides.
 
@@ -203,7 +178,7 @@ def import_(
         answer({**summary, "output": output}, render_tables([_make_summary_table({**summary, "output": output})]))
 
 
-@a_command(
+@plumbing.command(
     "vary",
     "meshwright data vary seeds.jsonl --method self-instruct --count 500 --url http://127.0.0.1:8000/v1 --model m "
     "--output new.jsonl",
@@ -211,36 +186,22 @@ def import_(
     "--output harder.jsonl",
 )
 @click.argument("seeds", type=_FILE)
-@click.option("--method", required=True, metavar="|".join(_METHODS), help="New tasks, or harder ones.")
-@click.option("--count", default=100, show_default=True, type=click.IntRange(1), help="Self-Instruct: new tasks.")
-@click.option(
-    "--instances", default=1, show_default=True, type=click.IntRange(1, 5), help="Self-Instruct: examples of a task."
-)
-@click.option(
-    "--rounds", default=4, show_default=True, type=click.IntRange(1), help="Evol-Instruct: evolutions of each."
-)
-@click.option(
-    "--temperature", type=click.FloatRange(0, 2), help="Of the sampling; 0.7 for Self-Instruct, 1 for Evol-Instruct."
-)
-@click.option("--max-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Of an answer.")
+@click.option("--method", required=True, metavar="|".join(_METHODS), help="Generate new tasks, or harder ones.")
+@click.option("--count", default=100, type=click.IntRange(1), help="Self-Instruct: number of new tasks.")
+@click.option("--instances", default=1, type=click.IntRange(1, 5), help="Self-Instruct: examples per task.")
+@click.option("--rounds", default=4, type=click.IntRange(1), help="Evol-Instruct: rewrites of each instruction.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: 0.7 for Self-Instruct, 1 for Evol-Instruct.")
+@click.option("--max-tokens", default=1024, type=click.IntRange(1), help="Maximum tokens of an answer.")
 @_output_option
 @_served_model_options
 @json_option
 def vary(
-    seeds: Path,
-    method: str,
-    count: int,
-    instances: int,
-    rounds: int,
-    temperature: float | None,
-    max_tokens: int,
-    output: Path,
-    as_json: bool,
-    **served: Any,
-) -> None:
-    """Let a served model write new instructions with responses, from the seed instructions in SEEDS.
+    seeds: Path, method: str, count: int, instances: int, rounds: int, temperature: float | None, max_tokens: int,
+    output: Path, as_json: bool, **served: Any,
+) -> None:  # fmt: skip
+    """Generate new instructions with responses from the seed instructions in SEEDS, by a served model.
 
-    If it was killed, the same command continues; no answered request is sent again.
+    After a kill, the same command continues and repeats no answered request.
 
     \f
     seeds: JSON Lines file of seed instructions. method: "self-instruct" (new tasks) or "evol-instruct" (harder ones).
@@ -299,11 +260,7 @@ def _measure_usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, An
 def _make_summary_table(summary: Mapping[str, Any]) -> Any:
     """Format a command's result (a JSON object) as a rich table with one line for each key; counts of 0 inside a value
     are left out."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = make_fact_table()
     for key, value in summary.items():
         if isinstance(value, Mapping):
             value = ", ".join(f"{name} {count:,}" for name, count in value.items() if count)
@@ -319,7 +276,6 @@ def _make_balance_table(name: str, group: Mapping[str, Any]) -> Any:
     """Format one group of records of the balance report as rich text: counts and shares by speech act, and refusals.
     name: name of the group, such as its file; group: its entry in the report."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
     guessed = f", {group['guessed']:,} by a model's guess" if group["guessed"] else ""
@@ -329,10 +285,7 @@ def _make_balance_table(name: str, group: Mapping[str, Any]) -> Any:
     )
     if not group["labelled"]:
         return Group(title, "")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("act")
-    for column in ("prompt", "share", "to add", "response", "share", "to add"):
-        table.add_column(column, justify="right")
+    table = make_table("act", "prompt", "share", "to add", "response", "share", "to add")
     prompt, response = group["prompt"], group["response"]
     for act, row in prompt["acts"].items():
         cells = [
@@ -340,13 +293,13 @@ def _make_balance_table(name: str, group: Mapping[str, Any]) -> Any:
         ]
         table.add_row(act, *cells[0], *cells[1])
     table.add_row("effective number", f"{prompt['effective']:.2f}", "", "", f"{response['effective']:.2f}", "", "")
-    said = group["refusals"]
+    counts = group["refusals"]
     lines = [
-        f"prompts to refuse: {said['should_refuse']:,}, of which {said['refused']:,} refused, "
-        f"{said['answered']:,} answered",
-        f"prompts to answer: {said['harmless']:,}, of which {said['refused_harmless']:,} refused, "
-        f"{said['answered_harmless']:,} answered",
+        f"prompts to refuse: {counts['should_refuse']:,}, of which {counts['refused']:,} refused, "
+        f"{counts['answered']:,} answered",
+        f"prompts to answer: {counts['harmless']:,}, of which {counts['refused_harmless']:,} refused, "
+        f"{counts['answered_harmless']:,} answered",
     ]
-    if said["not_judged"]:
-        lines.append(f"{said['not_judged']:,} records are not judged as to refusals")
+    if counts["not_judged"]:
+        lines.append(f"{counts['not_judged']:,} records have no refusal label")
     return Group(title, table, *lines, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -12,6 +11,7 @@ from meshwright.cli.plumbing import (
     device_option,
     json_option,
     overrides_argument,
+    print_progress,
     reading_layout_option,
     refuse_overrides,
     result_printer,
@@ -32,21 +32,15 @@ if TYPE_CHECKING:
 @click.argument("checkpoint")
 @overrides_argument
 @click.option("--data", required=True, help="A recipe (its validation split), or text: stdlib, a path, a glob.")
-@click.option("--sequence", type=click.IntRange(min=1), help="Tokens of context; the recipe's or model's unless given.")
-@click.option("--xz/--no-xz", default=True, help="What `xz -9` makes of the same bytes, for comparison.")
+@click.option("--sequence", type=click.IntRange(min=1), help="Tokens of context.  [default: the recipe's or model's]")
+@click.option("--xz/--no-xz", default=True, help="Also compress the same bytes with `xz -9`, for comparison.")
 @device_option
 @reading_layout_option
 @json_option
 def command(
-    checkpoint: str,
-    overrides: tuple[str, ...],
-    data: str,
-    sequence: int | None,
-    xz: bool,
-    device: str,
-    layout: str | None,
-    as_json: bool,
-) -> None:
+    checkpoint: str, overrides: tuple[str, ...], data: str, sequence: int | None, xz: bool, device: str,
+    layout: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Evaluate CHECKPOINT on held-out text. CHECKPOINT: a run directory (its newest complete checkpoint), a checkpoint,
     or a Hugging Face directory.
 
@@ -64,16 +58,10 @@ def command(
         refuse_overrides(overrides, data)
         result = evaluate(
             checkpoint, data, overrides, sequence=sequence, layout=layout, device=device, with_xz=xz,
-            progress=_print_progress, log=print_message,
+            progress=lambda done, total: print_progress(f"evaluating {done / total:.0%}", done == total),
+            log=print_message,
         )  # fmt: skip
         answer(result.to_json_dict(), _format_result(result))
-
-
-def _print_progress(done: int, total: int) -> None:
-    """Print the progress of an evaluation as a percentage on one line of the terminal, if there is one. done, total:
-    sequences."""
-    if sys.stderr.isatty():
-        print(f"\revaluating {done / total:.0%}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
 
 def _format_result(result: Evaluation) -> str:
@@ -84,15 +72,15 @@ def _format_result(result: Evaluation) -> str:
         f"perplexity     {result.perplexity:.2f}",
     ]
     if result.bits_per_byte is None:
-        lines.append(f"records        {result.documents:,}, of which the responses count")
+        lines.append(f"records        {result.documents:,}; loss over responses only")
     else:
         lines.append(
             f"bits per byte  {result.bits_per_byte:.3f} ({result.bytes:,} bytes of {result.documents:,} documents)"
         )
     if result.lossy_documents:
         lines.append(
-            f"warning        {result.lossy_documents:,} of these documents are not what their tokens decode to: the "
-            "tokenizer loses some of their text, and bits per byte do not pay for it"
+            f"warning        {result.lossy_documents:,} of these documents differ from what their tokens decode "
+            "to: the tokenizer loses text, which bits per byte do not account for"
         )
     if result.xz_bits_per_byte is not None:
         lines.append(f"xz -9          {result.xz_bits_per_byte:.3f} bits per byte on the same bytes")

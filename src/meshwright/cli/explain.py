@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.plumbing import json_option, result_printer, write_file
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import file_option, json_option, result_printer, write_file
 from meshwright.errors import UserError
 
 
-@a_command(
+@plumbing.command(
     "explain",
     "meshwright explain",
     "meshwright explain ring-all-reduce",
@@ -20,7 +20,7 @@ from meshwright.errors import UserError
     "meshwright explain zero-memory --json",
 )
 @click.argument("name", required=False)
-@click.option("--svg", type=click.Path(path_type=Path), metavar="F", help="Write the example's picture.")
+@file_option("--svg", help="Write the example's picture.")
 @json_option
 def command(name: str | None, svg: Path | None, as_json: bool) -> None:
     """Recompute a figure that texts on distributed training print, step by step, by the code that plans and trains.
@@ -40,7 +40,7 @@ def command(name: str | None, svg: Path | None, as_json: bool) -> None:
         width = max(20, shutil.get_terminal_size((80, 24)).columns)
         if name is None:
             if svg:
-                raise UserError("--svg: name the example whose picture is wanted, such as ring-all-reduce")
+                raise UserError("--svg: give the name of an example, such as ring-all-reduce")
             examples = [{"name": key, "title": one.title, "published": one.published} for key, one in EXAMPLES.items()]
             answer({"examples": examples}, render_list({key: one.title for key, one in EXAMPLES.items()}, width))
             return

@@ -21,29 +21,20 @@ from meshwright.terminal import escape_on_terminal, print_message
     "meshwright generate runs/quickstart --prompt - --device cpu < prompt.txt",
 )
 @click.argument("checkpoint")
-@click.option("--prompt", required=True, help="The text to continue; -: standard input, without its last line's end.")
-@click.option("--chat", is_flag=True, help="The prompt is a user's turn, the text the answer, by the chat template.")
-@click.option("--max-tokens", type=int, default=256, show_default=True, help="New tokens, at most.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Draw among the k most likely; 0: all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Draw among the most likely that reach p.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--prompt", required=True, help="Text to continue; -: standard input, without the final newline.")
+@click.option("--chat", is_flag=True, help="Format the prompt as a user's turn by the chat template.")
+@click.option("--max-tokens", type=int, default=256, help="Maximum new tokens.")
+@click.option("--temperature", type=float, default=0.0, help="0: greedy.")
+@click.option("--top-k", type=int, default=0, help="Sample from the k most likely tokens; 0: all.")
+@click.option("--top-p", type=float, default=1.0, help="Sample from the most likely tokens with total probability p.")
+@click.option("--seed", type=int, default=0, help="Random seed of sampling.")
 @device_option
 @reading_layout_option
 @json_option
 def command(
-    checkpoint: str,
-    prompt: str,
-    chat: bool,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    device: str,
-    layout: str | None,
-    as_json: bool,
-) -> None:
+    checkpoint: str, prompt: str, chat: bool, max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int,
+    device: str, layout: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Continue a prompt with CHECKPOINT: a run directory (its newest complete checkpoint), a checkpoint, or a Hugging
     Face directory. The text is printed as it is generated.
 
@@ -57,7 +48,7 @@ def command(
     from meshwright.serving.sampling import Sampling
 
     with result_printer(as_json) as answer:
-        Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)  # refused before a model is loaded
+        Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)  # checked before a model is loaded
         if prompt == "-":
             prompt = _read_standard_input()
         model = load(checkpoint, layout, device=device, log=print_message)

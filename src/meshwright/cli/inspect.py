@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import json_option, result_printer
+from meshwright.cli.plumbing import json_option, print_progress, result_printer
+from meshwright.cli.tables import make_fact_table
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 _WIDTH = 160
@@ -27,15 +27,12 @@ _WIDTH = 160
     "meshwright inspect model-00001-of-00003.safetensors --json",
 )
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--name", "names", multiple=True, metavar="GLOB", help="Only tensors of such names; may be repeated.")
-@click.option("--tensors", "every", is_flag=True, help="A line for each tensor, also where layers are alike.")
-@click.option("--layout", help="Show which rank of it would hold which layers, and how many bytes.")
-@click.option(
-    "--sequence", type=click.IntRange(min=1), default=2048, show_default=True,
-    help="Tokens of a row, for which --layout cuts stages of equal work.",
-)  # fmt: skip
-@click.option("--values", type=click.IntRange(0, 1000), default=3, show_default=True, help="First values of a tensor.")
-@click.option("--statistics/--no-statistics", default=True, help="Read every value; without, the headers alone.")
+@click.option("--name", "names", multiple=True, metavar="GLOB", help="Show only matching tensors; may be repeated.")
+@click.option("--tensors", "every", is_flag=True, help="Print a line for each tensor, also if layers are alike.")
+@click.option("--layout", help="Show the layers and bytes of each rank under this layout.")
+@click.option("--sequence", type=click.IntRange(min=1), default=2048, help="Tokens, for which stages are balanced.")
+@click.option("--values", type=click.IntRange(0, 1000), default=3, help="Number of first values to print per tensor.")
+@click.option("--statistics/--no-statistics", default=True, help="Read all values, or the headers alone.")
 @json_option
 def command(
     path: Path, names: tuple[str, ...], every: bool, layout: str | None, sequence: int, values: int, statistics: bool,
@@ -66,22 +63,16 @@ def command(
 
 
 def _print_progress(done: int, total: int) -> None:
-    """Print the progress of reading tensors as a percentage on one line of the terminal, if there is one. done, total:
-    bytes."""
-    if sys.stderr.isatty():
-        end = "\n" if done == total else ""
-        print(f"\rreading {done / max(1, total):.0%} of {_format_bytes(total)}", end=end, file=sys.stderr, flush=True)
+    """Print the progress of reading tensors on one line of the terminal, if there is one. done, total: bytes."""
+    print_progress(f"reading {done / max(1, total):.0%} of {_format_bytes(total)}", done == total)
 
 
 def _make_totals_table(document: Mapping[str, Any]) -> Any:
     """Format the totals of a model as a rich table: architecture, files, tensors, values that are not finite. document:
     result of `inspect_model`."""
-    from rich.table import Table
     from rich.text import Text
 
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = make_fact_table()
     facts.add_row("path", escape_control_characters(document["path"]))
     if document["family"]:
         facts.add_row("architecture", f"{document['family']}, {document['parameters_of_config']:,} parameters")

@@ -20,35 +20,21 @@ from meshwright.terminal import print_message
 )
 @click.argument("recipe")
 @overrides_argument
-@click.option("--torchrun", "kind", flag_value="torchrun", help="A script to run on every host.")
-@click.option("--slurm", "kind", flag_value="slurm", help="A script for sbatch.")
-@click.option("--nodes", type=click.IntRange(min=1), help="Hosts; as many as the layout's ranks need, unless said.")
-@click.option("--devices-per-node", type=click.IntRange(min=1), help="Ranks on each host; up to 8, unless said.")
-@click.option(
-    "--restarts",
-    default=3,
-    show_default=True,
-    type=click.IntRange(min=0),
-    help="Start again so often after a rank was lost.",
-)
-@click.option("--cpus-per-device", type=click.IntRange(min=1), help="Processors of each rank.")
-@click.option("--time", help="SLURM: how long the job may take, such as 24:00:00.")
-@click.option("--sbatch", multiple=True, metavar="OPTION", help="SLURM: one more option for sbatch; may be repeated.")
+@click.option("--torchrun", "kind", flag_value="torchrun", help="Print a script to run on every host.")
+@click.option("--slurm", "kind", flag_value="slurm", help="Print a script for sbatch.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Number of hosts.  [default: as needed by the layout]")
+@click.option("--devices-per-node", type=click.IntRange(min=1), help="Ranks per host.  [default: up to 8]")
+@click.option("--restarts", default=3, type=click.IntRange(min=0), help="Maximum restarts after a rank was lost.")
+@click.option("--cpus-per-device", type=click.IntRange(min=1), help="CPU cores per rank.")
+@click.option("--time", help="SLURM: time limit of the job, such as 24:00:00.")
+@click.option("--sbatch", multiple=True, metavar="OPTION", help="SLURM: additional sbatch option; may be repeated.")
 @trust_option
 @json_option
 def command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    kind: Literal["torchrun", "slurm"] | None,
-    nodes: int | None,
-    devices_per_node: int | None,
-    restarts: int,
-    cpus_per_device: int | None,
-    time: str | None,
-    sbatch: tuple[str, ...],
-    trust: bool,
-    as_json: bool,
-) -> None:
+    recipe: str, overrides: tuple[str, ...], kind: Literal["torchrun", "slurm"] | None, nodes: int | None,
+    devices_per_node: int | None, restarts: int, cpus_per_device: int | None, time: str | None,
+    sbatch: tuple[str, ...], trust: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Print a script that trains RECIPE with one rank for each device.
 
     The layout determines the number of ranks. The script restarts the run from the newest complete checkpoint if a rank
@@ -65,7 +51,7 @@ def command(
 
     with result_printer(as_json) as answer:
         if kind is None:
-            raise UserError("launch: say by whom the ranks are started, --torchrun or --slurm")
+            raise UserError("launch: choose what starts the ranks, --torchrun or --slurm")
         resources = Resources(nodes, devices_per_node, cpus_per_device, restarts, time, sbatch)
         made = launch_script(kind, recipe, overrides, resources, trust=trust)
         for line in made.warnings:

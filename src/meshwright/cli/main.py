@@ -20,25 +20,25 @@ from meshwright.threads import prepare_process
 
 # Every command with its line in --help; `meshwright.cli.NAME` holds it as `command`.
 COMMANDS = {
-    "data": "Prepare a recipe's data, show a batch of it, report its cleaning and its tokenizer.",
+    "data": "Prepare a recipe's data, show samples, report on cleaning and on the tokenizer.",
     "schedule": "Check, time and draw a pipeline schedule.",
     "collective": "Check, time, draw and run a collective operation, or choose its algorithm.",
-    "plan": "Say what training costs before it runs: time, memory, the best layout.",
+    "plan": "Predict the time and memory of training, and find the best layout.",
     "explain": "Recompute a figure that texts on distributed training print, step by step.",
     "probe": "Measure this machine, compare its ranks, and write its cluster file.",
-    "verify": "Prove that a layout computes what one device computes.",
-    "train": "Train a recipe, or go on where it stopped.",
-    "run": "Run a script of yours on several ranks of this machine: any module, trained by meshwright.training.module.",
+    "verify": "Check that a layout computes what one device computes.",
+    "train": "Train a recipe, or resume its run.",
+    "run": "Run a script on several ranks of this machine, such as one that trains its own module.",
     "launch": "Print a script that trains a recipe on several hosts, for torchrun or SLURM.",
-    "evaluate": "Loss, perplexity and bits per byte of a checkpoint on held-out text.",
+    "evaluate": "Measure loss, perplexity and bits per byte of a checkpoint on held-out text.",
     "generate": "Continue a prompt with a checkpoint.",
-    "serve": "Serve a checkpoint over HTTP: OpenAI's API, one answer whatever the load.",
-    "inspect": "Show what a checkpoint or a model directory holds, and which device would hold what.",
-    "report": "Write a run's page: loss curve, throughput, recipe, samples.",
+    "serve": "Serve a checkpoint over HTTP by OpenAI's API.",
+    "inspect": "Show the tensors of a checkpoint or model directory, and which rank would hold them.",
+    "report": "Write a page about a run: loss curve, throughput, recipe, samples.",
 }
 
 
-LONGEST_LINE = 2000  # characters of an error
+LONGEST_LINE = 2000  # maximum characters of an error line
 
 
 class _Interrupted(Exception):
@@ -108,13 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(str(error), error.exit_code)
     except (_Interrupted, KeyboardInterrupt, click.Abort) as error:
         if sys.stderr.isatty():
-            click.echo(err=True)  # ends the line of the ^C
+            click.echo(err=True)  # newline after ^C
         return _print_error(str(error) or "interrupted", 130, kind="")
     except (MemoryError, RuntimeError) as error:
         if (reason := out_of_memory_message(error)) is None:
             raise
         return _print_error(reason, 2)
-    except BrokenPipeError:  # whoever read our output has left; nothing more can be said there
+    except BrokenPipeError:  # the reader of standard output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -159,7 +159,7 @@ def _print_model_warnings() -> Iterator[None]:
 
 def _print_error(reason: str, code: int, kind: str = "error: ") -> int:
     """Print `reason` as one line on standard error, with the prefix `kind`, and return the exit code `code`."""
-    line = escape_control_characters(" ".join(reason.split()))  # it may quote a file that holds anything
+    line = escape_control_characters(" ".join(reason.split()))  # it may quote an untrusted file
     line = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
     click.echo(f"meshwright: {kind}{line}", err=True)
     return code

@@ -10,11 +10,12 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from meshwright.cli.plumbing import command as a_command
+from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
+    file_option,
     format_json_document,
+    given_options,
     json_option,
     refuse_overrides,
     result_printer,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.planner.api import Plan
 
 
-@a_command(
+@plumbing.command(
     "plan",
     "meshwright plan llama-3-8b --cluster 64xh100-sxm --sequence 8192 --batch 512",
     "meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64 --layout 'zero1 tp8 mb64' --explain",
@@ -41,63 +42,39 @@ if TYPE_CHECKING:
     "meshwright plan --calibrate runs/first runs/second",
 )
 @click.argument("names", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
-@click.option("--cluster", metavar="C", help="So many devices of a kind (64xh100-sxm), a cluster file, or this.")
-@click.option("--sequence", type=click.IntRange(min=1), help="Tokens in a sequence (a recipe says it itself).")
-@click.option(
-    "--batch", type=click.IntRange(min=1), help="Sequences a step over all devices (a recipe says it itself)."
-)
-@click.option("--layout", metavar="L", help="Price this one in place of searching.")
-@click.option("--top", type=click.IntRange(min=1, max=100), default=5, show_default=True, help="So many of the best.")
-@click.option("--engine", default="meshwright", show_default=True, help="Whose kernels and buffers are priced.")
-@click.option("--compile", "compiled", is_flag=True, help="Blocks are compiled.")
+@click.option("--cluster", metavar="C", help="Devices (64xh100-sxm), a cluster file, or this.")
+@click.option("--sequence", type=click.IntRange(min=1), help="Tokens in a sequence; a recipe contains it.")
+@click.option("--batch", type=click.IntRange(min=1), help="Sequences per step over all devices; a recipe contains it.")
+@click.option("--layout", metavar="L", help="Predict this layout instead of searching.")
+@click.option("--top", type=click.IntRange(min=1, max=100), default=5, help="Number of layouts to show.")
+@click.option("--engine", default="meshwright", help="Framework whose kernels and buffers are modelled.")
+@click.option("--compile", "compiled", is_flag=True, help="Blocks run under torch.compile.")
 @click.option("--optimizer", default=None, help="adamw, adam, sgd or momentum.  [default: adamw]")
-@click.option("--precision", help="Where the layout names none: fp32, tf32, bf16, fp16 or fp8.")
-@click.option("--documents", type=click.FloatRange(min=1), default=1.0, show_default=True, help="In a row, on average.")
-@click.option("--reserve", default="0", metavar="R", help='Memory of a device to keep free: "0.1" of it, or "8GiB".')
-@click.option("--explain", "explained", is_flag=True, help="Where a micro-batch's time goes, operation by operation.")
-@click.option(
-    "--ledger", "every_tensor", is_flag=True, help="Every tensor of the fullest rank (--json: of all unlike)."
-)
-@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page with pictures.")
-@click.option("--jobs", metavar="F", help="Answer each line of a JSON Lines file (- reads standard input).")
-@click.option("--serve", "serves", is_flag=True, help="Say what serving takes: memory by item, KV blocks, concurrency.")
+@click.option("--precision", help="If the layout names none: fp32, tf32, bf16, fp16 or fp8.")
+@click.option("--documents", type=click.FloatRange(min=1), default=1.0, help="Mean number of documents per sequence.")
+@click.option("--reserve", default="0", metavar="R", help='Device memory to keep free: "0.1" (a fraction) or "8GiB".')
+@click.option("--explain", "explained", is_flag=True, help="Show the time of each operation of a micro-batch.")
+@click.option("--ledger", "every_tensor", is_flag=True, help="Show every tensor of the fullest rank (--json: all).")
+@file_option("--html", help="Write a page with pictures.")
+@click.option("--jobs", metavar="F", help="Answer each request of a JSON Lines file; - reads standard input.")
+@click.option("--serve", "serves", is_flag=True, help="Predict a server: memory by item, KV blocks, concurrency.")
 @click.option("--memory", metavar="M", help='With --serve: a fraction, "0.9", or a size, "12GiB", of all ranks.')
-@click.option("--dtype", help="With --serve: of parameters and KV cache, fp32 or bf16.  [default: fp32]")
-@click.option("--device", metavar="auto|cpu|cuda", help="With --serve: what computes.  [default: auto]")
-@click.option("--max-length", type=click.IntRange(min=1), help="With --serve: most tokens of a prompt and its answer.")
+@click.option("--dtype", help="With --serve: dtype of parameters and KV cache, fp32 or bf16.  [default: fp32]")
+@click.option("--device", metavar="auto|cpu|cuda", help="With --serve: device.  [default: auto]")
+@click.option("--max-length", type=click.IntRange(min=1), help="With --serve: maximum tokens of a sequence.")
 @click.option("--list", "lists", is_flag=True, help="Print the names of presets and devices.")
-@click.option("--calibrate", is_flag=True, help="Fold finished runs, named in MODEL's place, into the cluster file.")
+@click.option("--calibrate", is_flag=True, help="Calibrate the cluster file by finished runs, given in place of MODEL.")
 @json_option
 def command(
-    names: tuple[str, ...],
-    cluster: str | None,
-    sequence: int | None,
-    batch: int | None,
-    layout: str | None,
-    top: int,
-    engine: str,
-    compiled: bool,
-    optimizer: str | None,
-    precision: str | None,
-    documents: float,
-    reserve: str,
-    explained: bool,
-    every_tensor: bool,
-    html: Path | None,
-    jobs: str | None,
-    serves: bool,
-    memory: str | None,
-    dtype: str | None,
-    device: str | None,
-    max_length: int | None,
-    lists: bool,
-    calibrate: bool,
-    as_json: bool,
-) -> None:
+    names: tuple[str, ...], cluster: str | None, sequence: int | None, batch: int | None, layout: str | None, top: int,
+    engine: str, compiled: bool, optimizer: str | None, precision: str | None, documents: float, reserve: str,
+    explained: bool, every_tensor: bool, html: Path | None, jobs: str | None, serves: bool, memory: str | None,
+    dtype: str | None, device: str | None, max_length: int | None, lists: bool, calibrate: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Predict time and memory of training MODEL on a cluster: of one layout, or of the fastest layouts that fit.
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe.
-    Memory is that of the fullest rank; times come with bounds between which published runs lie. With --serve, predict
+    Memory is that of the fullest rank; times have bounds that contain published runs. With --serve, predict
     the memory of a server instead.
 
     \f
@@ -114,25 +91,23 @@ def command(
         _print_names(as_json)
         return
     if calibrate:
-        context = click.get_current_context()
-        for name in context.params.keys() - {"names", "cluster", "calibrate", "as_json"}:
-            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-                raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
+        if given_options().keys() - {"names", "cluster", "calibrate", "as_json"}:
+            raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
         _run_calibrate(names, cluster, as_json)
         return
     if serves:
-        _refuse_others({"names", "serves", "layout", "memory", "dtype", "device", "max_length", "as_json"}, "--serve")
+        allowed = {"names", "serves", "layout", "memory", "dtype", "device", "max_length", "as_json"}
+        if others := [option for name, option in given_options().items() if name not in allowed]:
+            raise UserError(f"--serve: cannot be combined with {others[0]}")
         _run_serve(names, layout, (device, memory), dtype, max_length, as_json)
         return
     of_server = {"--memory": memory, "--dtype": dtype, "--device": device, "--max-length": max_length}
     for option, value in of_server.items():
         if value is not None:
-            raise UserError(f"{option}: is what a server takes; add --serve")
+            raise UserError(f"{option}: is an option of a server; add --serve")
     if jobs is not None:
-        context = click.get_current_context()
-        for name in context.params.keys() - {"jobs", "as_json"}:
-            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-                raise UserError("--jobs: each line says its own model, cluster and options; leave all else out")
+        if given_options().keys() - {"jobs", "as_json"}:
+            raise UserError("--jobs: each line has its own model, cluster and options; leave out all others")
         _run_jobs(jobs)
         return
     given, overrides = split_overrides(names)
@@ -217,11 +192,11 @@ def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> N
     from meshwright.planner.text import calibrated_text
 
     if not runs:
-        raise UserError("--calibrate: name the directories of finished runs, such as runs/first")
+        raise UserError("--calibrate: give the directories of finished runs, such as runs/first")
     this = where is None or where.strip().lower() == "this"
     path = this_machine() if this else Path(str(where)).expanduser()
     if not this and not path.exists() and path.suffix != ".toml":
-        raise UserError(f"--calibrate: a cluster file keeps what runs say, and --cluster {where} is none")
+        raise UserError(f"--calibrate: the calibration is written to a cluster file; --cluster {where} is not one")
     with result_printer(as_json) as answer:
         figures = [read_run(run) for run in {Path(run).resolve(): run for run in runs}.values()]
         text, found = cluster_file_with(path, figures)
@@ -246,7 +221,10 @@ def _print_names(as_json: bool) -> None:
         answer(known, "\n".join(lines))
 
 
-_WANTED = {"sequence": "tokens in a sequence, such as 4096", "batch": "sequences a step over all devices, such as 512"}
+_WANTED = {
+    "sequence": "tokens in a sequence, such as 4096",
+    "batch": "sequences per step over all devices, such as 512",
+}
 
 
 def _parse_layout(text: str | None) -> Any:
@@ -260,16 +238,6 @@ def _parse_layout(text: str | None) -> Any:
         return Layout.parse(text)
     except UserError as error:
         raise UserError(f"--layout: {error}") from None
-
-
-def _refuse_others(allowed: set[str], option: str) -> None:
-    """Raise `UserError` if the command line has an option that cannot be combined with `option`, such as "--serve".
-    allowed: parameter names of the options that can."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        if name not in allowed and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise UserError(f"{option}: does not go with {max(parameter.opts, key=len)}")
 
 
 def _run_serve(
@@ -318,7 +286,7 @@ def _find_gpus(device: str, ranks: int, memory: str | None) -> list[HostMemory]:
     from meshwright.launcher.host_memory import GPU, HostMemory
     from meshwright.serving.memory import parse_memory
 
-    unknown = HostMemory(2**80, 2**80, GPU)  # of which any fraction is more than a size
+    unknown = HostMemory(2**80, 2**80, GPU)  # so large that any fraction exceeds every size
     if device == "cuda" and memory is not None and (size := parse_memory(memory, unknown)) < 2**60:
         return [HostMemory(size, size, GPU)] * ranks
     return devices_of_ranks(device, ranks)
@@ -331,7 +299,7 @@ def _run_jobs(path: str) -> None:
 
     for line in _read_lines(path):
         text = format_json_document(answer(line))
-        print(text.encode("utf-8", "replace").decode(), flush=True)  # a request may hold half a character
+        print(text.encode("utf-8", "replace").decode(), flush=True)  # a request may contain a lone surrogate
 
 
 def _read_lines(path: str) -> Iterator[str]:

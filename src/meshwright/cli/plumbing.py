@@ -7,18 +7,20 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import click
+from click.core import ParameterSource
 
+from meshwright.checkpoint.files import replace_file
 from meshwright.documents import to_json_dict
 from meshwright.errors import UserError
 from meshwright.names import DEVICES, nearest, unknown
 from meshwright.terminal import wrap_on_terminal
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
 def _check_device(context: click.Context, option: click.Parameter, name: str) -> str:
@@ -49,20 +51,19 @@ def _check_device_of_layout(context: click.Context, option: click.Parameter, val
 _DEVICE: dict[str, Any] = {
     "metavar": "|".join(DEVICES),
     "default": "auto",
-    "show_default": True,
-    "help": "What computes; auto: the GPU where there is one.",
+    "help": "Device; auto: a GPU if there is one.",
 }
 device_option = click.option("--device", callback=_check_device_without_layout, **_DEVICE)
 device_option_of_ranks = click.option("--device", callback=_check_device, **_DEVICE)
 reading_layout_option = click.option(
     "--layout",
     callback=_check_device_of_layout,
-    help='Cut the model over local ranks, which compute on the CPU: "pp2", "tp2 pp2".',
+    help='Shard the model over local CPU ranks, such as "pp2" or "tp2 pp2".',
 )
 trust_option = click.option(
-    "--trust-recipe", "trust", is_flag=True, help="Let the recipe run code that it names, such as a tracker's class."
+    "--trust-recipe", "trust", is_flag=True, help="Allow the recipe to run code that it names, such as a tracker class."
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document to standard output.")
 
 
 def command(name: str, *examples: str, group: bool = False) -> Callable[[Callable[..., Any]], Any]:
@@ -83,7 +84,7 @@ class Command(click.Command):
         try:
             return super().parse_args(context, arguments)
         except click.UsageError as error:
-            error.ctx = error.ctx or context  # click leaves it out where an option has no value
+            error.ctx = error.ctx or context  # click omits it for an option without a value
             raise
 
 
@@ -140,8 +141,24 @@ def _format_parameter_name(parameter: click.Parameter) -> str:
 
 def _format_help_suffix(parameter: click.Parameter) -> str:
     """Return the parameter's help text as the end of an error line (": ..."); empty without one."""
-    said = (getattr(parameter, "help", None) or "").rstrip(".")
-    return f": {said[:1].lower()}{said[1:]}" if said else ""
+    text = (getattr(parameter, "help", None) or "").rstrip(".")
+    return f": {text[:1].lower()}{text[1:]}" if text else ""
+
+
+def file_option(*names: str, help: str, metavar: str = "F") -> Callable[[Any], Any]:
+    """Return a decorator that adds an option with the path of a file (a `Path`). names: of the option."""
+    return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, help=help)
+
+
+def given_options() -> dict[str, str]:
+    """Return the options that the command line of the current command gives: parameter name -> option, such as
+    "--layout", in the order of their declaration; arguments by their names."""
+    context = click.get_current_context()
+    return {
+        str(each.name): _format_parameter_name(each)
+        for each in context.command.params
+        if context.get_parameter_source(str(each.name)) == ParameterSource.COMMANDLINE
+    }
 
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -194,14 +211,14 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
     def answer(document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
         """Print the document (with `as_json`) or the text; see `ResultPrinter`."""
         nonlocal answered
-        assert not answered, "a command answers once"
+        assert not answered, "a command prints one result"
         answered = True
         if as_json:
             print(format_json_document(document), file=output, flush=True)
         elif text:
             click.echo(wrap_on_terminal(text), err=alone is not None)
         if alone is not None:
-            assert not as_json, "one JSON document, and nothing else"
+            assert not as_json, "--json prints one JSON document alone"
             click.echo(alone, nl=False)
 
     if not as_json:
@@ -210,12 +227,12 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
     output: IO[str] = sys.stdout
     aside = None
     try:
-        if output.fileno() == 1:  # the real one: the file descriptor moves, so that child processes follow
+        if output.fileno() == 1:  # file descriptor 1 is redirected, for child processes too
             output.flush()
             aside = os.dup(1)
             os.dup2(2, 1)
             output = os.fdopen(os.dup(aside), "w", encoding="utf-8")
-    except (OSError, ValueError):  # standard output is an object of Python's alone
+    except (OSError, ValueError):  # sys.stdout is not a file
         pass
     printed, sys.stdout = sys.stdout, sys.stderr
     try:
@@ -224,9 +241,15 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
         sys.stdout = printed
         if aside is not None:
             output.close()
-            printed.flush()  # what went past sys.stderr into the buffer still belongs aside
+            printed.flush()  # text written to the old sys.stdout belongs to standard error too
             os.dup2(aside, 1)
             os.close(aside)
+
+
+def print_progress(text: str, last: bool) -> None:
+    """Print `text` over the previous progress text on standard error, if that is a terminal. last: end the line."""
+    if sys.stderr.isatty():
+        print(f"\r{text}", end="\n" if last else "", file=sys.stderr, flush=True)
 
 
 def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
@@ -243,14 +266,19 @@ def write_file(path: Path, text: str) -> None:
     """Write `text` to the file `path` atomically, as UTF-8. Raises `UserError` if that fails."""
     if not path.name:
         raise UserError(f"cannot write {path}: it is a directory")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        replace_file(path, text.encode(), sync=False)
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def write_files(*files: tuple[str, Path | None, Callable[[], str]]) -> dict[str, str]:
+    """Write the files that a command was asked for, and return kind -> path of each. files: (kind such as "picture",
+    path or None, function that returns the text); those without a path are left out. Raises `UserError`."""
+    wanted = [(kind, path, make) for kind, path, make in files if path is not None]
+    for _, path, make in wanted:
+        write_file(path, make())
+    return {kind: str(path) for kind, path, _ in wanted}
 
 
 def format_json_document(document: Mapping[str, Any]) -> str:

@@ -7,33 +7,32 @@ from pathlib import Path
 
 import click
 
-from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.plumbing import device_option, json_option, result_printer, write_file
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import device_option, file_option, json_option, result_printer, write_file
 from meshwright.errors import UserError
 
 
-@a_command(
+@plumbing.command(
     "probe",
     "meshwright probe",
     "meshwright probe --ranks 4 --output cluster.toml",
     "torchrun --nnodes 2 --nproc-per-node 8 ... -m meshwright probe",
 )
-@click.option("--ranks", type=click.IntRange(min=1), help="Processes: one for each GPU unless said, 2 without GPUs.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes.  [default: one per GPU, 2 without GPUs]")
 @device_option
-@click.option(
-    "--output", type=click.Path(path_type=Path), metavar="F",
-    help="The cluster file; ~/.config/meshwright/cluster.toml unless said, which is what `this` means.",
-)  # fmt: skip
+@file_option(
+    "--output", help="Cluster file to write.  [default: ~/.config/meshwright/cluster.toml, the one that `this` names]"
+)
 @click.option(
     "--directory", type=click.Path(path_type=Path), metavar="D", default=Path(), show_default="this one",
-    help="Where the disk is measured: where checkpoints will lie.",
+    help="Directory for checkpoints, whose disk is measured.",
 )  # fmt: skip
 @json_option
 def command(ranks: int | None, device: str, output: Path | None, directory: Path, as_json: bool) -> None:
     """Measure this machine, compare its ranks, and write its cluster file.
 
-    Measured are matrix products, memory, copies, collectives, the disk, and start-up, in a minute or two. A rank or
-    node that is slower than the others is reported. Started by torchrun or SLURM, it measures all hosts together.
+    Measures matrix products, memory, copies, collectives, disk and start-up, in a minute or two. A rank or node that is
+    slower than the others is reported. Started by torchrun or SLURM, it measures all hosts together.
 
     \f
     ranks: processes, None for one per GPU, or 2 without GPUs. device: "auto", "cpu" or "cuda". output: cluster file to
@@ -55,7 +54,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
         if joining and ranks is not None:
             raise UserError("--ranks: torchrun or SLURM has started the ranks; leave it out")
         found = join(device, directory) if joining else probe(ranks, device, directory)
-        if not first:  # the first rank says it for all
+        if not first:  # rank 0 prints the result
             return
         tables = report.make_cluster_tables(found, found["kind"])
         write_file(path, report.format_cluster_file(tables, _format_file_header(found["seconds"])))

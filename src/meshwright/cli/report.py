@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import json_option, result_printer
+from meshwright.cli.plumbing import file_option, json_option, result_printer
 
 
 @plumbing.command(
@@ -19,10 +19,10 @@ from meshwright.cli.plumbing import json_option, result_printer
     "meshwright report runs/first runs/second runs/third",
 )
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
-@click.option("--evaluation", type=click.Path(path_type=Path), help="Output of `evaluate --json`, for one run.")
-@click.option("--sample", type=click.Path(path_type=Path), help="Output of `generate --json`, for one run.")
-@click.option("--samples", type=click.IntRange(0, 20), help="Texts to generate from the data; 0: none.  [default: 3]")
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Generate after this; may be repeated.")
+@file_option("--evaluation", help="Output of `evaluate --json`, for one run.")
+@file_option("--sample", help="Output of `generate --json`, for one run.")
+@click.option("--samples", type=click.IntRange(0, 20), help="Number of texts to generate; 0: none.  [default: 3]")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Prompt to continue; may be repeated.")
 @json_option
 def command(
     runs: tuple[Path, ...],
@@ -35,8 +35,8 @@ def command(
     """Write RUN/report.html: curves of loss, throughput, learning rate, gradient norm, memory and time, recipe,
     evaluation, samples, in one file. Of several runs, write comparison.html into the first one's directory.
 
-    evaluation.json and sample.json in the run directory are shown unless others are named. Without sample.json, the
-    newest checkpoint generates samples from the beginnings of validation documents, or from --prompt.
+    evaluation.json and sample.json in the run directory are shown by default. Without sample.json, the newest
+    checkpoint generates samples from the beginnings of validation documents, or from --prompt.
 
     \f
     evaluation, sample: files that `evaluate --json` and `generate --json` printed. samples: number of texts to
@@ -49,7 +49,7 @@ def command(
     with result_printer(as_json) as answer:
         if len(runs) > 1:
             if evaluation or sample or samples or prompts:
-                raise UserError("--evaluation, --sample, --samples and --prompt: are for the page of one run")
+                raise UserError("--evaluation, --sample, --samples and --prompt: only for the page of one run")
             page = write_run_comparison(runs)
         else:
             page = write_report(
@@ -73,7 +73,7 @@ def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tup
     from meshwright.terminal import print_message
 
     if given and (count or prompts):
-        raise UserError("--sample: shows a text of that file, --samples and --prompt generate texts; give one of them")
+        raise UserError("--sample: shows the text of a file, --samples and --prompt generate texts; give one of them")
     own = None if count is not None or prompts else run / "sample.json"
     if document := _find_document(given, own, "generate"):
         return [document]
@@ -108,7 +108,7 @@ def _find_document(given: Path | None, own: Path | None, command: str) -> dict[s
     try:
         return _read_document(own, command) if own and own.exists() else None
     except UserError as error:
-        print_message(f"warning: left out: {error}")
+        print_message(f"warning: ignored: {error}")
         return None
 
 
@@ -127,9 +127,9 @@ def _read_document(path: Path, command: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not the JSON document that --json printed: {error}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} is not the JSON document that --json printed: it holds no object")
+        raise UserError(f"{path} is not the JSON document that --json printed: it is not an object")
     for key in keys:
         if key not in document:
-            raise UserError(f'{path} holds no "{key}": it is not what `{command} --json` printed')
+            raise UserError(f'{path} has no "{key}": it is not the output of `{command} --json`')
     (check_evaluation if command == "evaluate" else check_sample)(document)
     return document

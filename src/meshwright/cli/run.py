@@ -19,30 +19,20 @@ from meshwright.terminal import print_message
     "meshwright run --emulate 4 --show --break 2:5 train.py",
     "meshwright run --emulate 4 --check examples/exercises/data_parallel.py",
 )
-@click.option("--ranks", default=1, show_default=True, type=click.IntRange(min=1), help="Processes on this machine.")
-@click.option(
-    "--emulate", type=click.IntRange(1, MOST_RANKS), help="Ranks as threads of this process, one running at a time."
-)
+@click.option("--ranks", default=1, type=click.IntRange(min=1), help="Number of local processes.")
+@click.option("--emulate", type=click.IntRange(1, MOST_RANKS), help="Number of ranks emulated by threads.")
 @click.option("--break", "stop", metavar="RANK[:CALL]", help="Emulated: debug a rank before its n-th communication.")
-@click.option("--show", is_flag=True, help="Emulated: print each communication, and at the end who holds what.")
+@click.option("--show", is_flag=True, help="Emulated: print communications, and at the end the tensors of each rank.")
 @click.option("--check", is_flag=True, help="Emulated: compare an exercise's distributed() with its one_device().")
-@click.option("--directory", help="Run directory; default: runs/ and the script's name.")
-@click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
+@click.option("--directory", help="Run directory.  [default: runs/SCRIPT's name]")
+@click.option("--restarts", default=0, type=click.IntRange(min=0), help="Maximum restarts after a rank was lost.")
 @json_option
 @click.argument("script")
 @click.argument("arguments", nargs=-1, metavar="[ARGUMENT]...", type=click.UNPROCESSED)
 def command(
-    ranks: int,
-    emulate: int | None,
-    stop: str | None,
-    show: bool,
-    check: bool,
-    directory: str | None,
-    restarts: int,
-    as_json: bool,
-    script: str,
-    arguments: tuple[str, ...],
-) -> None:
+    ranks: int, emulate: int | None, stop: str | None, show: bool, check: bool, directory: str | None, restarts: int,
+    as_json: bool, script: str, arguments: tuple[str, ...],
+) -> None:  # fmt: skip
     """Run SCRIPT with its arguments on several ranks, each a process that calls meshwright.training.module.fit.
 
     Arguments after SCRIPT are passed to the script. SIGTERM and Ctrl-C finish the current step, save and stop, with
@@ -51,7 +41,7 @@ def command(
 
     With --emulate N the script runs on N threads of this process, as torchrun would start it on N processes, with plain
     torch.distributed on the CPU: one rank runs until it waits for another, so that the order of events depends on the
-    script alone. A deadlock is reported at once, breakpoint() opens the debugger of one rank.
+    script alone. A deadlock is reported immediately, breakpoint() opens the debugger of one rank.
 
     \f
     ranks: processes to start on this machine. emulate: emulated ranks, None: processes. stop: breakpoint, show: print
@@ -77,7 +67,7 @@ def command(
     with result_printer(as_json) as answer:
         try:
             result = run_script(path, list(arguments), ranks, where, restarts=restarts, aside=as_json)
-        except RankFault as fault:  # of the script, which is not ours: its own traceback says it all
+        except RankFault as fault:  # an exception of the script, with its traceback
             print_message(str(fault))
             raise click.exceptions.Exit(1) from None
         answer(result)

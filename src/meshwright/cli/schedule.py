@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
 
-from meshwright.cli.plumbing import command as a_command
-from meshwright.cli.plumbing import is_standard_output, json_option, result_printer, write_file
+from meshwright.cli import plumbing
+from meshwright.cli.plumbing import (
+    file_option,
+    given_options,
+    is_standard_output,
+    json_option,
+    result_printer,
+    write_files,
+)
 from meshwright.errors import UserError
 from meshwright.names import SCHEDULES
 
@@ -33,13 +41,10 @@ def _parse_durations(context: click.Context, option: click.Parameter, text: str 
 def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
     """Return a decorator that adds the click option `name`, which takes one or several durations. default: its default
     as text, None for none. what: its help text."""
-    shown = default is not None
-    return click.option(
-        name, callback=_parse_durations, metavar="T[,T...]", default=default, show_default=shown, help=what
-    )
+    return click.option(name, callback=_parse_durations, metavar="T[,T...]", default=default, help=what)
 
 
-@a_command(
+@plumbing.command(
     "schedule",
     "meshwright schedule 1f1b --stages 4 --microbatches 8 --text",
     "meshwright schedule zb-v --stages 8 --microbatches 32 --transfer 0.1 --html zb-v.html --trace zb-v.json",
@@ -48,51 +53,33 @@ def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any
     "meshwright schedule @found.txt",
 )
 @click.argument("schedule")
-@click.option("--stages", type=click.IntRange(min=1), help="Pipeline ranks (a file says it itself).")
-@click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches a step, both directions counted.")
-@click.option("--chunks", type=click.IntRange(min=1), help="Stages on a rank, where the schedule leaves that open.")
-@_duration_option("--forward", "1", "Of a rank's share: one, or one a rank; or one a stage.")
-@_duration_option("--input-gradient", "1", "The backward's first half.")
-@_duration_option("--weight-gradient", "1", "The backward's second half.")
-@_duration_option("--transfer", "0", "From a stage to the next one: one, or one a boundary.")
-@_duration_option("--overlapped", None, "Forward and backward together, where a schedule overlaps them.")
+@click.option("--stages", type=click.IntRange(min=1), help="Number of pipeline ranks; a program file contains it.")
+@click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches per step, of both directions.")
+@click.option("--chunks", type=click.IntRange(min=1), help="Stages per rank, if the schedule does not fix it.")
+@_duration_option("--forward", "1", "Forward of a rank's share: one value, one per rank, or one per stage.")
+@_duration_option("--input-gradient", "1", "Input-gradient pass (B).")
+@_duration_option("--weight-gradient", "1", "Weight-gradient pass (W).")
+@_duration_option("--transfer", "0", "Transfer to the next stage: one value, or one per stage boundary.")
+@_duration_option("--overlapped", None, "Overlapped forward and backward, in schedules that overlap them.")
 @click.option(
-    "--parts",
-    callback=_parse_durations,
-    metavar="A,D,M,C",
-    help="Attention, dispatch, MLP, combine of a forward: cut layers, with all-to-all on a stream of its own.",
-)
-@click.option("--layers", type=click.IntRange(min=1), help="Show which of so many layers each rank holds.")
-@click.option("--memory", type=float, metavar="M", help="auto: most micro-batches of activations on a rank.")
-@click.option("--svg", type=click.Path(path_type=Path), metavar="F", help="Write the picture.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a page: picture and figures.")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="F", help="Write a trace for ui.perfetto.dev.")
-@click.option(
-    "--program", "program_file", type=click.Path(path_type=Path), metavar="F",
-    help="Write the program, sends and receives included: .json, PyTorch's .csv, else text; - prints it. @F reads it.",
+    "--parts", callback=_parse_durations, metavar="A,D,M,C",
+    help="Durations of attention, dispatch, MLP, combine in a forward, with all-to-all on a separate stream.",
 )  # fmt: skip
+@click.option("--layers", type=click.IntRange(min=1), help="Number of layers; show which of them each rank holds.")
+@click.option("--memory", type=float, metavar="M", help="auto: maximum saved activations of a rank, in micro-batches.")
+@file_option("--svg", help="Write a picture.")
+@file_option("--html", help="Write a page: picture and figures.")
+@file_option("--trace", help="Write a trace for ui.perfetto.dev.")
+@file_option("--program", "program_file", help="Write the program: .json, .csv (PyTorch), else text; - prints it.")
 @click.option("--text", is_flag=True, help="Print the picture as text.")
 @json_option
 def command(
-    schedule: str,
-    stages: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    forward: float | list[float],
-    input_gradient: float | list[float],
-    weight_gradient: float | list[float],
-    transfer: float | list[float],
-    overlapped: float | list[float] | None,
-    parts: float | list[float] | None,
-    layers: int | None,
-    memory: float | None,
-    svg: Path | None,
-    html: Path | None,
-    trace: Path | None,
-    program_file: Path | None,
-    text: bool,
-    as_json: bool,
-) -> None:
+    schedule: str, stages: int | None, microbatches: int | None, chunks: int | None, forward: float | list[float],
+    input_gradient: float | list[float], weight_gradient: float | list[float], transfer: float | list[float],
+    overlapped: float | list[float] | None, parts: float | list[float] | None, layers: int | None,
+    memory: float | None, svg: Path | None, html: Path | None, trace: Path | None, program_file: Path | None,
+    text: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Check a pipeline SCHEDULE (a name, or @FILE), simulate its timing, and draw it.
 
     Durations are per rank and micro-batch, in any unit; a model chunk takes its part of them. Reported are the bubble,
@@ -110,8 +97,12 @@ def command(
     _require_counts(schedule, stages, microbatches)
     printed = is_standard_output(program_file, "--program", as_json)
     if parts is not None:
-        _refuse_beside_parts()
+        if replaced := given_options().keys() & {"forward", "input_gradient", "weight_gradient", "overlapped"}:
+            option = f"--{min(replaced).replace('_', '-')}"
+            raise UserError(f"--parts gives the durations of a forward and of both gradient passes; leave out {option}")
         parts = parts if isinstance(parts, list) else [parts]
+    from meshwright.draw.gantt import draw_page, draw_svg
+    from meshwright.program.trace import build_chrome_trace
     from meshwright.schedules.api import StepDurations, refuse_memory
     from meshwright.schedules.api import schedule as report_of
 
@@ -129,32 +120,21 @@ def command(
             from meshwright.schedules.placement import format_placement
 
             lines.append(format_placement(report.program, layers).rstrip())
-        if svg or html or trace or text:
-            timeline = report.timeline()
-        if svg:
-            from meshwright.draw.gantt import draw_svg
-
-            write_file(svg, draw_svg(timeline))
-        if html:
-            from meshwright.draw.gantt import draw_page
-
-            write_file(html, draw_page(timeline, report.table(), "; ".join(report.summary().splitlines()[1:])))
-        if trace:
-            from meshwright.program.trace import build_chrome_trace
-
-            write_file(trace, json.dumps(build_chrome_trace(timeline)))
+        timeline = cache(report.timeline)
         program_text = _format_program(report.complete, program_file) if program_file else None
-        if program_file and program_text and not printed:
-            write_file(program_file, program_text)
+        document["files"] = write_files(
+            ("picture", svg, lambda: draw_svg(timeline())),
+            ("page", html, lambda: draw_page(timeline(), report.table(), "; ".join(report.summary().splitlines()[1:]))),
+            ("trace", trace, lambda: json.dumps(build_chrome_trace(timeline()))),
+            ("program", None if printed else program_file, lambda: program_text or ""),
+        )
         if text:
             from meshwright.draw.gantt_text import draw_text
 
             width = shutil.get_terminal_size((120, 24)).columns
-            document["drawing"] = draw_text(timeline, width)
+            document["drawing"] = draw_text(timeline(), width)
             lines.append(document["drawing"])
-        files = _list_files(svg, html, trace, None if printed else program_file)
-        lines += [f"{what}: {path}" for what, path in files]
-        document["files"] = {what: str(path) for what, path in files}
+        lines += [f"{what}: {path}" for what, path in document["files"].items()]
         answer(document, "\n".join(lines), alone=program_text if printed else None)
 
 
@@ -165,26 +145,7 @@ def _require_counts(schedule: str, stages: int | None, micro_batches: int | None
         return
     missing = [word for word, value in (("--stages 4", stages), ("--microbatches 8", micro_batches)) if value is None]
     if missing:
-        raise UserError(f"schedule {schedule}: say how many, as in {' '.join(missing)}")
-
-
-def _refuse_beside_parts() -> None:
-    """Raise `UserError` if the command line has --parts together with --forward or another option for durations, which
-    --parts replaces."""
-    context = click.get_current_context()
-    for name in ("forward", "input_gradient", "weight_gradient", "overlapped"):
-        if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"--parts says how long a forward and both gradients last; leave out {option}")
-
-
-def _list_files(
-    svg: Path | None, html: Path | None, trace: Path | None, program: Path | None
-) -> list[tuple[str, Path]]:
-    """Return (kind, path) of each file that the command wrote, kind being "picture", "page", "trace" or "program".
-    Arguments: paths of the files, None for those not written."""
-    named = (("picture", svg), ("page", html), ("trace", trace), ("program", program))
-    return [(what, path) for what, path in named if path is not None]
+        raise UserError(f"schedule {schedule}: counts are missing, such as {' '.join(missing)}")
 
 
 def _format_program(program: object, path: Path) -> str:

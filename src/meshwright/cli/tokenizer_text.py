@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.terminal import escape_control_characters
 
 _ROWS = 10
@@ -16,18 +17,13 @@ def make_report_tables(report: Mapping[str, Any]) -> Any:
     from rich.console import Group
     from rich.table import Table
 
-    sources = Table(box=None, pad_edge=False, header_style="bold")
-    sources.add_column("source", overflow="fold")
-    for name in ("documents", "bytes", "tokens", "bytes per token"):
-        sources.add_column(name, justify="right")
+    sources = make_table("source", "documents", "bytes", "tokens", "bytes per token")
     for source in report["sources"]:
         ratio = f"{source['bytes_per_token']:.3f}" if source["tokens"] else "-"
         counts = [f"{source[key]:,}" for key in ("documents", "bytes", "tokens")]
         sources.add_row(escape_control_characters(source["source"]), *counts, ratio)
 
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = make_fact_table()
     often = ", ".join(f"{count:,} at least {int(least):,}" for least, count in report["occur_at_least"].items())
     facts.add_row("vocabulary", f"{report['vocabulary']:,} tokens, of which {report['used']:,} occur")
     facts.add_row("times", often)
@@ -40,20 +36,15 @@ def make_report_tables(report: Mapping[str, Any]) -> Any:
     difference = found["first_difference"]
     lost = f"; {_quote_token(difference['text'])} becomes {_quote_token(difference['decoded'])}" if difference else ""
     facts.add_row("decoded", f"{found['exact']:,} of {found['documents']:,} validation documents exactly{lost}")
-    facts.add_row("lies in", escape_control_characters(report["directory"]))
+    facts.add_row("directory", escape_control_characters(report["directory"]))
 
     both = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("most frequent", "longest"):
         both.add_column(title, no_wrap=True)
         both.add_column("times", justify="right")
     columns = [report[key][:_ROWS] for key in ("most_frequent", "longest")]
-    for frequent, longest in zip(*columns, strict=True):
-        both.add_row(
-            _quote_token(frequent["text"]),
-            f"{frequent['count']:,}",
-            _quote_token(longest["text"]),
-            f"{longest['count']:,}",
-        )
+    for tokens in zip(*columns, strict=True):
+        both.add_row(*(cell for token in tokens for cell in (_quote_token(token["text"]), f"{token['count']:,}")))
     return Group(sources, "", facts, "", both)
 
 
@@ -62,15 +53,10 @@ def make_token_lines(shown: Mapping[str, Any]) -> Any:
     differs from the original."""
     from rich.text import Text
 
-    lines = [f"{len(shown['tokens'])} tokens: {_format_tokens([token['text'] for token in shown['tokens']])}"]
+    lines = [f"{len(shown['tokens'])} tokens: {' '.join(_quote_token(token['text']) for token in shown['tokens'])}"]
     if not shown["exact"]:
         lines.append(f"decoded: {_quote_token(shown['decoded'])}")
     return Text("\n".join(lines))
-
-
-def _format_tokens(tokens: Sequence[str]) -> str:
-    """Format tokens as one line of text, each between ‹ and ›."""
-    return " ".join(map(_quote_token, tokens))
 
 
 def _quote_token(token: str) -> str:

@@ -24,7 +24,7 @@ from meshwright.terminal import print_message
 )
 @click.argument("recipe")
 @overrides_argument
-@click.option("--restarts", default=0, type=click.IntRange(min=0), help="Start again so often after a rank was lost.")
+@click.option("--restarts", default=0, type=click.IntRange(min=0), help="Maximum restarts after a rank was lost.")
 @click.option(
     "--no-probe", is_flag=True,
     help="Skip the one-time hardware measurement; step time and process memory are then predicted only from stored "
@@ -36,7 +36,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
     """Train RECIPE, or resume from its newest complete checkpoint.
 
     Missing data are prepared first. KEY=VALUE overrides one field of the recipe. SIGTERM and Ctrl-C finish the current
-    step, save and stop, with exit code 143 or 130; the same command then resumes. A second signal stops at once.
+    step, save and stop, with exit code 143 or 130; the same command then resumes. A second signal stops immediately.
 
     \f
     overrides: KEY=VALUE for fields of the recipe. restarts: maximum number of restarts after a lost rank. no_probe:
@@ -54,7 +54,7 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
             sys.exit(Terminated.exit_code if isinstance(stopped, Terminated) else 130)  # rank 0 prints it for all
         except RankLost:
             if not is_started_by_others():
-                print_message(f"to go on: {shlex.join(['meshwright', *sys.argv[1:]])}")
+                print_message(f"to resume: {shlex.join(['meshwright', *sys.argv[1:]])}")
             raise
         if reports_result():
             answer(result.to_json_dict(), _format_result(result.document))
@@ -70,7 +70,7 @@ def _format_result(result: Mapping[str, Any]) -> str:
     if result["tokens_per_second"]:
         lines.append(
             f"{result['tokens_per_second']:,.0f} tokens/s, MFU {result['mfu']:.1%} of "
-            f"{result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process (model FLOPs, causal attention)"
+            f"{result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s per process (model FLOPs, causal attention)"
         )
     if result["skipped_steps"]:
         lines.append(f"{result['skipped_steps']} steps were skipped: loss or gradient not finite")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshwright.cli.plumbing import command as a_command
+from meshwright.cli import plumbing
 from meshwright.cli.plumbing import json_option, refuse_overrides, result_printer, split_overrides
 from meshwright.errors import CheckFailed, UserError
 from meshwright.terminal import print_message
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from meshwright.verification.api import Verification
 
 
-@a_command(
+@plumbing.command(
     "verify",
     "meshwright verify recipe.toml",
     'meshwright verify recipe.toml "layout=dp2 zero2" model.layers=3',
@@ -23,26 +23,18 @@ if TYPE_CHECKING:
     "meshwright verify",
 )
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
-@click.option("--layout", metavar="L", help='A layout such as "dp2 zero1", in place of the recipe\'s.')
+@click.option("--layout", metavar="L", help='Layout such as "dp2 zero1", in place of the recipe\'s.')
 @click.option(
-    "--model",
-    metavar="M",
-    help="A preset, a Hugging Face directory, a config.json or a recipe; else qwen3-0.6b (experts: qwen1.5-moe-a2.7b).",
-)
+    "--model", metavar="M",
+    help="Preset, Hugging Face directory, config.json or recipe.  [default: qwen3-0.6b; experts: qwen1.5-moe-a2.7b]",
+)  # fmt: skip
+@click.option("--dtype", default="float64", metavar="float64|float32", help="Parameter dtype.")
+@click.option("--mutate", is_flag=True, help="Inject faults, one at a time; each must be detected.")
 @click.option(
-    "--dtype",
-    default="float64",
-    show_default=True,
-    metavar="float64|float32",
-    help="Parameter dtype of the comparison.",
-)
-@click.option("--mutate", is_flag=True, help="Plant faults, one at a time; each must be found.")
-@click.option(
-    "--thorough",
-    is_flag=True,
+    "--thorough", is_flag=True,
     help="Also run SGD with autograd weight gradients, chunked loss, bf16, and a resume on another layout; "
     "without --model, three models.",
-)
+)  # fmt: skip
 @json_option
 def command(
     arguments: tuple[str, ...], layout: str | None, model: str | None, dtype: str, mutate: bool, thorough: bool,
@@ -88,9 +80,9 @@ def _format_summary(found: Verification) -> str:
     """Format a verification as text: number of layouts that passed, the worst errors and, with --mutate, how many of
     the planted faults were detected."""
     worst, layouts = found.worst, found.layouts
-    held = sum(entry["passed"] for entry in layouts)
+    passed = sum(entry["passed"] for entry in layouts)
     lines = [
-        f"{held} of {len(layouts)} runs compute what one device computes ({found.dtype}, tolerance "
+        f"{passed} of {len(layouts)} runs compute what one device computes ({found.dtype}, tolerance "
         f"{found.tolerance:g}, {found.seconds:.0f} s)",
         f"worst relative error {worst['relative_error']:.1e} ({worst['name']}, {worst['layout']}); loss "
         f"{found.loss_error:.1e}, gradient norm {found.gradient_norm_error:.1e}",

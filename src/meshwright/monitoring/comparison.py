@@ -18,9 +18,9 @@ from meshwright.planner.ledger import OF_STATE
 from meshwright.planner.step_time import StepTime
 
 WARM_UP = 2
-"""First steps, which are not typical: they compile, and memory is touched for the first time."""
+"""Number of first steps that are left out: they compile, and touch memory for the first time."""
 KEPT = 1000
-"""Number of last steps of which the median is taken."""
+"""Number of last steps over which the median is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class Prediction:
         parts = []
         if self.time is not None:
             found = None if self.machine is None else self.machine.calibration
-            by = "" if found is None else f"; calibrated by {found.runs} run{'s' if found.runs > 1 else ''}"
+            note = "" if found is None else f"; calibrated by {found.runs} run{'s' if found.runs > 1 else ''}"
             if self.machine is not None and self.machine.measured is not None and self.machine.measured.disturbed:
-                by += "; the last beside as much other work as when it was measured"
-            spread = f"{_format_seconds(self.time.low)} to {_format_seconds(self.time.high)}{by}"
-            parts.append(f"{_format_seconds(self.time.seconds)} a step ({spread})")
+                note += "; upper bound: the machine as busy as when it was measured"
+            bounds = f"{_format_seconds(self.time.low)} to {_format_seconds(self.time.high)}{note}"
+            parts.append(f"{_format_seconds(self.time.seconds)} a step ({bounds})")
         if self.process is not None and self.memory is not None:
             parts.append(
                 f"process memory of rank 0 {format_bytes(self.process.peak)} ({_format_largest(self.process.items)}), "
@@ -186,11 +186,11 @@ def collect_measured_memory(
         "process_peak": memory.process_peak(),
     }
     if memory.device.type == "cpu":
-        seen, said = found["process_peak"], predicted.get("process_peak")
+        measured, expected = found["process_peak"], predicted.get("process_peak")
         calibrated = (prediction.get("process_memory_bytes") or {}).get("unexplained", 0)
     else:
-        seen, said, calibrated = found["allocator_peak"], predicted.get("peak"), 0
-    found["unexplained"] = None if seen is None or said is None else seen - (said - calibrated)
+        measured, expected, calibrated = found["allocator_peak"], predicted.get("peak"), 0
+    found["unexplained"] = None if measured is None or expected is None else measured - (expected - calibrated)
     return found
 
 
@@ -200,16 +200,16 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
     parts = []
     before, after = predicted.get("step_seconds"), measured.get("step_seconds")
     if after is not None:
-        beside = f" (predicted {_format_seconds(before)}, error {before / after - 1:+.1%})" if before else ""
-        parts.append(f"{_format_seconds(after)} a step{beside}")
-    said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
-    if seen and seen["allocator_peak"] is not None:  # CUDA: the device's memory is what runs out
-        expected = f" (predicted {format_bytes(_expected_peak(said))})" if said else ""
-        parts.append(f"tensors of rank 0 {format_bytes(seen['allocator_peak'])}{expected}")
-    elif seen and seen["process_peak"] is not None:
-        wanted = said["process_peak"] if said else None
-        error = f" (predicted {format_bytes(wanted)}, error {wanted / seen['process_peak'] - 1:+.1%})" if wanted else ""
-        parts.append(f"process memory of rank 0 {format_bytes(seen['process_peak'])}{error}")
+        error = f" (predicted {_format_seconds(before)}, error {before / after - 1:+.1%})" if before else ""
+        parts.append(f"{_format_seconds(after)} a step{error}")
+    expected, found = predicted.get("memory_bytes"), measured.get("memory_bytes")
+    if found and found["allocator_peak"] is not None:  # CUDA: the device's memory is the limit
+        error = f" (predicted {format_bytes(_expected_peak(expected))})" if expected else ""
+        parts.append(f"tensors of rank 0 {format_bytes(found['allocator_peak'])}{error}")
+    elif found and found["process_peak"] is not None:
+        peak = expected["process_peak"] if expected else None
+        error = f" (predicted {format_bytes(peak)}, error {peak / found['process_peak'] - 1:+.1%})" if peak else ""
+        parts.append(f"process memory of rank 0 {format_bytes(found['process_peak'])}{error}")
     if measured.get("sent_bytes_by_axis") is not None:
         parts.append(f"{_format_traffic(measured['sent_bytes_by_axis'])} sent a step")
     return f"measured: {'; '.join(parts)}" if parts else None

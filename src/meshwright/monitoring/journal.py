@@ -11,7 +11,7 @@ import torch
 
 from meshwright.checkpoint import Checkpointer
 from meshwright.comm.mesh import Mesh
-from meshwright.errors import Terminated, UserError
+from meshwright.errors import Terminated, UserError, error_reason
 from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
 from meshwright.monitoring.memory import release_freed_memory
 from meshwright.monitoring.metrics import MetricsFile, SlowRankWatch, read_metrics
@@ -42,14 +42,14 @@ class Journal:
         self.metrics: MetricsFile | None = None
         self.tracking: Tracking | None = None
         self._metrics_problem = ""
-        self.sent_bytes: dict[str, int] | None = None  # of this rank in the last step, by call site
+        self.sent_bytes: dict[str, int] | None = None  # by this rank in the last step, by call site
         self.sent_bytes_by_axis: dict[str, int] | None = None
         self.memory = StepMemory(self.device)
         self.times = StepTimes()
-        self.prediction: Prediction | None = None  # of rank 0
+        self.prediction: Prediction | None = None  # on rank 0
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
-        self._slow_rank: int | None = None  # named at the end of the last window
-        self._figures: dict[str, list[float]] = {}  # of the steps of this process, by key of metrics.jsonl
+        self._slow_rank: int | None = None  # reported at the end of the last window
+        self._figures: dict[str, list[float]] = {}  # key of metrics.jsonl -> values of the steps of this process
 
     @property
     def rate_name(self) -> str:
@@ -96,11 +96,9 @@ class Journal:
             try:
                 self.metrics = MetricsFile(self.directory.metrics, done)
             except OSError as error:
-                reason = (error.strerror or str(error)).lower()
-                raise UserError(f"{self.directory.metrics} cannot be written: {reason}") from None
+                raise UserError(f"{self.directory.metrics} cannot be written: {error_reason(error)}") from None
             with self.memory.exclude_allocations():
                 self.tracking = Tracking(recipe, layout, self.directory, done, self.log)
-        if self.leader:
             self.prediction = predict()
             for line in self.prediction.format_lines() if done < steps else ():
                 self.log(line)
@@ -113,7 +111,7 @@ class Journal:
         recipe asks for."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
-        self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; raise train.steps to train on")
+        self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; increase train.steps to continue")
 
     def __enter__(self) -> Journal:
         return self
@@ -132,7 +130,7 @@ class Journal:
             self.metrics.close()
             self.metrics = None
 
-    # --- while it runs
+    # --- during the run
 
     def record_step(self, record: StepRecord) -> None:
         """Report one training step, applied or skipped: write its line of `metrics.jsonl`, update the console, and
@@ -175,7 +173,7 @@ class Journal:
     def _log_skipped(self, record: StepRecord) -> None:
         """Log that a step was skipped on all ranks because its loss or gradient norm was not finite."""
         after = record.next_loss_scale
-        lower = f"; the loss is scaled by {after:g} from now on" if after != record.loss_scale else ""
+        lower = f"; the loss scale is now {after:g}" if after != record.loss_scale else ""
         reason = f"loss {record.loss}, gradient norm {record.gradient_norm}{lower}"
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
@@ -199,7 +197,7 @@ class Journal:
         """Write and log the event that the checkpoint save of step `step` failed for `reason` (text); training
         continues."""
         self._write({"event": "save_failed", "step": step, "reason": reason})
-        self.log(f"{reason}; training goes on and the next save tries again")
+        self.log(f"{reason}; training continues, and the next save tries again")
 
     def _mfu(self, rate: float) -> float | None:
         """Return the model FLOP utilisation of all devices together, as a fraction of their dense peak; None if FLOPs
@@ -229,7 +227,7 @@ class Journal:
             return
         rank, ratio = slow
         self._write({"event": "slow_rank", "step": done, "rank": rank, "ratio_to_median": ratio})
-        if rank != self._slow_rank:  # said once, not with every window that it stays so
+        if rank != self._slow_rank:  # logged once, not again for every window
             others = f"rank {1 - rank}'s" if self.mesh.world_size == 2 else "the median of the others'"
             steps = f"steps {done - self._watch.window + 1} to {done}"
             self.log(f"rank {rank} is slow: in {steps} its own work took {ratio:.1f} times as long as {others}")
@@ -243,7 +241,7 @@ class Journal:
             self.tracking.queue_line(line)
         problem = self.metrics.write(line) or ""
         if problem and not self._metrics_problem:
-            self.log(f"{self.directory.metrics} cannot be written ({problem}): its lines wait until it can")
+            self.log(f"{self.directory.metrics} cannot be written ({problem}); its lines are kept and written later")
         self._metrics_problem = problem
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
@@ -251,7 +249,7 @@ class Journal:
         if self.tracking is not None:
             self.tracking.queue_values(step, values)
 
-    # --- after
+    # --- at the end
 
     def record_stop(self, step: int, checkpointer: Checkpointer) -> None:
         """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`, after SIGTERM or
@@ -358,7 +356,4 @@ def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
     """Return {"checkpoint", "best_checkpoint"}: the paths of the newest checkpoint and of that with the lowest
     validation loss, None without one."""
     newest, best = checkpointer.newest(), checkpointer.best()
-    return {
-        "checkpoint": str(newest.path) if newest else None,
-        "best_checkpoint": str(best.path) if best else None,
-    }
+    return {"checkpoint": str(newest.path) if newest else None, "best_checkpoint": str(best.path) if best else None}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import error_reason
 from meshwright.monitoring.memory import peak_resident_bytes
 from meshwright.untrusted import parse_json, read_file
 
@@ -34,7 +35,7 @@ class MetricsFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._size = _bytes_to_keep(read_file(path, "metrics_bytes"), resume_step)
-            os.ftruncate(self._descriptor, self._size)  # and nothing is rewritten: that would need room on the disk
+            os.ftruncate(self._descriptor, self._size)  # in place: rewriting the file would need free space
         except OSError:
             os.close(self._descriptor)
             raise
@@ -46,8 +47,8 @@ class MetricsFile:
         try:
             written = os.pwrite(self._descriptor, self._waiting, self._size)
         except OSError as error:
-            return (error.strerror or str(error)).lower()
-        if written < len(self._waiting):  # a part of it fitted on the disk
+            return error_reason(error)
+        if written < len(self._waiting):  # the disk is full
             os.ftruncate(self._descriptor, self._size)
             return "no space left on device"
         self._size, self._waiting = self._size + written, b""

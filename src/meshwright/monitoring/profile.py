@@ -16,9 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.checkpoint.agreement import Agreement
+from meshwright.checkpoint.files import replace_file
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.watched_calls import settle_calls, watch_calls
+from meshwright.errors import error_reason
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.profile_trace import (
     RankSteps,
@@ -35,10 +37,11 @@ from meshwright.program.timeline import WORDS, StepNames
 from meshwright.recipe import Recipe
 
 MERGED = "all-ranks.json.gz"
-MEETINGS = 7  # by which the clocks of other hosts are compared
+MEETINGS = 7  # barriers at which the clocks of hosts are compared
 _AFTER = {"": "data", "reduce": "agreement", "agree": "update"}
-"""The part of a step that begins at a mark. Between the data and the reductions are the steps of the program."""
+"""Phase of a step that begins at each mark of the clock. The passes of the pipeline program are recorded one by one."""
 _PARTS = {"data": "data", "reduce": "reduce", "agree": "agreement", "update": "update"}
+"""Name in the trace of the phase that ends at each mark."""
 
 
 class ProfiledTrainer(Protocol):
@@ -52,70 +55,70 @@ class ProfiledTrainer(Protocol):
 
 class Profile:
     """Profiler of a range of training steps, given by `train.profile` such as "10:12"; writes Chrome traces into the
-    run directory. Every rank calls `before_step` and `after_step` around every training step. say: called with each log
+    run directory. Every rank calls `before_step` and `after_step` around every training step. log: called with each log
     line."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, say: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, log: Callable[[str], None]) -> None:
         first, _, last = (recipe.train.profile or "0:-1").partition(":")
         self.first, self.last = int(first), int(last or first)
         ranks = recipe.train.profile_ranks
         self._record_operators = not ranks or mesh.rank in ranks
-        self._recipe, self._mesh, self._directory, self._say = recipe, mesh, directory, say
-        self._taking: _ProfileRecording | None = None
+        self._recipe, self._mesh, self._directory, self._log = recipe, mesh, directory, log
+        self._recording: _ProfileRecording | None = None
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
         """Start recording if the next step is the first to be profiled; return True if the next step is recorded.
         Collective."""
-        if self._taking is None and self.first <= trainer.steps_done + 1 <= self.last:
-            self._taking = _ProfileRecording(trainer, self._mesh, self._record_operators)
-        if self._taking is not None:
-            self._taking.step_begins()
-        return self._taking is not None
+        if self._recording is None and self.first <= trainer.steps_done + 1 <= self.last:
+            self._recording = _ProfileRecording(trainer, self._mesh, self._record_operators)
+        if self._recording is not None:
+            self._recording.step_begins()
+        return self._recording is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
         """Finish a recorded step, and after the last one to be profiled write the trace; return True if the step was
         recorded. ending: True if the run ends after this step."""
-        if self._taking is None:
+        if self._recording is None:
             return False
-        self._taking.step_done()
+        self._recording.step_done()
         if ending or trainer.steps_done >= self.last:
-            taken, self._taking = self._taking, None
-            taken.stop()
-            self._write(taken, trainer.passes.program, trainer.steps_done)
+            recording, self._recording = self._recording, None
+            recording.stop()
+            self._write(recording, trainer.passes.program, trainer.steps_done)
         return True
 
-    def _write(self, taken: _ProfileRecording, program: PipelineProgram, last: int) -> None:
+    def _write(self, recording: _ProfileRecording, program: PipelineProgram, last: int) -> None:
         """Write each rank's trace, then on rank 0 the merged trace of all ranks, and log the path or the failure.
-        taken: the recording; program: the pipeline schedule; last: number of the last recorded step. Collective."""
+        recording: the recorded steps; program: the pipeline schedule; last: the last recorded step. Collective."""
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
-        name = f"steps-{last - taken.steps + 1:06d}-{last:06d}"
+        name = f"steps-{last - recording.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
-        steps = taken.rank_steps()
+        recorded = recording.rank_steps()
         problem = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             kernels: list[dict[str, Any]] = []
-            if taken.operators is not None:
-                events = _load_operator_trace(taken.operators, directory / f".rank-{rank:05d}.json")
-                trace, kernels = build_rank_trace(steps, events)
+            if recording.operators is not None:
+                events = _load_operator_trace(recording.operators, directory / f".rank-{rank:05d}.json")
+                trace, kernels = build_rank_trace(recorded, events)
                 _write_json(directory / f"rank-{rank:05d}.json.gz", trace)
-            _write_json(_steps_path(directory, rank), steps.table() | {"kernels": kernels})
+            _write_json(_steps_path(directory, rank), recorded.table() | {"kernels": kernels})
         except OSError as error:
-            problem = f"the profile in {directory} cannot be written: {(error.strerror or str(error)).lower()}"
-        said = agreement.first_text(problem)
-        if rank == 0 and said is None:
+            problem = f"the profile in {directory} cannot be written: {error_reason(error)}"
+        failure = agreement.first_text(problem)
+        if rank == 0 and failure is None:
             try:
                 parts = [_read_json(_steps_path(directory, other)) for other in range(self._mesh.world_size)]
                 _write_json(directory / MERGED, merge_rank_traces(parts, program, self._pipeline_ranks()))
             except OSError as error:
-                said = 0, f"the profile in {directory} cannot be written: {(error.strerror or str(error)).lower()}"
-        agreement.all_true(True)  # rank 0 has read them
+                failure = 0, f"the profile in {directory} cannot be written: {error_reason(error)}"
+        agreement.all_true(True)  # barrier: rank 0 has read the files of all ranks
         if rank == 0:
             for other in range(self._mesh.world_size):
                 with suppress(OSError):
                     _steps_path(directory, other).unlink()
-            those = f"step {last}" if taken.steps == 1 else f"steps {last - taken.steps + 1} to {last}"
-            self._say(said[1] if said else f"profile of {those}: {directory / MERGED} (ui.perfetto.dev opens it)")
+            steps = f"step {last}" if recording.steps == 1 else f"steps {last - recording.steps + 1} to {last}"
+            self._log(failure[1] if failure else f"profile of {steps}: {directory / MERGED} (opens in ui.perfetto.dev)")
 
     def _pipeline_ranks(self) -> dict[int, int]:
         """Return the pipeline rank of each rank of the world: global rank -> rank in pp."""
@@ -133,7 +136,7 @@ class _ProfileRecording:
         self.operators: Any = None
         self._trainer, self._mesh = trainer, mesh
         self._names = StepNames(trainer.passes.program)
-        self._annotations = ExitStack()  # the one around a part of the step that is under way
+        self._annotations = ExitStack()  # annotation of the current phase of the step
         self._marked = self._begun = 0
         self._zero, self._offset = _compare_clocks(mesh)
         self._watch = watch_calls(mesh.communicator)
@@ -141,7 +144,7 @@ class _ProfileRecording:
         trainer.clock.listener = self._on_clock_mark
         trainer.passes.watched = lambda compute: _NamedCompute(compute, self._compute_step)
         if operators:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells standard error when it begins and ends
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs to stderr when it starts and stops
             activities = [torch.profiler.ProfilerActivity.CPU]
             if mesh.device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -229,7 +232,7 @@ def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
     is ahead of rank 0's), measured at several barriers. Collective."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
-    for meeting in range(MEETINGS):  # nobody leaves before all have come: they leave at nearly the same moment
+    for meeting in range(MEETINGS):  # all ranks leave a barrier at nearly the same time
         collectives.barrier(mesh.world, "profile.clocks")
         seen[meeting, rank] = time.time_ns()
     seen[MEETINGS, rank] = _clock_id()
@@ -271,16 +274,9 @@ def _load_operator_trace(profiler: Any, path: Path) -> dict[str, Any]:
 
 def _write_json(path: Path, value: Any) -> None:
     """Write `value` as gzipped JSON to `path` atomically."""
-    fresh = path.with_name(f".{path.name}.new")
-    try:
-        with gzip.open(fresh, "wt", compresslevel=3) as file:
-            json.dump(value, file)
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    replace_file(path, gzip.compress(json.dumps(value).encode(), compresslevel=3), sync=False)
 
 
 def _read_json(path: Path) -> Any:
     """Read a gzipped JSON file."""
-    with gzip.open(path, "rt") as file:
-        return json.load(file)
+    return json.loads(gzip.decompress(path.read_bytes()))

@@ -1,4 +1,4 @@
-"""Chrome traces of a profile: of one rank, and of all ranks on one clock beside the simulated pipeline program."""
+"""Chrome traces of a profile: of one rank, and of all ranks on one clock and with the simulated pipeline program."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meshwright.program.timeline import WORDS, build_pipeline_timeline
 from meshwright.program.trace import build_chrome_trace, make_process_event, make_slice_event, make_thread_events
 
 THREADS = 1000
-"""Threads of one rank; their numbers differ from those of every other, as readers want."""
+"""Range of thread numbers of one rank: trace viewers need numbers that are unique over all ranks."""
 STEPS, CALLS, OPERATORS = 0, 1, 500
-"""The first numbers of a rank's threads: its steps, its calls, torch's operators and a device's streams."""
+"""First thread number of a rank's steps, of its calls, and of torch's operators with the device's streams."""
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 Events = list[dict[str, Any]]
@@ -101,7 +101,7 @@ def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[di
         elif event["pid"] in host:
             name = f"operators of thread {event['tid']}"
         elif event["ph"] in ("s", "f") and isinstance(event["tid"], int):
-            name = f"device {event['pid']}, stream {event['tid']}"  # where a launch arrives
+            name = f"device {event['pid']}, stream {event['tid']}"  # the end of a flow event from a launch
         else:
             continue
         place = {"pid": steps.rank, "tid": threads.number(name), "ts": event["ts"] + shift}
@@ -144,7 +144,7 @@ def build_rank_events(steps: RankSteps) -> Events:
             )
         )
     calls = sorted((call for call in steps.calls if call.done is not None), key=lambda call: call.posted)
-    ends: list[int] = []  # of the last call on each thread: those under way at once stand on threads of their own
+    ends: list[int] = []  # end of the last call on each thread; calls that overlap are drawn on separate threads
     for call in calls:
         done = call.done or 0
         lane = next((lane for lane, end in enumerate(ends) if end <= call.posted), len(ends))
@@ -159,9 +159,7 @@ def build_rank_events(steps: RankSteps) -> Events:
                 make_slice_event(process, thread, waits, length, "wait", "wait", {"what": f"for {call.site}"})
             )
     for lane in range(len(ends)):
-        events += make_thread_events(
-            process, first + CALLS + lane, "calls" if lane == 0 else f"calls, beside {lane} more"
-        )
+        events += make_thread_events(process, first + CALLS + lane, "calls" if lane == 0 else f"calls, overlap {lane}")
     return events
 
 
@@ -183,7 +181,7 @@ def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, plac
             for stage in range(program.stages):
                 times = seen.get((WORDS[kind], replica, stage))
                 values[replica, stage] = statistics.median(times) if times else 0.0
-    # Where a stage's backwards are whole, their time stands for both halves.
+    # For a backward that is not split, its duration is used as that of the input-gradient pass.
     whole = np.where(table[Kind.INPUT_GRADIENT] > 0, table[Kind.INPUT_GRADIENT], table[Kind.BACKWARD])
     try:
         timing = simulate_pipeline(program, Durations(table[Kind.FORWARD], whole, table[Kind.WEIGHT_GRADIENT]))
@@ -193,7 +191,7 @@ def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, plac
     process = len(ranks)
     start = min(starts, default=0.0) - 1e6 * float(timing.start[program.steps.kind == Kind.FORWARD].min())
     found = build_chrome_trace(timeline, process=process, first_thread=process * THREADS, start=start)["traceEvents"]
-    title = f"{program.name}, simulated with the median times of its steps here, transfers in no time"
+    title = f"{program.name}, simulated with the median times measured here, without transfer time"
     return [make_process_event(process, title), *found[1:]]
 
 

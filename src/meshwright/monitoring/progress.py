@@ -12,8 +12,8 @@ from typing import Any
 
 from meshwright.terminal import wrap_items
 
-PLAIN_SECONDS = 5.0  # between plain lines, so that a log file stays readable
-RECENT = 50  # steps whose mean duration gives the remaining time
+PLAIN_SECONDS = 5.0  # minimum time between plain lines, to keep log files short
+RECENT = 50  # number of last steps from whose mean duration the remaining time is estimated
 
 
 class Progress:
@@ -41,7 +41,7 @@ class Progress:
             bar = BarColumn(bar_width=10)
 
             class Figures(ProgressColumn):
-                """Column of the figures that fit beside the bar on the console's line."""
+                """Column of the figures that fit next to the bar on the console's line."""
 
                 def render(column, task: Task) -> Text:  # noqa: N805
                     """Return the text of the column."""
@@ -97,7 +97,7 @@ class Progress:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except OSError:
             columns = 80
-        return shutil.get_terminal_size((columns, 24)).columns  # the variable COLUMNS counts first
+        return shutil.get_terminal_size((columns, 24)).columns  # the environment variable COLUMNS takes precedence
 
     def _position(self) -> str:
         """Return text for the number of steps done and of all steps: `step 58/60`."""

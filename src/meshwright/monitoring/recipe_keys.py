@@ -40,18 +40,20 @@ def _defaults() -> dict[str, str]:
 def _flatten_recipe(text: str) -> dict[str, str] | None:
     """Parse a recipe and return {dotted key: value as TOML}; None if it is not TOML."""
     try:
-        return _flatten(parse_toml(text, "recipe"), "")
+        tables = parse_toml(text, "recipe")
     except UserError:
         return None
+    return {key: format_toml_value(value) for key, value in flatten(tables, ".").items()}
 
 
-def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """Return {dotted key: value as TOML} of a table and its inner tables. prefix: start of each key, such as
-    `train.`."""
-    flat: dict[str, str] = {}
+def flatten(table: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts by path, such as "train.steps" with the separator ".". prefix: text before each
+    path."""
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = format_toml_value(value)
+        flat |= (
+            flatten(value, separator, f"{prefix}{key}{separator}")
+            if isinstance(value, Mapping)
+            else {prefix + key: value}
+        )
     return flat

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Metrics(NamedTuple):
-    """Mean metrics of a step, such as accuracy, that are reported beside its loss. values: key of metrics.jsonl ->
+    """Mean metrics of a step, such as accuracy, reported in addition to the loss. values: key of metrics.jsonl ->
     value; text: the same values formatted for the console."""
 
     values: Mapping[str, float] = {}
@@ -35,7 +35,7 @@ class RunDescription:
     model, data: a few words each for the console; notes: further console lines. parameters: number of trained elements.
     unit: what throughput counts ("tokens", "samples"); units_per_step: their number over all ranks. flops_per_unit:
     training FLOPs of one token or sample, None where unknown (no MFU then); peak_flops: dense FLOP/s of one device.
-    metric_names: keys in metrics.jsonl of the metrics beside loss and validation loss.
+    metric_names: keys in metrics.jsonl of the metrics other than the losses.
     """
 
     model: str
@@ -55,7 +55,7 @@ class StepRecord:
 
     step: its number, from 1. loss, gradient_norm, learning_rate: of this step. finite: True if loss and gradient norm
     are finite, so that the update was applied. skipped_steps: number of skipped steps in the run so far. metrics: means
-    beside the loss. validation: result of a validation after the step, None without one. seconds: duration of the step
+    besides the loss. validation: result of a validation after the step, None without one. seconds: duration of the step
     without validation; seconds_by_part: by phase; waiting_seconds: of the host in collective calls; rank_seconds: of
     each rank's own work. loss_scale: used in this step, None where it is not dynamic; next_loss_scale: for the next
     step. profiled: True if the profiler recorded the step, which makes it slower.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from meshwright.collectives.quantities import format_bytes
 from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import page, paragraph, table
-from meshwright.errors import UserError
+from meshwright.errors import UserError, error_reason
 from meshwright.monitoring.recipe_keys import differing_from_defaults
 from meshwright.monitoring.report_charts import draw_run, work_unit
 from meshwright.monitoring.run_directory import METRICS, RECIPE, RESULT
@@ -52,7 +52,7 @@ def read_run(run_directory: Path) -> RunFiles:
 
     metrics_path, recipe_path = run_directory / METRICS, run_directory / RECIPE
     if not metrics_path.exists():
-        raise UserError(f"no {METRICS} in {run_directory}: name the directory of a run that has trained")
+        raise UserError(f"no {METRICS} in {run_directory}: give the directory of a training run")
     return RunFiles(
         run_directory.resolve().name,
         read_steps(metrics_path),
@@ -66,7 +66,7 @@ def write_page(path: Path, format_page: Callable[[], str]) -> None:
     try:
         path.write_text(format_page(), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from None
+        raise UserError(f"{path} cannot be written: {error_reason(error)}") from None
 
 
 def _format_page(
@@ -80,7 +80,7 @@ def _format_page(
     """Return the report page as HTML. name: of the run; lines: step lines of metrics.jsonl; result: the result
     document; recipe: its TOML text; evaluation: document of `evaluate`, None: left out; samples: documents of
     `generate`."""
-    parts: list[Content] = [element("h1", f"Run {name}"), _summary_table(lines, result)]
+    parts: list[Content] = [element("h1", f"Run {name}"), table((), summarise(lines, result))]
     if samples:
         parts.append(element("h2", "Samples"))
         if checkpoint := samples[0].get("checkpoint"):
@@ -104,12 +104,6 @@ def _recipe_parts(recipe: str) -> list[Markup]:
         return [whole]
     folded = element("details", element("summary", "All keys"), whole)
     return [paragraph("Keys that differ from the defaults:", muted=True), table((), list(keys.items())), folded]
-
-
-def _summary_table(lines: list[dict[str, Any]], result: dict[str, Any]) -> Markup:
-    """Return the HTML table of a run's main figures. lines: step lines of metrics.jsonl; result: the result
-    document."""
-    return table((), summarise(lines, result))
 
 
 def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -147,16 +141,16 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return table rows (name, predicted, measured), all text, for step time, memory and traffic; empty if there are no
     figures. result: the result document, with entries `predicted` and `measured`."""
     predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
-    said = [
+    rows = [
         ("seconds of a step", *map(_format_step_seconds, (predicted, measured))),
         ("of which", *(_format_parts(side.get("seconds_by_part")) for side in (predicted, measured))),
     ]
     kinds = [side.get("seconds_by_kind") or {} for side in (predicted, measured)]
     for kind in dict.fromkeys(kind for side in kinds for kind in side):
-        said.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
+        rows.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
     peaks = [side.get("memory_bytes") or {} for side in (predicted, measured)]
-    said.append(("process memory of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
-    said.append(("tensors of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
+    rows.append(("process memory of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
+    rows.append(("tensors of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
     for title, key in (
         ("process memory of rank 0", "process_memory_bytes"),
         ("tensors of rank 0", "memory_bytes"),
@@ -165,8 +159,8 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         sides = [side.get(key) or {} for side in (predicted, measured)]
         for name in dict.fromkeys(name for side in sides for name in side):
             if name not in ("process_peak", "allocator_peak") and any(side.get(name) for side in sides):
-                said.append((f"{title}: {name}", *(_format_size(side.get(name)) for side in sides)))
-    return [(name, before or "–", after or "–") for name, before, after in said if before or after]
+                rows.append((f"{title}: {name}", *(_format_size(side.get(name)) for side in sides)))
+    return [(name, before or "–", after or "–") for name, before, after in rows if before or after]
 
 
 def _format_step_seconds(side: dict[str, Any]) -> str:
@@ -191,7 +185,7 @@ def _format_size(size: float | None) -> str:
 def _share_of_peak(result: dict[str, Any]) -> str:
     """Return text for the MFU in % and the device's peak FLOP/s, of which it is a share. result: the result
     document."""
-    return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s a process"
+    return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s per process"
 
 
 def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
@@ -201,7 +195,7 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
         ("perplexity", f"{evaluation['perplexity']:.2f}"),
         ("tokens", f"{evaluation['tokens']:,}"),
     ]
-    if evaluation["bits_per_byte"] is not None:  # of records there are none
+    if evaluation["bits_per_byte"] is not None:  # None for instruction and chat records
         rows.insert(2, ("bits per byte", f"{evaluation['bits_per_byte']:.3f}"))
     if evaluation.get("xz_bits_per_byte") is not None:
         rows.insert(3, ("xz -9 on the same bytes", f"{evaluation['xz_bits_per_byte']:.3f} bits per byte"))

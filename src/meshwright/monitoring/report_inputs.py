@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, error_reason
 from meshwright.monitoring.metrics import read_metrics
 from meshwright.untrusted import read_file, read_json
 
@@ -87,7 +87,7 @@ def read_recipe(path: Path) -> str:
     try:
         return read_file(path, "recipe_bytes").decode(errors="replace")
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise UserError(f"{path} cannot be read: {error_reason(error)}") from None
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -96,14 +96,14 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     try:
         lines = [line for line in read_metrics(path) if "loss" in line]
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise UserError(f"{path} cannot be read: {error_reason(error)}") from None
     if not lines:
-        raise UserError(f"{path} holds no step yet")
+        raise UserError(f"{path} has no step yet")
     rate = "tokens_per_second" if "tokens_per_second" in lines[0] else "samples_per_second"
     for number, line in enumerate(lines, 1):
-        _validate(_StepLine, line, f"{path}: step {number} of it")
+        _validate(_StepLine, line, f"{path}: line of step {number}")
         if line.get(rate) is None:
-            raise UserError(f"{path}: step {number} of it: {rate} is missing")
+            raise UserError(f"{path}: line of step {number}: {rate} is missing")
     return lines
 
 
@@ -115,7 +115,7 @@ def read_result(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise UserError(f"{path} cannot be read: {error_reason(error)}") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged: not JSON: {error}") from None
     return _validate(_Result, found, str(path))

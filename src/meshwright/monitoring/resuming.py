@@ -12,7 +12,7 @@ from meshwright.recipe import SCHEMA, Recipe, load_recipe_text
 from meshwright.tables import is_table
 from meshwright.toml import format_toml_value
 
-# What may change when a run is resumed: where it runs, how long, what it tells and keeps; never what it computes.
+# Keys that may change on resume: where and how long the run runs, what it reports and keeps, never what it computes.
 RESUMABLE = (
     "layout",
     "run.name",
@@ -23,7 +23,7 @@ RESUMABLE = (
     "run.collective_timeout",
     "data.cache",
     "train.steps",
-    "train.decay",  # of a warm-up-stable-decay run: its tail is often chosen late
+    "train.decay",  # the decay phase of a WSD schedule is often chosen late
     "train.compile",
     "train.deterministic",
     "train.validate_every",
@@ -40,10 +40,10 @@ RESUMABLE = (
     "track",
 )
 _FIXED_BECAUSE = {
-    "run": "every initial value and the order of the samples come from it",
-    "model": "the saved tensors belong to the model as it was",
-    "data": "the samples would not go on where the run stopped",
-    "train": "the result would be neither the old run's nor the new one's",
+    "run": "the initial values and the sample order depend on it",
+    "model": "the saved tensors are those of the old model",
+    "data": "the sample order would change",
+    "train": "the result would match neither the old settings nor the new ones",
 }
 
 
@@ -62,9 +62,9 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
     before, key = state["data_sha256"], recipe.data.source_key
     if data_sha256 is not None and data_sha256 != before:
         raise UserError(
-            f"{recipe.where(key)}: {key} holds other text than when {checkpoint.path} was trained on "
-            f"it (sha256 of the tokens: {data_sha256[:12]}, then {before[:12]}), so the samples would not go on where "
-            "the run stopped; put it back, or begin another run with another run.name"
+            f"{recipe.where(key)}: the text of {key} has changed since {checkpoint.path} was written (sha256 of the "
+            f"tokens: {data_sha256[:12]} now, {before[:12]} then), so the sample order would change; restore it, or "
+            "start a new run with another run.name"
         )
     return state
 
@@ -79,8 +79,8 @@ def check_resume_differences(old: Recipe, new: Recipe) -> None:
         was, now = (format_toml_value(values[key]) if key in values else "unset" for values in (before, after))
         reason = _FIXED_BECAUSE[key.partition(".")[0]]
         raise UserError(
-            f"{new.where(key)}: {key} was {was} when this run began and is {now} now, "
-            f"and it may not change: {reason}; put it back, or begin another run with another run.name"
+            f"{new.where(key)}: {key} was {was} when this run began and is {now} now, but it may not change: {reason}; "
+            "restore it, or start a new run with another run.name"
         )
 
 

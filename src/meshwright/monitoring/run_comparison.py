@@ -24,7 +24,7 @@ def write_run_comparison(directories: Sequence[Path]) -> Path:
         raise UserError(f"a comparison takes 2 to {len(COLOURS)} different runs, not {len(unlike)}")
     runs = [read_run(directory) for directory in unlike.values()]
     if len({work_unit(run.lines) for run in runs}) > 1:
-        raise UserError("some runs count tokens and some samples: compare runs that count the same")
+        raise UserError("some runs count throughput in tokens and others in samples, and cannot be compared")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(directory) for directory in unlike.values()]

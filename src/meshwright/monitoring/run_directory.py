@@ -9,8 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshwright.checkpoint.directory_lock import DirectoryLock, error_reason
-from meshwright.errors import UserError
+from meshwright.checkpoint.directory_lock import DirectoryLock
+from meshwright.checkpoint.files import replace_file, to_json_bytes
+from meshwright.errors import UserError, error_reason
 from meshwright.untrusted import parse_json, read_json
 
 RANKS = "ranks.json"
@@ -57,9 +58,8 @@ class RunDirectory:
             raise UserError(f"run directory {self.path}: {blocker} is a file; give another run.directory") from None
         except OSError as error:
             raise UserError(f"run directory {self.path} cannot be made: {error_reason(error)}") from None
-        for part in (CHECKPOINTS,):
-            if (self.path / part).exists() and not (self.path / part).is_dir():
-                raise UserError(f"run directory {self.path}: {part} in it is a file; give another run.directory")
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise UserError(f"run directory {self.path}: {CHECKPOINTS} in it is a file; give another run.directory")
 
     def lock(self) -> int:
         """Lock the directory until `unlock` or the end of this process; return the lock's file descriptor.
@@ -95,15 +95,17 @@ class RunDirectory:
     def write_ranks(self, processes: Sequence[int]) -> None:
         """Write `ranks.json`: the process id of each rank, {"0": 4711, "1": 4712}. processes: ids in the order of
         ranks."""
-        self._write_atomically(RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}) + "\n")
+        self._replace(
+            RANKS, json.dumps({str(rank): process for rank, process in enumerate(processes)}).encode() + b"\n"
+        )
 
     def write_recipe(self, text: str) -> None:
         """Write the resolved recipe (file, overrides and defaults together) as TOML."""
-        self._write_atomically(RECIPE, text)
+        self._replace(RECIPE, text.encode())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the result document (JSON dict of figures and checkpoint paths) of a finished run to `result.json`."""
-        self._write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
+        self._replace(RESULT, to_json_bytes(result))
 
     def read_result(self) -> dict[str, Any] | None:
         """Return the result document (JSON dict of figures and checkpoint paths); None if no run has finished here or
@@ -116,7 +118,7 @@ class RunDirectory:
 
     def write_trackers(self, kept: Mapping[str, Mapping[str, str]]) -> None:
         """Write the strings that each tracker stores for a resume, such as a run id: tracker name -> key -> value."""
-        self._write_atomically(TRACKERS, json.dumps(kept, indent=1) + "\n")
+        self._replace(TRACKERS, to_json_bytes(kept))
 
     def read_trackers(self) -> dict[str, dict[str, str]]:
         """Return the strings that `write_trackers` wrote: tracker name -> key -> value; empty if missing or invalid."""
@@ -138,16 +140,14 @@ class RunDirectory:
             try:
                 step = parse_json(line).get("step")
             except (ValueError, AttributeError):
-                continue  # cut by a kill, or by where we began to read
+                continue  # incomplete: the run was killed, or the read began inside the line
             if isinstance(step, int):
                 return step
         return None
 
-    def _write_atomically(self, name: str, text: str) -> None:
-        """Write the text to the file `name` of the directory atomically. `UserError` if it cannot be written."""
-        fresh = self.path / f".{name}.new"
+    def _replace(self, name: str, content: bytes) -> None:
+        """Replace the file `name` of the directory atomically. `UserError` if it cannot be written."""
         try:
-            fresh.write_text(text)
-            os.replace(fresh, self.path / name)
+            replace_file(self.path / name, content, sync=False)
         except OSError as error:
             raise UserError(f"run directory {self.path}: {name} cannot be written: {error_reason(error)}") from None

@@ -29,7 +29,7 @@ class StepMemory:
         self.resident_before: int | None = None
         """Resident set in bytes before trainer construction: interpreter, libraries, process group."""
         self._before: int | None = None
-        self._earlier = 0  # the peak before the count began anew
+        self._earlier = 0  # peak before the counter was reset
         self._earlier_resident = 0
         self._left = 0
 
@@ -58,9 +58,9 @@ class StepMemory:
         """Update the growth in the first `STEPS` steps; call it after each step, before anything else allocates."""
         if self._left:
             self._left -= 1
-            now = _peak_since_reset(self.device)
-            if now is not None and self._before is not None:
-                self.growth_in_first_steps = max(self.growth_in_first_steps or 0, now - self._before)
+            assert self._before is not None
+            growth = peak_memory_bytes(self.device) - self._before
+            self.growth_in_first_steps = max(self.growth_in_first_steps or 0, growth)
 
     def stop(self) -> None:
         """Stop measuring the growth of memory: later allocations do not belong to training steps."""
@@ -85,11 +85,6 @@ def _current_bytes(device: torch.device) -> int | None:
     """Return the bytes that this process holds now: allocated on a CUDA `device`, resident on a CPU (None if
     unknown)."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
-
-
-def _peak_since_reset(device: torch.device) -> int | None:
-    """Return the peak bytes since the last reset: allocated on a CUDA `device`, resident on a CPU (None if unknown)."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def _reset_peak(device: torch.device) -> bool:

@@ -11,20 +11,21 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.monitoring.metrics import read_metrics
+from meshwright.monitoring.recipe_keys import flatten
 from meshwright.monitoring.resuming import values_by_key
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.trackers import FAILED, TrackedRun, Tracker, make_tracker
 from meshwright.recipe import Recipe
 
-WAITING = 2000  # lines that wait for a tracker; of more, the oldest are lost
-TRIES = 3  # of one line
-LONGEST_PAUSE = 60.0  # seconds between tries, which double from PAUSE on
+WAITING = 2000  # capacity of a tracker's queue; when it is full, the oldest lines are dropped
+TRIES = 3  # attempts to send one line
+LONGEST_PAUSE = 60.0  # maximum seconds between attempts; the pause doubles from PAUSE on
 PAUSE = 1.0
-START_SECONDS = 10.0  # that the first step waits for trackers at most
-PATIENCE_SECONDS = 20.0  # for what waits when the run ends
-PATIENCE_AFTER_FAILURE = 2.0  # others wait for the reason
+START_SECONDS = 10.0  # maximum time that the first step waits for trackers to start
+PATIENCE_SECONDS = 20.0  # time limit for queued lines at the end of a run
+PATIENCE_AFTER_FAILURE = 2.0  # the same after a failure, whose message other processes wait for
 LONGEST_REASON = 160  # characters
-KEEP_SECONDS = 1.0  # between notes of how far a tracker is
+KEEP_SECONDS = 1.0  # minimum time between writes of the progress file
 
 Line = tuple[int, dict[str, float | str]]
 
@@ -33,11 +34,11 @@ class Tracking:
     """Sender of a run's metrics to the trackers of its recipe. Rank 0 creates it when `metrics.jsonl` is open.
 
     layout: such as "dp2 zero1", sent with the recipe's values. directory: of the run. step: steps done in the resumed
-    checkpoint, 0 in a fresh run. say: prints a line on the console. `UserError` for trackers that cannot be created.
+    checkpoint, 0 in a fresh run. log: prints a line on the console. `UserError` for trackers that cannot be created.
     """
 
     def __init__(
-        self, recipe: Recipe, layout: str, directory: RunDirectory, step: int, say: Callable[[str], None]
+        self, recipe: Recipe, layout: str, directory: RunDirectory, step: int, log: Callable[[str], None]
     ) -> None:
         self._senders: list[_TrackerThread] = []
         if not recipe.track.to:
@@ -58,9 +59,9 @@ class Tracking:
             run = TrackedRun(recipe.run.name, directory.path, step == 0, before, kept)
             tracker = make_tracker(recipe, name)
             missing = deque(line for line in map(flatten_line, _read_lines(directory, step)) if line[0] > before)
-            self._senders.append(_TrackerThread(name, tracker, run, parameters, missing, keep, say))
+            self._senders.append(_TrackerThread(name, tracker, run, parameters, missing, keep, log))
         deadline = time.monotonic() + START_SECONDS
-        for sender in self._senders:  # what the start takes should not stand in the first steps' time and memory
+        for sender in self._senders:  # keeps the start of trackers out of the time and memory of the first steps
             sender.tried.wait(max(0.0, deadline - time.monotonic()))
 
     def queue_line(self, line: Mapping[str, Any]) -> None:
@@ -94,7 +95,7 @@ class _TrackerThread:
 
     name: of the tracker in `track.to`; tracker: its instance; run: facts about the run; recipe: dotted key -> value;
     missing: lines of metrics.jsonl that an earlier start did not send, which are sent first and never dropped; keep:
-    function that writes all trackers' stored strings to the run directory; say: prints a line.
+    function that writes all trackers' stored strings to the run directory; log: prints a line.
     """
 
     def __init__(
@@ -105,18 +106,18 @@ class _TrackerThread:
         recipe: Mapping[str, Any],
         missing: deque[Line],
         keep: Callable[[], None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.name, self.tracker, self.run, self.recipe = name, tracker, run, recipe
-        self._keep, self._say = keep, say
-        self._missing = missing  # that `metrics.jsonl` has and the tracker may not: never dropped
+        self._keep, self._log = keep, log
+        self._missing = missing  # lines of `metrics.jsonl` that the tracker may lack: never dropped
         self._waiting: deque[Line] = deque()
         self._news = threading.Condition()
-        self.tried = threading.Event()  # once it has been told, or not, that the run begins
-        self._status: str | None = None  # once nothing more comes
+        self.tried = threading.Event()  # set after the first attempt to start the tracker
+        self._status: str | None = None  # set by `close`
         self._sent = self._lost = 0
-        self._under_way = 0  # lines that the tracker is being told
-        self._trouble = self._end_trouble = ""
+        self._in_flight = 0  # lines being sent
+        self._last_error = self._finish_error = ""
         self._kept_at = 0.0
         self._thread = threading.Thread(target=self._send_all, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -141,13 +142,13 @@ class _TrackerThread:
         self._thread.join(seconds)
         late = self._thread.is_alive()
         with self._news:
-            lost = self._lost + self._under_way + len(self._waiting) + len(self._missing)
+            lost = self._lost + self._in_flight + len(self._waiting) + len(self._missing)
         if lost:
-            reason = self._trouble or ("it takes too long" if late else "they came faster than it takes them")
-            self._say(f"tracker {self.name}: {lost} of {lost + self._sent} lines were lost ({reason})")
-        elif late or self._end_trouble:
-            reason = self._end_trouble or "it takes too long"
-            self._say(f"tracker {self.name} has every line, but was not told that the run has ended ({reason})")
+            reason = self._last_error or ("timed out" if late else "they were logged faster than it accepts them")
+            self._log(f"tracker {self.name}: {lost} of {lost + self._sent} lines were lost ({reason})")
+        elif late or self._finish_error:
+            reason = self._finish_error or "timed out"
+            self._log(f"tracker {self.name} has every line, but not the end of the run ({reason})")
 
     # --- in the thread
 
@@ -162,15 +163,15 @@ class _TrackerThread:
             if self._retry(lambda: self.tracker.log(last, values), TRIES):  # noqa: B023
                 self._sent += 1
             elif self._status is not None:
-                return  # it is lost, and what waits
+                return  # the run has ended: queued lines are lost
             else:
                 self._lost += 1
-            self._under_way = 0
+            self._in_flight = 0
             self._save_progress(last - 1)  # more lines of this step may come
         try:
             self.tracker.finish(self._status or FAILED)
         except Exception as error:
-            self._end_trouble = _format_error(error)
+            self._finish_error = _format_error(error)
         self._save_progress(last, now=True)
 
     def _next_line(self) -> Line | None:
@@ -180,7 +181,7 @@ class _TrackerThread:
                 if self._status is not None:
                     return None
                 self._news.wait()
-            self._under_way = 1
+            self._in_flight = 1
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
@@ -204,9 +205,9 @@ class _TrackerThread:
 
     def _log_failure(self, reason: str) -> None:
         """Log `reason` if it is the first failure of the tracker; store it as the latest one."""
-        if not self._trouble:
-            self._say(f"tracker {self.name} takes nothing: {reason}; training goes on, and it is tried again")
-        self._trouble = reason
+        if not self._last_error:
+            self._log(f"tracker {self.name} failed: {reason}; training continues, and sending is retried")
+        self._last_error = reason
 
     def _save_progress(self, step: int, now: bool = False) -> None:
         """Store `step` in the run directory: the tracker has received all lines up to it, so a resumed run sends only
@@ -217,21 +218,18 @@ class _TrackerThread:
             try:
                 self._keep()
             except UserError:
-                pass  # the same lines come again, then
+                pass  # after a resume the same lines are sent again
 
 
 def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
     """Flatten nested dicts to path -> number or text ("seconds_by_part/forward"); values that are not finite are left
     out. prefix: text before each path."""
-    found: dict[str, float | str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flatten_values(value, f"{prefix}{key}/")
-        elif isinstance(value, str):
-            found[prefix + key] = value
-        elif isinstance(value, (bool, int, float)) and math.isfinite(value):
-            found[prefix + key] = float(value)
-    return found
+    flat = flatten(values, "/", prefix)
+    texts = {key: value for key, value in flat.items() if isinstance(value, str)}
+    numbers = (bool, int, float)
+    return texts | {
+        key: float(value) for key, value in flat.items() if isinstance(value, numbers) and math.isfinite(value)
+    }
 
 
 def flatten_line(line: Mapping[str, Any]) -> Line:
@@ -249,5 +247,5 @@ def _read_lines(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
 
 def _format_error(error: Exception) -> str:
     """Format an exception as one short line."""
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return said if len(said) <= LONGEST_REASON else f"{said[: LONGEST_REASON - 3]}..."
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 3]}..."

@@ -1,1 +1,1 @@
-"""Training: step, loop, optimizers, precision, predictions beside measurements."""
+"""Training: step, loop, optimizers, precision, predicted and measured figures."""

@@ -104,25 +104,25 @@ def train(
         >>> result.loss < 6.0
         True
     """
-    wanted = resolve_recipe(recipe, overrides, trust=trust)
+    resolved = resolve_recipe(recipe, overrides, trust=trust)
     if layout is not None:
-        wanted = resolve_recipe(wanted, {"layout": str(layout)})
-    started = read_place(wanted.run.rendezvous) if is_started_by_others() else None
+        resolved = resolve_recipe(resolved, {"layout": str(layout)})
+    started = read_place(resolved.run.rendezvous) if is_started_by_others() else None
     if started is not None and started.rank > 0:
         ignore_model_warnings()
-    if wanted.layout == "auto":
+    if resolved.layout == "auto":
         from meshwright.launcher.rank_threads import share_this_host
         from meshwright.training.automatic import search_fastest_layout
 
-        log = print_message if started is None or started.rank == 0 else _discard
+        log = print_message if started is None or started.rank == 0 else lambda line: None
         measure = probe and (started is None or share_this_host(started))
-        chosen = search_fastest_layout(wanted, None if started is None else started.ranks, log, probe=measure)
-        wanted = resolve_recipe(wanted, {"layout": chosen})
+        chosen = search_fastest_layout(resolved, None if started is None else started.ranks, log, probe=measure)
+        resolved = resolve_recipe(resolved, {"layout": chosen})
     if started is not None:
         from meshwright.training.worker import join
 
-        return Result.from_document(join(wanted, probe=probe), wanted.run_directory)
-    return Result.from_document(launch_recipe(wanted, restarts=restarts, probe=probe), wanted.run_directory)
+        return Result.from_document(join(resolved, probe=probe), resolved.run_directory)
+    return Result.from_document(launch_recipe(resolved, restarts=restarts, probe=probe), resolved.run_directory)
 
 
 def reports_result() -> bool:
@@ -130,8 +130,4 @@ def reports_result() -> bool:
     the ranks, else the process that starts them itself."""
     if not is_started_by_others():
         return True
-    return read_place("file:///").rank == 0  # the rank is the same wherever ranks meet
-
-
-def _discard(line: str) -> None:
-    """Discard a log line: the log function of all ranks but 0, so that rank 0 alone prints."""
+    return read_place("file:///").rank == 0  # the rank does not depend on the rendezvous

@@ -17,16 +17,16 @@ from meshwright.threads import choose_threads
 from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_profile, measure_first_start
 
 
-def search_fastest_layout(recipe: Recipe, ranks: int | None, say: Callable[[str], None], *, probe: bool = False) -> str:
+def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str], None], *, probe: bool = False) -> str:
     """Return the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe with
     `layout = "auto"`, as text such as "dp2 zero1" without a precision, which the run chooses itself.
 
     ranks: number of ranks that another launcher has started; None: one per GPU of this machine, or as many CPU
-    processes as the hardware profile (measured machine speeds) was made with. say: called with each log line. probe:
+    processes as the hardware profile (measured machine speeds) was made with. log: called with each log line. probe:
     first measure a CPU machine that has no profile, with two processes unless `ranks` is given. `UserError` if there is
     no hardware profile or no layout fits.
     """
-    where = _find_devices(recipe, ranks, say if probe else None)
+    where = _find_devices(recipe, ranks, log if probe else None)
     config, assumed = config_of(recipe)
     problem = problem_of(
         config, where, sequence=recipe.data.sequence, batch=recipe.train.batch, optimizer=recipe.train.optimizer,
@@ -40,18 +40,18 @@ def search_fastest_layout(recipe: Recipe, ranks: int | None, say: Callable[[str]
         )
     best = found.best[0]
     layout = str(replace(best.layout, precision=None))
-    say(
-        f"layout = {layout}: the fastest of {found.searched:,} that fits {where.name}; {best.time.seconds:.3g} s a "
-        f"step expected ({best.time.low:.3g} to {best.time.high:.3g})"
+    log(
+        f"layout = {layout}: predicted to be the fastest of {found.searched:,} layouts on {where.name}; "
+        f"{best.time.seconds:.3g} s a step ({best.time.low:.3g} to {best.time.high:.3g})"
     )
     return layout
 
 
-def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] | None) -> Cluster:
+def _find_devices(recipe: Recipe, ranks: int | None, log: Callable[[str], None] | None) -> Cluster:
     """Return the description (number, speeds, links) of the devices that the recipe would train on: this machine's
     GPUs, else its CPU processes as measured in the hardware profile.
 
-    ranks: number of devices; None: all GPUs, or as many processes as the profile was measured with. say: called with
+    ranks: number of devices; None: all GPUs, or as many processes as the profile was measured with. log: called with
     each log line while a missing CPU profile is measured; None: measure nothing and raise `UserError` without a
     profile.
     """
@@ -68,8 +68,8 @@ def _find_devices(recipe: Recipe, ranks: int | None, say: Callable[[str], None] 
         threads = recipe.run.threads or choose_threads(
             many, None, compute_layer_flops(recipe, Layout.parse(f"dp{many}"))
         )
-        if say is not None:
-            measure_first_start(Layout(), recipe.run.device, threads, say, ranks=many, axes=SYNCHRONOUS_AXES)
+        if log is not None:
+            measure_first_start(Layout(), recipe.run.device, threads, log, ranks=many, axes=SYNCHRONOUS_AXES)
         where = find_hardware_profile(many, threads)
     where = where or cluster("this", 'layout = "auto"')
     return where if ranks in (None, where.devices) else replace(where, devices=ranks, devices_per_node=ranks)

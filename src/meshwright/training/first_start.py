@@ -30,18 +30,17 @@ from meshwright.threads import count_available_cores, measure_busy_share
 from meshwright.training.process_constants import LIMIT_SECONDS, ProcessKey, measure_process_memory
 
 LONGEST_SECONDS = LOCK_SECONDS + SHORT_LIMIT_SECONDS + 2 * LIMIT_SECONDS
-"""Longest time that a start may wait for its measurements, in both candidate precisions."""
+"""Maximum time that a start waits for its measurements, in both candidate precisions."""
 
 BUSY_SHARE = 0.25
 """Share of a machine's CPU time used by other programs above which a hardware profile is not measured again."""
 
 SYNCHRONOUS_AXES = ("tp", "cp")
-"""Mesh axes with a collective in every layer; their synchronization cost is measured. Experts wait as tp does
-(`planner/reference_step.py`)."""
+"""Mesh axes with a collective in every layer, whose synchronization cost is measured; expert parallelism has that of
+tp (`planner/reference_step.py`)."""
 
 SLOW_WITHOUT_INSTRUCTIONS = ("bf16", "fp16")
-"""Precisions whose products of matrices take several times as long as float32's on processors without instructions for
-them."""
+"""Precisions whose matmuls take several times as long as in float32 on CPUs without instructions for them."""
 
 
 def candidate_precisions() -> tuple[str, ...]:
@@ -56,8 +55,8 @@ def slow_precision_warning(layout: Layout, device: str) -> str | None:
     if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not on_processors(device) or has_bf16_instructions():
         return None
     return (
-        f"warning: precision {layout.precision}: this processor has no instructions for 16-bit matrix products, which "
-        "may take many times as long as in fp32; a layout without a precision takes the faster one"
+        f"warning: precision {layout.precision}: this CPU has no instructions for 16-bit matmuls, which may take many "
+        "times as long as in fp32; a layout without a precision takes the faster one"
     )
 
 
@@ -78,7 +77,7 @@ def measurement_advice(device: str) -> str:
     "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
-    if not on_processors(device):  # a GPU's device file, and a torch that does not use it
+    if not on_processors(device):  # there is a GPU device file, but torch does not use the GPU
         return "start once with run.device=cpu"
     return "start once without --no-probe"
 
@@ -125,7 +124,7 @@ def measure_first_start(
         if profile_known() and not unmeasured():
             return
         with measurement_lock(log):
-            profile, memory = not profile_known(), unmeasured()  # another may have measured before
+            profile, memory = not profile_known(), unmeasured()  # another process may have measured in the meantime
             if profile or memory:
                 _measure_and_store(key if profile else None, precisions, axes, memory, log)
 
@@ -200,8 +199,8 @@ def _measure_profile(
     disturbed = _disturbance(profile, key.path)
     if disturbed:
         log(
-            f"other programs kept a rank from its core for {disturbed:.0%} of that time: the predicted time is that of "
-            "an idle machine, its upper bound that of one as busy; the next start on an idle machine measures again"
+            f"other programs used a rank's core for {disturbed:.0%} of that time: the predicted time is that of an "
+            "idle machine, its upper bound that of one as busy; the next start on an idle machine measures again"
         )
     if earlier is None or not earlier.covers(*wanted.values()) or disturbed <= _disturbance(earlier, key.path):
         write_profile(key, profile)
@@ -231,7 +230,7 @@ def _has_profile(
         return disturbed == 0
     share = measure_busy_share()
     if share > BUSY_SHARE:
-        log(f"hardware profile: measured on a busy machine, and kept while other programs use {share:.0%} of its cores")
+        log(f"hardware profile: measured on a busy machine; kept, since other programs use {share:.0%} of its cores")
     return share > BUSY_SHARE
 
 

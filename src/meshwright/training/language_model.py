@@ -151,7 +151,7 @@ class LanguageModelTask:
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
         mesh, objective = self.mesh, self.objective
         sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
-        for group in self._split_rows(count, beyond=self.validation_tokens.rows):  # these have no target
+        for group in self._split_rows(count, beyond=self.validation_tokens.rows):  # padding without targets
             micro_batches = [self._load("validation", rows, padded=True) for rows in group]
             shares = self._shares(self.passes.evaluate(micro_batches))
             sums[0] += shares[0]
@@ -170,7 +170,7 @@ class LanguageModelTask:
         """
         done = 0
         for group in self._split_rows(sequences, beyond=sequences):
-            # Sequence 0 stands in for those beyond the last: every rank computes as much.
+            # Indices beyond the last are replaced by sequence 0, so that every rank runs the same number of passes.
             micro_batches = [self._load(split, np.where(rows < sequences, rows, 0)) for rows in group]
             scored = [
                 (row, values_D)

@@ -26,7 +26,7 @@ def learning_rate(step: int, train: TrainRecipe) -> float:
     if train.schedule == "constant":
         return peak
     last = train.steps - 1
-    start = last - train.decay if train.schedule == "wsd" else train.warmup  # the last step at the peak
+    start = last - train.decay if train.schedule == "wsd" else train.warmup  # last step at the peak
     progress = min(1.0, max(0.0, (step - start) / max(1, last - start)))
     floor = peak * train.minimum_learning_rate
     if train.schedule == "cosine":

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Checkpointer, SaveOptions
+from meshwright.checkpoint import Checkpointer, CheckpointPath, SaveOptions
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import sent_between
@@ -74,13 +74,8 @@ class Run:
         config = resolve_model_config(recipe, data)
         layout = recipe.parsed_layout
         refuse(layout, config, recipe.train.batch, recipe.data.sequence, mesh.world_size)
-        self.checkpointer = Checkpointer(
-            run_directory.checkpoints,
-            mesh,
-            config,
-            make_save_options(recipe, data.tokenizer_directory),
-            self.journal.log,
-        )
+        options = make_save_options(recipe, data.tokenizer_directory)
+        self.checkpointer = Checkpointer(run_directory.checkpoints, mesh, config, options, self.journal.log)
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
@@ -93,7 +88,7 @@ class Run:
         self.profile = Profile(recipe, mesh, run_directory, lambda line: self.journal.log(line))
         self.saved_state: dict[str, Any] | None = None
         """`state.json` of the checkpoint from which the run resumes."""
-        self._resumed_otherwise: list[str] = []
+        self._resume_notes: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until SIGTERM or an interrupt, and return the result document (JSON dict of
@@ -128,10 +123,12 @@ class Run:
         every, last = self.recipe.checkpoint.every, done == train.steps
         due = last or (every > 0 and done % every == 0)
         validation = None
-        if train.validate_every and (due or done % train.validate_every == 0):  # saved: so that the best is known
+        if train.validate_every and (
+            due or done % train.validate_every == 0
+        ):  # every checkpoint needs its validation loss
             self.journal.memory.stop()
             validation = trainer.validate()
-        # Before the save: no step may be without a line.
+        # Before the save, so that every step is recorded.
         if self.journal.leader:
             self.journal.record_step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
@@ -223,10 +220,10 @@ class Run:
             )
         except UserError as error:
             problem = str(error)
-        for line in self._resumed_otherwise:
+        for line in self._resume_notes:
             self.journal.log(line)
-        if (said := self.agreement.first_text(problem)) is not None:
-            raise UserError(said[1])
+        if (failure := self.agreement.first_text(problem)) is not None:
+            raise UserError(failure[1])
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
         """Return the layout with an explicit precision: its own, else that of `previous` (the layout notation in the
@@ -254,18 +251,19 @@ class Run:
             checkpoint, state = loaded
             if self._resolve_precision(layout, state["layout"]) == resolved:
                 break
-            # The newest one is damaged inside, and the older one, which counts, has another precision: once more.
+            # The newest checkpoint is damaged and the older one has another precision: build the model again.
             del task, self.trainer
+        return self._restore(checkpoint, state)
+
+    def _restore(self, checkpoint: CheckpointPath, state: dict[str, Any]) -> str:
+        """Restore the trainer's counters from `state`, the content of the checkpoint's `state.json`, and return the
+        checkpoint's name. Log lines on differences between run and checkpoint (learning-rate schedule, threads) are
+        stored, to be printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
-        self._collect_resume_notes(state)
-        return checkpoint.name
-
-    def _collect_resume_notes(self, state: dict[str, Any]) -> None:
-        """Store log lines on differences between this run and its checkpoint (learning-rate schedule, threads), which
-        are printed before the first step. state: content of the checkpoint's `state.json`."""
         lines = (self._schedule_change_note(state), thread_change_note(state.get("threads"), self.trainer.threads))
-        self._resumed_otherwise = [line for line in lines if line is not None]
+        self._resume_notes = [line for line in lines if line is not None]
+        return checkpoint.name
 
     def _schedule_change_note(self, state: dict[str, Any]) -> str | None:
         """Return a log line if `train.steps`, and with it the learning-rate schedule, has changed since the checkpoint;
@@ -275,8 +273,8 @@ class Run:
         if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
             return None
         return (
-            f"train.steps was {before} and is {train.steps}: the learning rate follows the {train.schedule} curve of "
-            f"{train.steps} steps from step {step + 1} on"
+            f"train.steps was {before} and is {train.steps}: from step {step + 1} on the learning rate follows the "
+            f"{train.schedule} schedule of {train.steps} steps"
         )
 
     # --- saving and stopping
@@ -286,12 +284,12 @@ class Run:
         loss or gradient norm was not finite. verdict: outcome of the last step."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
-            self._wait_for_save()  # an earlier step's save may still be under way
+            self._wait_for_save()  # an earlier save may still be in progress
             newest = self.checkpointer.newest()
             count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
                 f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not finite, "
-                f"more than train.maximum_skipped = {limit}; the newest whole checkpoint is "
+                f"more than train.maximum_skipped = {limit}; the newest intact checkpoint is "
                 f"{newest.name if newest else 'none yet'}; a lower train.learning_rate or train.clip usually helps"
             )
 
@@ -315,7 +313,7 @@ class Run:
         failure marker, and the other ranks would wait for its shard.
         """
         while True:
-            busy = self.checkpointer.busy  # asked first: what has ended has said whether it failed
+            busy = self.checkpointer.busy  # read before `failed`: a save that has ended has set its outcome
             if not self.agreement.all_true(self.checkpointer.failed() is None):
                 return self._abandon_save()
             if self.agreement.all_true(not busy):
@@ -325,9 +323,9 @@ class Run:
     def _abandon_save(self) -> str:
         """Cancel, on all ranks, a checkpoint save that failed on one of them and return the reason; older checkpoints
         stay."""
-        said = self.agreement.first_text(self.checkpointer.failed())
+        failure = self.agreement.first_text(self.checkpointer.failed())
         self.checkpointer.abandon()
-        return said[1] if said else "the checkpoint could not be written"
+        return failure[1] if failure else "the checkpoint could not be written"
 
     def _finish_saving(self) -> None:
         """Wait for the last save; every rank raises `UserError` if any of them could not write."""
@@ -338,7 +336,7 @@ class Run:
         """Raise `KeyboardInterrupt` after an interrupt, else `Terminated` (SIGTERM); the checkpoint is already
         saved."""
         signal = "an interrupt" if self.stop.interrupted else "SIGTERM"
-        line = f"stopped by {signal} after saving step {self.trainer.steps_done}; the same command goes on from there"
+        line = f"stopped by {signal} after saving step {self.trainer.steps_done}; the same command resumes the run"
         if self.stop.interrupted:
             raise KeyboardInterrupt(line)
         raise Terminated(line)
@@ -357,7 +355,7 @@ def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
 
 def _deterministic_inductor() -> Any:
     """Return a context manager in which Inductor chooses kernels by rule instead of timing them."""
-    from torch._inductor import config  # takes a second to load
+    from torch._inductor import config  # takes a second to import
 
     return config.patch(deterministic=True)
 
@@ -374,11 +372,11 @@ def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled()
-    # cuBLAS reads this when it is first used: with it, several streams cannot change the order of a sum.
+    # Read by cuBLAS at its first use: makes reductions deterministic when several streams are used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     fresh_memory: Any = torch.utils.deterministic
-    fresh_memory.fill_uninitialized_memory = False  # for debugging; costs time
+    fresh_memory.fill_uninitialized_memory = False  # a debugging aid that costs time
     try:
         with _deterministic_inductor() if compiled else nullcontext():
             yield

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 LEAST, GREATEST = 1.0, 2.0**127
-"""Beyond, float32 cannot hold the factor: `torch.amp.GradScaler` stops there too. Below 1 no gradient needs it."""
+"""Range of the scale: float32 overflows beyond, as in `torch.amp.GradScaler`, and no gradient needs less than 1."""
 
 
 class LossScale:
@@ -21,7 +21,7 @@ class LossScale:
         constant scale."""
         self.value, self.every = value, every
         self.finite_steps = 0
-        """Finite steps in a row since the factor was changed."""
+        """Finite steps in a row since the scale was changed."""
 
     @property
     def dynamic(self) -> bool:
@@ -38,7 +38,7 @@ class LossScale:
             return False
         if finite:
             self.finite_steps += 1
-            if self.finite_steps >= self.every:  # more, where a run that went on has a smaller `every`
+            if self.finite_steps >= self.every:  # more if a resumed run has a smaller `every`
                 self.value, self.finite_steps = min(GREATEST, self.value * 2), 0
             return False
         self.finite_steps = 0

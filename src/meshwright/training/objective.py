@@ -115,12 +115,12 @@ class NextToken:
         return loss_share(sums, mesh)
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics: there are none beside the loss."""
+        """Return no metrics: only the loss is reported."""
         return Metrics()
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Do nothing before the first step: the loss needs only tokens and targets. Both arguments are ignored."""
 
     def state(self) -> dict[str, Any]:
-        """Return an empty dict: no inputs beside the data need an entry in `state.json`."""
+        """Return an empty dict: no inputs except the data need an entry in `state.json`."""
         return {}

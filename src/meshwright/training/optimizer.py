@@ -65,7 +65,7 @@ class Optimizer:
         for index, shard in enumerate(self.shards):
             cut, end = shard.decay_numel, shard.master.numel()
             for decay, part in ((train.weight_decay, slice(0, cut)), (0.0, slice(cut, end))):
-                if part.start < part.stop:  # a rank may own nothing of a small model
+                if part.start < part.stop:  # in a small model a rank's shard may be empty
                     state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
                     updates = torch.zeros((), device=shard.master.device)
                     self._parts.append(_ShardSlice(decay, shard.master[part], shard.gradient[part], state, updates))
@@ -80,7 +80,7 @@ class Optimizer:
         """
         self.step_count += 1
         for shard in self.shards:
-            for low, high in shard.balancing:  # by the sign of the load above the mean (arXiv:2408.15664, algorithm 1)
+            for low, high in shard.balancing:  # arXiv:2408.15664, algorithm 1
                 load = shard.gradient[low:high]
                 shard.master[low:high].sub_(load.sign(), alpha=self.router_bias_rate)
                 load.zero_()

@@ -9,12 +9,7 @@ import torch
 from meshwright.errors import UserError
 from meshwright.parallel.step import WORTH_ADDING_AT_ONCE
 
-PARAMETER_DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+PARAMETER_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Parameter dtype of each precision of the layout notation."""
 
 
@@ -34,6 +29,4 @@ def set_matmul_precision(precision: str | None, device: torch.device) -> None:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     elif precision == "tf32":
-        raise UserError(
-            f"tf32 is how CUDA devices multiply float32, and the ranks compute on {device.type}; write fp32"
-        )
+        raise UserError(f"precision tf32 needs CUDA devices, and the ranks compute on {device.type}; use fp32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
@@ -19,9 +19,8 @@ from meshwright.planner.ledger import Ledger, ledger
 from meshwright.planner.reference_step import in_place
 from meshwright.planner.step_time import StepTime, default_precision, step_time
 from meshwright.training.first_start import find_hardware_profile, measurement_advice
-from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.process_constants import ProcessKey
-from meshwright.training.process_memory import predict_process_memory
+from meshwright.training.process_memory import language_model_of, predict_process_memory
 from meshwright.training.trainer import Trainer
 
 Found = TypeVar("Found")
@@ -40,18 +39,18 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
             return work()
         except UserError as error:
             notes.append(f"{what} is not predicted: {error}")
-        except Exception as error:  # a fault of the planner, and not of this run
-            notes.append(f"{what} is not predicted, by a fault of the planner: {type(error).__name__}: {error}")
+        except Exception as error:  # an error of the planner, not of this run
+            notes.append(f"{what} is not predicted: error in the planner: {type(error).__name__}: {error}")
         return None
 
-    machine = try_predict("the time of a step", lambda: find_training_cluster(trainer))
-    time = None if machine is None else try_predict("the time of a step", lambda: _predict_step_time(trainer, machine))
+    machine = try_predict("step time", lambda: find_training_cluster(trainer))
+    time = None if machine is None else try_predict("step time", lambda: _predict_step_time(trainer, machine))
     found = try_predict("memory", lambda: _predict_ledger(trainer, machine, notes))
     share = _unexplained_share(machine)
     process = None
     if found is not None and memory is not None and trainer.device.type == "cpu":
         process = try_predict("process memory", lambda: _predict_process_memory(trainer, found, memory, share))
-    axes = try_predict("what is sent", trainer.task.predicted_traffic_by_axis)
+    axes = try_predict("traffic", trainer.task.predicted_traffic_by_axis)
     tensors = None if found is None else _bytes_by_category(found, share)
     return Prediction(tensors, time, axes, machine, trainer.recipe.train.compile, tuple(notes), process)
 
@@ -78,15 +77,10 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
         if alike and found.devices >= ranks:
             return _select_devices(found, ranks)
     if known is not None:
-        node = _devices_per_node(ranks, _count_local_devices(device))
+        node = _devices_per_node(ranks, torch.cuda.device_count())
         return cluster({"device": known.name, "devices": ranks, "devices_per_node": node})
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
     raise UserError(f'no hardware profile for {many}; run "meshwright probe"')
-
-
-def _count_local_devices(device: torch.device) -> int:
-    """Return the number of GPUs visible to this process, or 1 if `device` is a CPU."""
-    return torch.cuda.device_count() if device.type == "cuda" else 1
 
 
 def _devices_per_node(ranks: int, most: int) -> int:
@@ -101,10 +95,10 @@ def _select_devices(whole: Cluster, ranks: int) -> Cluster:
 
 def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
     """Predict the step time of the trainer's run, in seconds by phase. machine: description of its devices."""
-    train, task = trainer.recipe.train, _language_model(trainer)
+    train, task = trainer.recipe.train, language_model_of(trainer)
     tokens = task.tokens
     documents = 1.0
-    if tokens.document_mask:  # a row of S tokens has a part of one more document than begin in it
+    if tokens.document_mask:  # a sequence holds part of one more document than begin in it
         documents += tokens.documents * tokens.sequence / max(1, tokens.tokens)
     return step_time(
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
@@ -120,10 +114,10 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
     """Return the predicted memory of this rank as a ledger: each tensor with its bytes and lifetime. machine:
     description of the devices, None if unknown. notes: list to which a line is added if the effect of torch.compile is
     unknown."""
-    task = _language_model(trainer)
+    task = language_model_of(trainer)
     tokens = task.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1
-    if documents and trainer.device.type == "cpu":  # where they begin decides what its attention holds
+    if documents and trainer.device.type == "cpu":  # document starts determine the memory of CPU attention
         documents = task.document_starts(trainer.steps_done, STEPS)
     found = ledger(
         task.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
@@ -160,11 +154,6 @@ def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory,
         advice = measurement_advice(trainer.recipe.run.device)
         raise UserError(f"no process-memory profile for this precision and thread count; {advice}")
     return predict_process_memory(trainer, found, memory.resident_before, constants, share)
-
-
-def _language_model(trainer: Trainer) -> LanguageModelTask:
-    """Return the trainer's task, which must be a language-model task: the planner knows no other model."""
-    return cast(LanguageModelTask, trainer.task)
 
 
 def _optimizer_name(trainer: Trainer) -> str:

@@ -103,14 +103,14 @@ class PreferencePairs:
 
         def compute() -> Reference:
             """Compute the reference log-probabilities and log the progress."""
-            log = limit_rate(lambda done: start.log(f"reference: {done:,} of {sequences:,} rows"))
+            log = limit_rate(lambda done: start.log(f"reference: {done:,} of {sequences:,} sequences"))
             return self.compute_reference(policy, identity, log)
 
         leader = policy.mesh.rank == 0
         self.reference, earlier = load_or_compute(path, self._pairs, identity, compute, start.agreement, leader)
         responses = sum(len(each.values) for each in self.reference.splits.values())
-        how = "as an earlier start of this run left them" if earlier else f"in {time.perf_counter() - begun:.1f} s"
-        start.log(f"reference: log-probabilities of {responses:,} responses, {how}, in {path}")
+        how = "loaded from" if earlier else f"computed in {time.perf_counter() - begun:.1f} s, stored in"
+        start.log(f"reference: log-probabilities of {responses:,} responses, {how} {path}")
 
     def compute_reference(
         self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
@@ -144,14 +144,13 @@ class PreferencePairs:
         try:
             found = read_reference(path, self._pairs)
             if found.sha256 != start.saved.get("reference_sha256"):
-                problem = f"{path} is that of another run"
+                problem = f"{path} belongs to another run"
         except UserError as error:
             problem = str(error)
         if (first := start.agreement.first_text(problem)) is not None:
             raise UserError(
-                f"{first[1]}: it holds the log-probabilities under the weights that training began with, and a run "
-                "of which some steps are done cannot compute them again; put it back, or begin another run with "
-                "another run.name"
+                f"{first[1]}: it holds the log-probabilities under the initial weights, which a resumed run cannot "
+                "compute again; restore the file, or start a new run with another run.name"
             )
         assert found is not None
         return found

@@ -23,7 +23,7 @@ from meshwright.planner.machine_profile import (
 
 KIND = "memory"
 LIMIT_SECONDS = 120.0
-"""Time limit of a measurement: many times what an idle machine needs."""
+"""Time limit of a measurement: many times the duration on an idle machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from meshwright.training.trainer import Trainer
 
 PAGES_READ = 1 << 16
-"""Bytes that the kernel maps around each place of a file that is read (fault-around)."""
+"""Bytes that the kernel maps around each page of a file that is read (fault-around)."""
 HASHED_AT_ONCE = 1 << 23
-"""Bytes that a save reads back at a time to hash them, with those that are on their way."""
+"""Bytes that a save reads back at a time to hash them, including read-ahead."""
 MATMULS_PER_EXPERT = 6
-"""In a step: gate and up in one, and down, each in the forward pass, for the input's gradient and for its own."""
+"""In a step: gate and up together, and down; each in forward, for the input gradient and for the weight gradient."""
 
 
 def predict_process_memory(
@@ -49,7 +49,7 @@ def predict_process_memory(
     _import_step_modules(trainer)
     now = resident_bytes()
     if now is None or resident_before is None:
-        raise UserError("the kernel does not say how much memory this process has")
+        raise UserError("the kernel does not report the resident memory of this process")
     states = sum(trainer.memory().values())
     snapshot = sum((item.stop - item.start) * item.tensor.element_size() for item in trainer.slices(owned=True))
     reserved = snapshot if trainer.recipe.checkpoint.background else 0
@@ -70,18 +70,16 @@ def predict_process_memory(
         "mapped data": _mapped_data_bytes(trainer),
         "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
     }
-    items["startup peak"] = max(
-        0, (peak_resident_bytes() or 0) - sum(items.values())
-    )  # of a start that took more than steps
+    items["startup peak"] = max(0, (peak_resident_bytes() or 0) - sum(items.values()))  # if above the peak of the steps
     items["unexplained"] = round(share * sum(items.values()))
     return ProcessMemory(items)
 
 
 def _import_step_modules(trainer: Trainer) -> None:
     """Import the torch modules that the trainer's first step would import, so that the resident size includes them."""
-    if trainer.layout.pp > 1:  # torch.autograd.backward with gradients of its own
+    if trainer.layout.pp > 1:  # imported by torch.autograd.backward with explicit gradients
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    if trainer.layout.recompute != "none":  # torch.utils.checkpoint
+    if trainer.layout.recompute != "none":  # imported by torch.utils.checkpoint
         importlib.import_module("torch._dynamo")
 
 
@@ -97,7 +95,7 @@ def _heap_bytes(items: tuple[Item, ...]) -> int:
     return total
 
 
-def _language_model(trainer: Trainer) -> LanguageModelTask:
+def language_model_of(trainer: Trainer) -> LanguageModelTask:
     """Return the trainer's task, which must be a language-model task: the planner knows no other model."""
     return cast("LanguageModelTask", trainer.task)
 
@@ -105,7 +103,7 @@ def _language_model(trainer: Trainer) -> LanguageModelTask:
 def _count_cached_kernels(trainer: Trainer) -> int:
     """Return the number of compiled oneDNN kernels in the cache at the end of the run: 16-bit matmuls of experts, which
     have a new shape in each step, at most the cache's capacity; 0 in fp32."""
-    config, layout = _language_model(trainer).config, trainer.layout
+    config, layout = language_model_of(trainer).config, trainer.layout
     if layout.precision in (None, "fp32"):
         return 0
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
@@ -116,7 +114,7 @@ def _count_cached_kernels(trainer: Trainer) -> int:
 
 def _mapped_data_bytes(trainer: Trainer) -> int:
     """Return the bytes of the prepared data's memory-mapped files that the remaining steps of this rank will touch."""
-    tokens, layout, train = _language_model(trainer).tokens, trainer.layout, trainer.recipe.train
+    tokens, layout, train = language_model_of(trainer).tokens, trainer.layout, trainer.recipe.train
     rows = (train.steps - trainer.steps_done) * max(1, train.batch // layout.dp)
     dtype: Any = getattr(tokens, "dtype", None)
     size = tokens.tokens * (dtype.itemsize if dtype is not None else 4)

@@ -37,7 +37,7 @@ from meshwright.training.process_constants import ProcessConstants
 
 STEPS = 3
 KERNELS = 24
-"""Products of shapes of their own, whose kernels' memory is measured."""
+"""Number of matmuls with distinct shapes, whose kernels' memory is measured."""
 
 
 def _make_config(hidden: int, layers: int) -> ModelConfig:
@@ -49,7 +49,7 @@ def _make_config(hidden: int, layers: int) -> ModelConfig:
     )  # fmt: skip
 
 
-SMALL = _make_config(64, 1), 4, 64  # rows, tokens
+SMALL = _make_config(64, 1), 4, 64  # config, sequences, tokens
 LARGE = _make_config(192, 4), 8, 256
 
 
@@ -96,7 +96,9 @@ class _ProbeRun:
 def measure(precision: str, compiled: bool) -> ProcessConstants:
     """Measure the process memory beyond tensors (`ProcessConstants`) with small models in this process. compiled:
     measure torch.compile's memory as well."""
-    torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))  # loads what every rank has loaded
+    torch.nn.functional.linear(
+        torch.randn(512, 512), torch.randn(512, 512)
+    )  # loads the libraries that every rank has loaded
     kept, _ = _ProbeRun(SMALL, precision, False).run_steps()
     large = _ProbeRun(LARGE, precision, False)
     more, above = large.run_steps()
@@ -105,7 +107,7 @@ def measure(precision: str, compiled: bool) -> ProcessConstants:
     compiler = compiling = 0
     if compiled:
         with tempfile.TemporaryDirectory(prefix="meshwright-compiled-") as place:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = place  # as the first run of a model has it
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = place  # an empty cache, as in the first run of a model
             run = _ProbeRun(SMALL, precision, True)
             compiler, compiling = run.run_steps()
     return ProcessConstants(max(0, kept) + max(0, more), retention, kernel, max(0, compiler), max(0, compiling))

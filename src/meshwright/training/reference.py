@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from meshwright.checkpoint.agreement import Agreement
+from meshwright.checkpoint.files import replace_file
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.data.files import sync_directory
-from meshwright.errors import UserError
+from meshwright.errors import UserError, error_reason
 from meshwright.parallel.flat_buffers import TensorSlice
 
 FILE = "reference.safetensors"
 FORMAT = 1
 REFERENCE_SITE = "start.reference"
 WEIGHTS_SITE = "start.weights"
-_AT_ONCE = 1 << 20  # elements whose bits are summed together
+_CHUNK_ELEMENTS = 1 << 20
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 
 
@@ -93,13 +92,7 @@ class Reference:
         OSError."""
         tensors = {name: np.ascontiguousarray(found.values) for name, found in self.splits.items()}
         metadata = {"format": str(FORMAT), "sha256": self.sha256, **self.made_of}
-        fresh = path.with_name(f".{path.name}.new")
-        with fresh.open("wb") as file:
-            file.write(save(tensors, metadata=metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-        sync_directory(path.parent)
+        replace_file(path, save(tensors, metadata=metadata))
 
 
 def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) -> Reference:
@@ -118,10 +111,10 @@ def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) ->
         raise UserError(f'{path} has format "{written}", and this version reads {FORMAT}')
     empty = {name: Responses.zeros(pairs) for name, pairs in pairs_by_row.items()}
     if {name: found.shape for name, found in values.items()} != {name: e.values.shape for name, e in empty.items()}:
-        raise UserError(f"{path} is of other rows than those of the data")
+        raise UserError(f"{path} does not have the response pairs of the data")
     found = Reference({name: Responses(values[name], each.bounds) for name, each in empty.items()}, metadata)
     if found.sha256 != sha256:
-        raise UserError(f"{path} is damaged: its values are not those whose sha256 it holds")
+        raise UserError(f"{path} is damaged: its values do not match its sha256")
     return found
 
 
@@ -144,10 +137,10 @@ def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
         name = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "little", signed=True)
         flat = item.tensor.reshape(-1)
         bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[flat.element_size()])
-        for begin in range(0, len(bits), _AT_ONCE):
-            part = bits[begin : begin + _AT_ONCE].to(torch.int64)
+        for begin in range(0, len(bits), _CHUNK_ELEMENTS):
+            part = bits[begin : begin + _CHUNK_ELEMENTS].to(torch.int64)
             places = torch.arange(len(part), device=part.device, dtype=torch.int64) + (item.start + begin)
-            if (columns := item.columns) is not None:  # of the whole row, wherever it is cut
+            if (columns := item.columns) is not None:  # positions in the unsharded matrix
                 places = places // columns.width * columns.of + columns.start + places % columns.width
             total += ((part + 1) * ((places + name) * _ODD | 1)).sum()
     collectives.all_reduce(total, mesh.world, WEIGHTS_SITE)
@@ -183,7 +176,7 @@ def load_or_compute(
         try:
             computed.write(path)
         except OSError as error:
-            problem = f"{path} cannot be written: {(error.strerror or str(error)).lower()}"
+            problem = f"{path} cannot be written: {error_reason(error)}"
     if (first := agree.first_text(problem)) is not None:
         raise UserError(first[1])
     return computed, False

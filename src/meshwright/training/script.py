@@ -78,7 +78,7 @@ def exit_codes() -> Iterator[None]:
             raise
         stopped = isinstance(error, (Terminated, KeyboardInterrupt))
         first = not is_started_by_others() or read_place().rank == 0
-        if first or not stopped:  # that all were stopped, rank 0 says for all
+        if first or not stopped:  # that all ranks were stopped is printed by rank 0 alone
             text = " ".join(str(error).split()) or "interrupted"
             print_message(f"meshwright: {'' if stopped else 'error: '}{text}")
         sys.exit(error.exit_code if isinstance(error, MeshwrightError) else 130)
@@ -121,13 +121,13 @@ class ScriptFailed(MeshwrightError):
 
     def __init__(self, code: object) -> None:
         """Keep the exit code that the script passed to `sys.exit`; 1 if it is not an integer."""
-        super().__init__(f"the script ended with {f'exit code {code}' if isinstance(code, int) else code}")
+        super().__init__(f"the script exited with {f'exit code {code}' if isinstance(code, int) else code}")
         self.exit_code = code if isinstance(code, int) else 1
 
 
 def main() -> None:
     """Run this process as one rank of a script: read the launcher's description, run the script, report its result."""
-    # Not this module as __main__: `fit` asks the one that everybody imports.
+    # Imported, because __main__ is another module object than the one whose state `fit` reads.
     from meshwright.training import script
 
     run_rank(script._run_script_rank)

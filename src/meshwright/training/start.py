@@ -19,7 +19,7 @@ from meshwright.recipe import Recipe
 from meshwright.terminal import print_message
 from meshwright.training.first_start import measure_run, on_processors, slow_precision_warning
 
-WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: not from the current directory
+WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: no imports from the current directory
 
 
 def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **options: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     """
     from meshwright.data import prepare
 
-    # Everything that can be refused is refused before a process is started; data are prepared where no rank waits.
+    # All checks run before a process is started, and data are prepared while no rank waits.
     check_recipe(recipe)
     named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
     RunDirectory(recipe.run_directory).create()

@@ -55,8 +55,8 @@ class Trainer:
         self.passes.mark = self.clock.mark
         self.steps_done = 0
         self.skipped = self.skipped_in_a_row = 0
-        """Steps without an update because a loss or gradient was not finite; in a row, those that a lower loss scale
-        was not tried against."""
+        """Number of skipped steps, whose loss or gradient was not finite; in a row: without those after which the loss
+        scale was halved."""
 
     def step(self, *, stop: bool = False, save_failed: bool = False) -> StepOutcome:
         """Run one training step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
@@ -101,8 +101,8 @@ class Trainer:
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `state.json` that a bitwise resume needs beside tensors: counters, loss
-        scale, seed, layout, recipe."""
+        """Return the entries of a checkpoint's `state.json` that a bitwise resume needs in addition to tensors:
+        counters, loss scale, seed, layout, recipe."""
         return {
             "step": self.steps_done,
             "samples": self.steps_done * self.recipe.train.batch,

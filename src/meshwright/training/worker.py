@@ -74,7 +74,7 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
     directory = RunDirectory(recipe.run_directory)
     patient = recipe.run.collective_timeout > LONGEST_SECONDS
     if probe and start.rank == 0 and patient and share_this_host(start):
-        with suppress(UserError), directory:  # what is wrong here is said by all ranks when they have met
+        with suppress(UserError), directory:  # an error here is raised again on all ranks after the rendezvous
             measure_run(recipe, local_threads(recipe, start.ranks).count, print_message)
     return _run_as_rank(recipe, start, directory, None, options, lock=True)
 
@@ -179,7 +179,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
         found = ThreadChoice(given)
     if note and found.note and start.rank == 0:
         print_message(found.note)
-    torch.set_num_threads(found.count)  # however many there are: MKL then starts no fewer
+    torch.set_num_threads(found.count)  # set in any case: MKL might otherwise start fewer threads
 
 
 def _separate_compile_caches(start: Place) -> None:

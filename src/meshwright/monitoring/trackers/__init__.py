@@ -22,7 +22,7 @@ BUILT_IN = {
     "mlflow": "meshwright.monitoring.trackers.mlflow:MLflowTracker",
 }
 
-_HOSTED = ("databricks", "databricks-uc", "uc")  # what MLflow takes for a server beside URLs
+_HOSTED = ("databricks", "databricks-uc", "uc")  # server names of MLflow that are not URLs
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
@@ -86,7 +86,7 @@ def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
         raise UserError(f"{where}: {unknown('tracker', name, (*known, 'module:Class'))}")
     if name not in known and not recipe.trusted:
         raise UserError(
-            f'{where}: "{name}" is code that the recipe names; if you trust whoever wrote it, add --trust-recipe '
+            f'{where}: "{name}" is code that the recipe names; if you trust its author, add --trust-recipe '
             "(in Python trust=True), or install it with an entry point of the group meshwright.trackers"
         )
     module, _, attribute = known.get(name, name).partition(":")
@@ -96,12 +96,12 @@ def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
             made = getattr(made, part)
     except (ImportError, AttributeError) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        hint = "; install it, or have PYTHONPATH name its directory" if missing else ""
+        hint = "; install it, or add its directory to PYTHONPATH" if missing else ""
         raise UserError(f'{where}: tracker "{name}" cannot be loaded: {error}{hint}') from None
     if not _is_tracker(made):
         raise UserError(
-            f'{where}: "{name}" is no tracker: a class with the methods start(run, recipe), log(step, values) and '
-            "finish(status) is needed"
+            f'{where}: "{name}" is not a tracker: it must be a class with the methods start(run, recipe), '
+            "log(step, values) and finish(status)"
         )
     if name in BUILT_IN:
         for package in made.packages:
@@ -113,9 +113,9 @@ def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
     for option, value in recipe.track.options.get(name, {}).items():
         if not recipe.trusted and _names_server(value):
             raise UserError(
-                f"{recipe.where('track.options')}: track.options.{name}.{option}: the server that the recipe names "
-                "could be sent your credentials (of the environment, of files such as ~/.mlflow/credentials); if you "
-                "trust whoever wrote the recipe, add --trust-recipe (in Python trust=True)"
+                f"{recipe.where('track.options')}: track.options.{name}.{option}: your credentials (environment, files "
+                "such as ~/.mlflow/credentials) could be sent to the server that the recipe names; if you trust the "
+                "author of the recipe, add --trust-recipe (in Python trust=True)"
             )
     return made  # type: ignore[no-any-return]
 

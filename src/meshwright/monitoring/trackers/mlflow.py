@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.monitoring.trackers import FAILED, FINISHED, STOPPED, TrackedRun
 
 STATUS = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
-LONGEST_PARAMETER = 6000  # characters that a server takes
+LONGEST_PARAMETER = 6000  # maximum characters of a parameter
 PARAMETERS_AT_ONCE = 100
 
 _RUN_ID = "run_id"
@@ -26,16 +26,16 @@ class MLflowTracker:
     packages = ("mlflow", "sqlalchemy", "alembic")
 
     def __init__(self, uri: str | None = None, experiment: str = "meshwright", run_name: str | None = None) -> None:
-        # A request that fails is tried again by who calls us; MLflow would hold it for minutes.
+        # Failed requests are retried by the caller; MLflow itself would retry for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        from mlflow.tracking import MlflowClient  # here, not in the thread beside the first steps
+        from mlflow.tracking import MlflowClient  # here, so that the import does not slow down the first steps
 
         self._make, self._uri, self._experiment, self._name = MlflowClient, uri, experiment, run_name
         self._client: Any = None
         self._run = ""
-        self._has: dict[str, int] = {}  # of a run that goes on: the last step of each of its figures
+        self._has: dict[str, int] = {}  # metric -> last step that a resumed MLflow run has
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
         """Create the MLflow run, or resume it. recipe: dotted key -> value, logged as parameters; a value that has
@@ -47,7 +47,7 @@ class MLflowTracker:
                 self._run = before
                 client.update_run(before, status="RUNNING")
             else:
-                if before:  # killed before it had a checkpoint: nobody goes on with it
+                if before:  # killed before its first checkpoint: not resumed
                     client.set_terminated(before, "KILLED")
                 made = client.create_run(self._experiment_id(), run_name=self._name or run.name)
                 self._run = run.kept[_RUN_ID] = made.info.run_id

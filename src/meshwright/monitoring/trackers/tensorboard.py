@@ -18,7 +18,7 @@ class TensorBoardTracker:
     packages = ("tensorboard",)
 
     def __init__(self, directory: str | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here, not in the thread beside the first steps
+        from torch.utils.tensorboard import SummaryWriter  # here, so that the import does not slow down the first steps
 
         self._directory, self._make = directory, SummaryWriter
         self._writer: Any = None
@@ -28,7 +28,7 @@ class TensorBoardTracker:
         from torch.utils.tensorboard.summary import hparams
 
         directory = self._directory or str(run.directory / "tensorboard")
-        # Readers drop whatever earlier files have from `purge_step` on.
+        # TensorBoard drops the values of earlier files from `purge_step` on.
         writer: Any = self._make(directory, purge_step=0 if run.fresh else run.step + 1)
         rows = [f"| {key} | `{value}` |" for key, value in recipe.items()]
         writer.add_text("recipe", "\n".join(["| key | value |", "|---|---|", *rows]), run.step + 1)
@@ -45,7 +45,7 @@ class TensorBoardTracker:
                 self._writer.add_text(key, value, step)
             else:
                 self._writer.add_scalar(key, value, step)
-        self._writer.flush()  # a process that is killed loses what is not in the file
+        self._writer.flush()  # so that a killed process loses nothing
 
     def finish(self, status: str) -> None:
         """Close the event file. status: ignored."""

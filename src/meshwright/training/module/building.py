@@ -41,17 +41,17 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
     seed_generators(derive_seed(seed, "module"), device)
     module = spec.build()
     if not isinstance(module, nn.Module):
-        raise UserError(f"build gives {type(module).__name__}: a torch.nn.Module is needed")
+        raise UserError(f"build returned a {type(module).__name__}; it must return a torch.nn.Module")
     check_values(module)
     module.to(device)
-    if not module.training:  # as from_pretrained leaves it
+    if not module.training:  # from_pretrained returns modules in eval mode
         module.train()
     dtype = parameter_dtype(module, layout)
     for parameter in module.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     for inner in module.modules():
-        if isinstance(inner, nn.modules.batchnorm._NormBase):  # it computes with statistics of its weights' dtype
+        if isinstance(inner, nn.modules.batchnorm._NormBase):  # needs statistics in the dtype of its weights
             for name, value in inner.named_buffers(recurse=False):
                 if value.is_floating_point() and dtype.itemsize < value.dtype.itemsize:
                     inner._buffers[name] = value.to(dtype)
@@ -66,6 +66,6 @@ def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
     mine, agreement = derive_seed(0, entries, derived.kept), Agreement(mesh)
     problem = None
     if agreement.broadcast_numbers([mine], count=1) != [mine]:
-        problem = f"rank {mesh.rank} has built another module than rank 0: build must not depend on the rank"
-    if (said := agreement.first_text(problem)) is not None:
-        raise UserError(said[1])
+        problem = f"rank {mesh.rank} built another module than rank 0: build must not depend on the rank"
+    if (failure := agreement.first_text(problem)) is not None:
+        raise UserError(failure[1])

@@ -40,8 +40,8 @@ def check_samples(data: Any, what: str) -> int:
     its name in errors, such as "data"."""
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise UserError(
-            f"{what} is a {type(data).__name__}: a list or a data set with len() and items by number is needed, so "
-            "that every rank finds its samples and a run goes on where it stopped"
+            f"{what} is a {type(data).__name__}: a list or a map-style data set with len() and integer indices is "
+            "needed, so that ranks read their own samples and a run can resume"
         )
     if not len(data):
         raise UserError(f"{what} has no samples")

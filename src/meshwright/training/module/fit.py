@@ -112,7 +112,7 @@ def load(module: nn.Module, path: str | Path) -> nn.Module:
             if not isinstance(value, torch.Tensor) or not value.numel():
                 continue
             if saved is None:
-                raise UserError(f"{files.directory} holds no {names[0]}: it was trained with another module")
+                raise UserError(f"{files.directory} has no tensor {names[0]}: it was trained with another module")
             if files.shape(saved) != tuple(value.shape):
                 raise UserError(
                     f"{files.directory}: {saved} has shape {files.shape(saved)}, the module's {tuple(value.shape)}"

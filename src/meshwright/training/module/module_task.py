@@ -143,9 +143,11 @@ class ModuleTask:
         sums = torch.zeros(2 + len(names), dtype=torch.float64, device=mesh.device)
         training = [inner for inner in self.module.modules() if inner.training]
         self.module.eval()
-        for first in range(0, count, size * mesh.dp.size):  # every rank as often: all-gathers of units are collective
+        for first in range(0, count, size * mesh.dp.size):  # same count on all ranks: all-gathers are collective
             start = first + mesh.dp.rank * size
-            wanted = range(start, min(start + size, count)) or range(1)  # beyond the end: one that does not count
+            wanted = range(start, min(start + size, count)) or range(
+                1
+            )  # beyond the end: one sample that is not counted
             seed_generators(derive_seed(self.recipe.run.seed, "validation", start), mesh.device)
             batch = self._make_batch(start, len(wanted), self.spec.collate([data[index] for index in wanted]))
             found = self.passes.evaluate(batch)
@@ -211,7 +213,7 @@ class ModuleTask:
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:
-            raise UserError(f"count gives {items} items for a batch: there cannot be fewer than none")
+            raise UserError(f"count returned {items} items for a batch; it must not be negative")
         return Batch(number, move_to_device(content, self.mesh.device, self.parallel.parameter_dtype), items)
 
 
@@ -220,7 +222,7 @@ def parameter_dtype(module: nn.Module, layout: Layout) -> torch.dtype:
     trained parameter is float64, else float32. `UserError` for a precision that modules cannot be trained in."""
     if layout.precision is not None:
         if layout.precision not in PARAMETER_DTYPES:
-            raise UserError(f'layout "{layout}": a module of your own is trained in {", ".join(PARAMETER_DTYPES)}')
+            raise UserError(f'layout "{layout}": a user module can be trained in {", ".join(PARAMETER_DTYPES)}')
         return PARAMETER_DTYPES[layout.precision]
     wide = any(each.dtype == torch.float64 for each in module.parameters() if each.requires_grad)
     return torch.float64 if wide else torch.float32

@@ -49,7 +49,7 @@ class ModulePasses:
         self._spec, self.seed = spec, seed
         self.program = program_of(parallel.mesh.layout)
         self.watched: Callable[[Compute], Compute] | None = None
-        """While a profile is taken: a wrapper of the `Compute` of a training step; None otherwise."""
+        """While a profile is recorded: a wrapper of the `Compute` of a training step; None otherwise."""
         (self.stage,) = parallel.partition.stages
         prefetcher = self.prefetcher = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
@@ -74,9 +74,9 @@ class ModulePasses:
         loss = self._spec.loss(self.module, batch.content)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = f"shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(type(loss))
-            raise UserError(f"the loss should be a tensor of one real number, and is {shape}")
+            raise UserError(f"the loss must be a floating-point scalar tensor, and is {shape}")
         if torch.is_grad_enabled() and not loss.requires_grad:
-            raise UserError("the loss depends on no parameter that is trained: nothing in it requires a gradient")
+            raise UserError("the loss depends on no trained parameter: it does not require a gradient")
         loss = loss.reshape(()).to(torch.promote_types(loss.dtype, torch.float32))
         return loss * batch.items if self._spec.reduction == "mean" else loss
 
@@ -103,7 +103,7 @@ class _ModuleCompute:
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> None:
         """Run the forward or the backward (`kind`) of one micro-batch. key: (stage, replica, micro-batch), of which
         only the micro-batch matters, since there is one stage. x: ignored."""
-        assert kind in (Kind.FORWARD, Kind.BACKWARD), "no backward is split"
+        assert kind in (Kind.FORWARD, Kind.BACKWARD), "a single stage has no split backward"
         (self._forward if kind == Kind.FORWARD else self._backward)(self._micro_batches[key[2]])
 
     def _forward(self, batch: Batch) -> None:
@@ -130,4 +130,4 @@ class _ModuleCompute:
 
     def buffer(self, key: Key) -> NoReturn:
         """Raise `AssertionError`: with a single stage no activations are received from another."""
-        raise AssertionError("nothing comes from another stage")
+        raise AssertionError("a single stage receives nothing")

@@ -26,10 +26,10 @@ class ModuleRecipe(Recipe):
         """Reject [train] keys that only Meshwright's own models support (compile, other objectives); return the
         recipe."""
         if self.train.compile:
-            raise ValueError("train.compile is for Meshwright's own models; call module.compile() where it is built")
+            raise ValueError("train.compile is for built-in models; call module.compile() in build")
         if self.train.objective not in (None, "next-token"):
             raise ValueError(
-                f'train.objective "{self.train.objective}" is for models of Meshwright; the script gives the loss here'
+                f'train.objective "{self.train.objective}" is for built-in models; here the script defines the loss'
             )
         return self
 
@@ -63,24 +63,24 @@ def make_module_recipe(
     else:
         where = "recipe"
         tables = {key: dict(value) if isinstance(value, Mapping) else value for key, value in recipe.items()}
-    said_by: dict[str, str] = {}
+    set_by: dict[str, str] = {}
     for override in overrides:
         key = MODULE_SCHEMA.override(tables, override)
-        said_by.pop(key, None)
-        said_by[key] = override
+        set_by.pop(key, None)
+        set_by[key] = override
     for table in ("model", "data"):
         if tables.get(table) is not None:
-            raise UserError(f"{where}: [{table}] belongs to Meshwright's own models; here the script makes it")
+            raise UserError(f"{where}: [{table}] is for built-in models; here the script provides it")
     run = tables.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"] = name
         if directory:
             run.setdefault("directory", directory)
-    found = MODULE_SCHEMA.check(tables, lambda key: f'override "{said_by[key]}"' if key in said_by else where)
-    found._source_path, found._overrides = Path(where), said_by
+    found = MODULE_SCHEMA.check(tables, lambda key: f'override "{set_by[key]}"' if key in set_by else where)
+    found._source_path, found._overrides = Path(where), set_by
     found._trusted = trust or isinstance(recipe, Mapping)
     if found.layout == "auto":
-        raise UserError(f"{found.where('layout')}: a module of your own has no automatic layout; name one, such as dp2")
+        raise UserError(f"{found.where('layout')}: a user module has no automatic layout; give one, such as dp2")
     return found
 
 

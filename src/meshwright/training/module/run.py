@@ -55,20 +55,11 @@ class ModuleRun(Run):
         self.trainer = Trainer(task)
         table = saved_table(task.derived.table, task.derived.kept)
         files = {"config.json": _make_config_json(task.module)}
-        self.checkpointer = Checkpointer(
-            run_directory.checkpoints,
-            mesh,
-            CheckpointContents(table, files, lambda path: _check_checkpoint_tensors(table, path)),
-            make_save_options(recipe),
-            self.journal.log,
-        )
+        contents = CheckpointContents(table, files, lambda path: _check_checkpoint_tensors(table, path))
+        options = make_save_options(recipe)
+        self.checkpointer = Checkpointer(run_directory.checkpoints, mesh, contents, options, self.journal.log)
         loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
-        self.resumed_from = None
-        if loaded is not None:
-            checkpoint, self.saved_state = loaded
-            self.trainer.restore(self.saved_state)
-            self._collect_resume_notes(self.saved_state)
-            self.resumed_from = checkpoint.name
+        self.resumed_from = None if loaded is None else self._restore(*loaded)
 
     def _predict(self) -> Prediction:
         """Return a prediction of traffic alone, since the FLOPs and activations of a user's module are unknown."""
@@ -81,26 +72,21 @@ class ModuleRun(Run):
         return self.journal.make_result(self._run_end(), self.checkpointer, prediction)
 
 
-def check_module_resume(recipe: ModuleRecipe, samples: int) -> dict[str, Any] | None:
-    """Return the content of `state.json` in the newest checkpoint of the recipe's run directory, None if there is none.
-    samples: number of training samples now. `UserError` if a recipe key that must not change, or the number of samples,
-    differs from the checkpoint's."""
+def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
+    """Raise `UserError` if a recipe key that must not change, or the number of samples, differs from that of the newest
+    checkpoint in the recipe's run directory. samples: number of training samples now."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
-        return None
+        return
     state = checkpoint.state()
     if "data_samples" not in state:
-        raise UserError(
-            f"{recipe.run_directory} holds a run of one of Meshwright's own models; give another run.directory"
-        )
+        raise UserError(f"{recipe.run_directory} holds a run of a built-in model; give another run.directory")
     check_resume_differences(parse_module_recipe(state["recipe"], f"the recipe of {checkpoint.path}"), recipe)
     if state["data_samples"] != samples:
         raise UserError(
-            f"the data had {state['data_samples']} samples when {checkpoint.path} was trained on them and have "
-            f"{samples} now, so the order would not go on where the run stopped; put them back, or begin another run "
-            "with another run.name"
+            f"the data had {state['data_samples']} samples when {checkpoint.path} was written and have {samples} now, "
+            "so the sample order would change; restore them, or start a new run with another run.name"
         )
-    return state
 
 
 def _check_checkpoint_tensors(table: ParameterTable, path: Path) -> None:
@@ -114,7 +100,7 @@ def _check_checkpoint_tensors(table: ParameterTable, path: Path) -> None:
             was, now = ("absent" if shape is None else f"of shape {shape}" for shape in (there, wanted.get(name)))
             raise UserError(
                 f"checkpoint {path} holds another module: {name} is {was} there and {now} in the module that was "
-                "built; build the same one, or begin another run with another run.name"
+                "built; build the same module, or start a new run with another run.name"
             )
 
 
@@ -137,7 +123,7 @@ def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
     elif recipe.train.validate_every:
         raise UserError("train.validate_every needs validation data: give fit a data set as validation")
     if "loss" in spec.measures:
-        raise UserError('measures: validation_loss is the mean of the loss itself; call the measure other than "loss"')
+        raise UserError('measures: "loss" is reserved for the validation loss; give the measure another name')
     if spec.reduction not in ("mean", "sum"):
         raise UserError(f'reduction should be "mean" or "sum", not {spec.reduction!r}')
     if spec.workers < 0:
