@@ -154,8 +154,8 @@ def test_minimum_maximum_and_mean_are_reductions(command_line, reduction: str):
     [
         ("all-redcue ring --ranks 4 --bytes 4", 'unknown operation "all-redcue"; did you mean "all-reduce"?'),
         ("all-reduce rign --ranks 4 --bytes 4", 'did you mean "ring"?'),
-        ("all-reduce ring --bytes 4", "say how many ranks, as in --ranks 8"),
-        ("all-reduce ring --ranks 4", "say how large the vector is, as in --bytes 64MiB"),
+        ("all-reduce ring --bytes 4", "the number of ranks is missing, such as --ranks 8"),
+        ("all-reduce ring --ranks 4", "the size of the vector is missing, such as --bytes 64MiB"),
         ("all-reduce ring --ranks 4 --bytes 4parsecs", "is not a size such as 4096, 64MiB or 1GB"),
         ("all-reduce ring --ranks 4 --bytes -4", '--bytes: "-4" is not a size'),
         ("all-reduce ring --ranks 4 --bytes 1e400", "--bytes: 1e400 is too large"),

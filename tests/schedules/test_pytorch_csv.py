@@ -1,4 +1,4 @@
-"""PyTorch's CSV without PyTorch: what is read, what is refused, and why."""
+"""Reading and writing PyTorch's CSV, and its errors, without PyTorch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_csv_round_trips(program: PipelineProgram):
 
 @each_program
 def test_csv_with_transfers_executes_with_blocking_transfers(program: PipelineProgram):
-    """A CSV has no groups: transfers that were posted together follow each other."""
+    """A CSV has no groups, so transfers that were posted together run in sequence."""
     read = from_csv(to_csv(with_transfers(program)))
     check_pipeline(read)
     assert len(read.steps.group_rank) == len(read.steps)
@@ -77,7 +77,7 @@ def test_empty_and_sharded_parameter_cells_are_ignored():
         ("(0F0;0U0)OVERLAP_F_B\n", 'row 1, cell 1: "0U0" is no step'),
         ("0F0\n0B0\n", "stage 0 is computed on rank 0 and on rank 1"),
         ("0F0,2F0\n", "no rank computes stage 1 of 3"),
-        ("0F0,1F0\n2F0\n", "ranks hold 2, 1 stages; right is the same number on each"),
+        ("0F0,1F0\n2F0\n", "ranks hold 2, 1 stages; all ranks must hold equally many"),
         ("0SEND_F0\n", "no rank computes anything"),
         (",,\n\n", "no rank computes anything"),
         ("", "no rank computes anything"),
