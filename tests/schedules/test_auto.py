@@ -340,21 +340,21 @@ def test_two_weight_copies_only_where_allowed():
     durations = Durations(1.0, 1.0, 1.0)
     names = [one.name for one in search_schedule(4, 8, durations, effort=QUICK, weight_copies=2).candidates]
     assert {"chimera", "dualpipe", "gems"} <= set(names)
-    assert not {"chimera", "dualpipe", "gems"} & {one.name for one in search_schedule(4, 8, durations).candidates}
+    assert not {"chimera", "dualpipe", "gems"} & {one.name for one in search_schedule(4, 8, durations, effort=QUICK).candidates}
 
 
 def test_lists_by_stage_settle_the_number_of_chunks():
-    assert search_schedule(2, 4, Durations([1, 2, 1, 2], 1.0, 1.0)).program.chunks == 2
-    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0, [0.1, 0.2, 0.3])).program.chunks == 2
-    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=1).program.chunks == 1
-    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=3).program.chunks == 3
+    assert search_schedule(2, 4, Durations([1, 2, 1, 2], 1.0, 1.0), effort=QUICK).program.chunks == 2
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0, [0.1, 0.2, 0.3]), effort=QUICK).program.chunks == 2
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=1, effort=QUICK).program.chunks == 1
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=3, effort=QUICK).program.chunks == 3
 
 
 def test_command_and_library_search_with_same_durations():
-    report = schedule("auto", 4, 8, 2, Durations([1, 2, 1, 1], weight_gradient=0.5), memory=4)
-    best = search_schedule(4, 8, Durations([1, 2, 1, 1], 1.0, 0.5), 4, chunks=2)
+    report = schedule("auto", 2, 4, 2, Durations([1, 2], weight_gradient=0.5), memory=2)
+    best = search_schedule(2, 4, Durations([1, 2], 1.0, 0.5), 2, chunks=2)
     assert report.timing.makespan == pytest.approx(best.makespan)
-    assert generate("auto", 4, 8, chunks=1).chunks == 1
+    assert generate("auto", 2, 4, chunks=1).chunks == 1
 
 
 def test_zero_and_tiny_durations_are_accepted():

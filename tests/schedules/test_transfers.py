@@ -126,8 +126,8 @@ def test_transfers_are_added_once() -> None:
 
 
 def test_a_program_that_cannot_run_is_refused() -> None:
-    circle = parse_pipeline(
+    cycle = parse_pipeline(
         "pipeline x\nranks 2\nmicro-batches 2\nplacement 0 1\nrank 0\n0F0\n0B0\n0F1\n0B1\nrank 1\n1F1\n1F0\n1B0\n1B1\n"
     )
-    with pytest.raises(ProgramError, match="circle"):
-        with_transfers(circle)
+    with pytest.raises(ProgramError, match="deadlock"):
+        with_transfers(cycle)

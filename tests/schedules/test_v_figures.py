@@ -200,9 +200,9 @@ def test_gems_has_at_most_two_micro_batches_in_flight():
 @pytest.mark.parametrize(
     ("make", "ranks", "micro_batches", "right"),
     [
-        (chimera, 3, 6, "even number of ranks"),
-        (chimera, 4, 5, "even number"),
-        (gems, 4, 5, "even number"),
+        (chimera, 3, 6, "the number of ranks must be even"),
+        (chimera, 4, 5, "the number must be even"),
+        (gems, 4, 5, "the number must be even"),
     ],
 )
 def test_numbers_that_cannot_be_halved_are_refused(make, ranks: int, micro_batches: int, right: str):

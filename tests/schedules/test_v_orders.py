@@ -155,9 +155,9 @@ def test_dualpipe_runs_every_micro_batch_on_every_rank():
 @pytest.mark.parametrize(
     ("make", "ranks", "micro_batches", "right"),
     [
-        (dualpipe, 3, 12, "even number of ranks"),
-        (dualpipe, 8, 12, "even number from 16"),
-        (dualpipe, 4, 9, "even number from 8"),
+        (dualpipe, 3, 12, "the number of ranks must be even"),
+        (dualpipe, 8, 12, "must be even and at least 16"),
+        (dualpipe, 4, 9, "must be even and at least 8"),
         (dualpipe_v, 4, 7, "at least 8"),
     ],
 )
