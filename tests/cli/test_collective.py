@@ -173,7 +173,10 @@ def test_minimum_maximum_and_mean_are_reductions(command_line, reduction: str):
         ("all-reduce @/no/such/file --bytes 4", "/no/such/file"),
         ("barrier auto --ranks 4 --svg never.svg", "there is no chart"),
         ("all-reduce ring --ranks 100000 --bytes 4", "too large a program"),
-        ("all-reduce ring --ranks 99999999999999999999 --bytes 4", "ranks would take too long; at most 131,072 are accepted"),
+        (
+            "all-reduce ring --ranks 99999999999999999999 --bytes 4",
+            "ranks would take too long; at most 131,072 are accepted",
+        ),
         ("all-reduce auto --ranks 16385 --bytes 4", "16,385 ranks would take too long; at most 16,384 are accepted"),
         ("all-reduce ring --ranks 64 --bytes 4 --text", "cannot be drawn"),
     ],

@@ -340,7 +340,9 @@ def test_two_weight_copies_only_where_allowed():
     durations = Durations(1.0, 1.0, 1.0)
     names = [one.name for one in search_schedule(4, 8, durations, effort=QUICK, weight_copies=2).candidates]
     assert {"chimera", "dualpipe", "gems"} <= set(names)
-    assert not {"chimera", "dualpipe", "gems"} & {one.name for one in search_schedule(4, 8, durations, effort=QUICK).candidates}
+    assert not {"chimera", "dualpipe", "gems"} & {
+        one.name for one in search_schedule(4, 8, durations, effort=QUICK).candidates
+    }
 
 
 def test_lists_by_stage_settle_the_number_of_chunks():

@@ -48,7 +48,7 @@ ARRIVING = (Kind.RECEIVE, Kind.REDUCE, Kind.WAIT)
 LOCAL = (Kind.COPY, Kind.COMBINE)
 
 # Text of a step of each kind.
-STEP_FORMS = {
+STEP_FORMS: dict[int, str] = {
     Kind.SEND: "send {slots} to {peer}",
     Kind.RECEIVE: "receive {slots} from {peer}",
     Kind.REDUCE: "reduce {slots} from {peer}",
