@@ -168,8 +168,9 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
             raise UserError(f"{at} should be a list with one entry a step, not {_format_value(column)}")
         if words := _WORDS.get((dialect, name)):
             numbers = {word: number for number, word in _list_words(words).items()}
-            for entry in _find_unknown_words(column, numbers):
-                raise UserError(f"{at}, entry {column.index(entry)}: {unknown(name, str(entry), numbers)}")
+            for number, entry in enumerate(column):
+                if not isinstance(entry, str) or entry not in numbers:
+                    raise UserError(f"{at}, entry {number}: {unknown(name, str(entry), numbers)}")
             column = [numbers[word] for word in column]
         wrong = next(
             (i for i, n in enumerate(column) if type(n) is not int or not -_MAX_INTEGER <= n <= _MAX_INTEGER), None
@@ -180,12 +181,6 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
         if len(column) != len(columns[names[0]]):
             raise UserError(f'{at} has {len(column)} entries and "{names[0]}" has {len(columns[names[0]])}')
     return columns
-
-
-def _find_unknown_words(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
-    """Return the first entry of `column` that is not a key of `known` as a list of one, or an empty list if all are
-    keys."""
-    return [entry for entry in column if not isinstance(entry, str) or entry not in known][:1]
 
 
 def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: str) -> None:

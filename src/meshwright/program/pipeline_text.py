@@ -121,14 +121,14 @@ class _Parser(ProgramParser):
 
     def _describe_out_of_range(self, step: str, stage: int, replica: int, micro_batch: int) -> str:
         """Return the error message for the step text `step`, whose stage, replica or micro-batch does not exist."""
-        stages, micro_batches = len(self.placement[0]), self.numbers["micro-batches"]
-        if stage >= stages:
-            return f'"{step}": there is no stage {stage}; the placement has {_format_count("stage", stages)}'
-        if micro_batch >= micro_batches:
-            counted = _format_count("micro-batch", micro_batches)
-            return f'"{step}": there is no micro-batch {micro_batch}; the program has {counted}'
-        has = f'the program has {len(self.placement)}, one for each line "placement"'
-        return f'"{step}": there is no replica {replica}; {has}'
+        for what, several, number, size in (
+            ("stage", "stages", stage, len(self.placement[0])),
+            ("micro-batch", "micro-batches", micro_batch, self.numbers["micro-batches"]),
+            ("replica", 'replicas (lines "placement")', replica, len(self.placement)),
+        ):
+            if number >= size:
+                return f'"{step}": there is no {what} {number}; {several} are 0 to {size - 1}'
+        raise AssertionError(step)
 
     def is_step(self, word: str) -> bool:
         """Return True if `word` is a step, such as `0F3`."""
@@ -148,9 +148,3 @@ class _Parser(ProgramParser):
             self.numbers[name] = self.parse_number(words[0])
             if not self.numbers[name]:
                 raise self.make_error(f'"{name} 0": a program has at least 1')
-
-
-def _format_count(what: str, count: int) -> str:
-    """Return a count with its index range, such as `4 stages (0 to 3)`. what: noun in the singular, such as `stage`."""
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{count} {what if count == 1 else plural} (0{f' to {count - 1}' if count > 1 else ''})"
