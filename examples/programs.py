@@ -1,4 +1,4 @@
-"""Pipeline schedules and all-reduce algorithms beside each other, on a clock.
+"""Comparison of pipeline schedules and of all-reduce algorithms by simulation.
 
 python examples/programs.py
 """

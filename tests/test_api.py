@@ -271,7 +271,7 @@ def test_model_on_ranks_generates_and_streams_as_one_process(trained: Path):
         (lambda: mw.schedule("1f1b", 2, 4, foward=2), 'unknown option "foward"; did you mean "forward"?'),
         (lambda: mw.schedule("1f1b", 2, microbatches=4), 'option "microbatches"; did you mean "micro_batches"?'),
         (lambda: mw.schedule("1f1b", 2, 4, parts=(1, 1, 1, 1), forward=2), "leave out forward"),
-        (lambda: mw.schedule("1f1b", 2, 4, memory=3), "only auto looks for a program that fits"),
+        (lambda: mw.schedule("1f1b", 2, 4, memory=3), "only auto searches within a memory limit"),
         (lambda: mw.explain("zero-memroy"), 'unknown example "zero-memroy"; did you mean "zero-memory"?'),
         (lambda: mw.collective("all-redcue", "ring", 4, 16), 'did you mean "all-reduce"?'),
         (lambda: mw.collective("all-reduce", "ring", 4, "16 parsecs"), 'bytes: "16 parsecs" is not a size'),

@@ -154,8 +154,8 @@ def test_minimum_maximum_and_mean_are_reductions(command_line, reduction: str):
     [
         ("all-redcue ring --ranks 4 --bytes 4", 'unknown operation "all-redcue"; did you mean "all-reduce"?'),
         ("all-reduce rign --ranks 4 --bytes 4", 'did you mean "ring"?'),
-        ("all-reduce ring --bytes 4", "say how many ranks, as in --ranks 8"),
-        ("all-reduce ring --ranks 4", "say how large the vector is, as in --bytes 64MiB"),
+        ("all-reduce ring --bytes 4", "the number of ranks is missing, such as --ranks 8"),
+        ("all-reduce ring --ranks 4", "the size of the vector is missing, such as --bytes 64MiB"),
         ("all-reduce ring --ranks 4 --bytes 4parsecs", "is not a size such as 4096, 64MiB or 1GB"),
         ("all-reduce ring --ranks 4 --bytes -4", '--bytes: "-4" is not a size'),
         ("all-reduce ring --ranks 4 --bytes 1e400", "--bytes: 1e400 is too large"),
@@ -171,10 +171,13 @@ def test_minimum_maximum_and_mean_are_reductions(command_line, reduction: str):
         ("all-reduce ring --ranks 4 --bytes 4 --latency 5", "is not a time such as 5us"),
         ("all-reduce ring --ranks 4 --bytes 4 --bandwidth 25Gb/s", "is not a rate such as 25GB/s"),
         ("all-reduce @/no/such/file --bytes 4", "/no/such/file"),
-        ("barrier auto --ranks 4 --svg never.svg", "there is no picture"),
+        ("barrier auto --ranks 4 --svg never.svg", "there is no chart"),
         ("all-reduce ring --ranks 100000 --bytes 4", "too large a program"),
-        ("all-reduce ring --ranks 99999999999999999999 --bytes 4", "ranks would take too long; 131,072 are the most"),
-        ("all-reduce auto --ranks 16385 --bytes 4", "16,385 ranks would take too long; 16,384 are the most"),
+        (
+            "all-reduce ring --ranks 99999999999999999999 --bytes 4",
+            "ranks would take too long; at most 131,072 are accepted",
+        ),
+        ("all-reduce auto --ranks 16385 --bytes 4", "16,385 ranks would take too long; at most 16,384 are accepted"),
         ("all-reduce ring --ranks 64 --bytes 4 --text", "cannot be drawn"),
     ],
 )

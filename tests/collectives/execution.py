@@ -1,4 +1,4 @@
-"""An oracle that owes nothing to the checker: runs a collective program on random integers and says what must come out.
+"""Oracle independent of the check: runs a collective program on random integers and knows the expected results.
 
 Ranks take turns. A group's sends and receives are posted together; a rank moves on when its whole group is done, and a
 send is done when its receive is posted (blocking sends).
@@ -13,16 +13,16 @@ import numpy as np
 from meshwright.program.collective import CollectiveProgram, Kind
 from meshwright.program.order import find_posting_order, match_transfers
 
-JUNK = -(10**12)  # what memory holds before something is written there
+JUNK = -(10**12)  # content of slots that are not yet written
 
 
 def inputs(program: CollectiveProgram, seed: int = 0) -> np.ndarray:
-    """[ranks, chunks] random integers: every rank's own vector."""
+    """Return random integers [ranks, chunks]: the vector of each rank."""
     return np.random.default_rng(seed).integers(1, 10**6, (program.ranks, program.chunks))
 
 
 def run(program: CollectiveProgram, vectors: np.ndarray) -> np.ndarray:
-    """[ranks, slots]: memory of every rank at the end. Fails where ranks wait for each other or groups race."""
+    """Return the memory of every rank at the end, [ranks, slots]; fails for a deadlock or a race in a group."""
     n, chunk = program.ranks, np.arange(program.chunks)
     memory = np.full((n, program.slots), JUNK)
     match program.operation:
@@ -44,9 +44,11 @@ def run(program: CollectiveProgram, vectors: np.ndarray) -> np.ndarray:
             last = (rank, group)
         groups[rank][-1].append(step)
     mail: dict[tuple[int, int], deque[np.ndarray]] = defaultdict(deque)
-    taken: dict[tuple[int, int], int] = defaultdict(int)  # messages that a receiver has ever taken from a sender
+    taken: dict[tuple[int, int], int] = defaultdict(int)  # number of messages received from a sender
     sent: dict[tuple[int, int], int] = defaultdict(int)
-    posted: list[list[tuple[int, int]] | None] = [None] * n  # (receiver, number) that the group's sends wait for
+    posted: list[list[tuple[int, int]] | None] = [
+        None
+    ] * n  # (receiver, message number) for which the group's sends wait
     received = [False] * n
     while any(groups):
         moved = False
@@ -89,7 +91,7 @@ def run(program: CollectiveProgram, vectors: np.ndarray) -> np.ndarray:
                 groups[rank].popleft()
                 posted[rank], received[rank], moved = None, False, True
         assert moved, f"{[rank for rank in range(n) if groups[rank]]} wait for each other"
-    assert not any(mail.values()), "messages that nobody took"
+    assert not any(mail.values()), "unreceived messages"
     return memory
 
 
@@ -112,7 +114,7 @@ def _no_race(group: list[tuple[int, ...]]) -> None:
 
 
 def assert_right(program: CollectiveProgram, seed: int = 0) -> None:
-    """The program leaves what its operation promises."""
+    """Assert that the program computes its operation."""
     vectors = inputs(program, seed)
     n, chunks = vectors.shape
     memory = run(program, vectors)
@@ -146,7 +148,7 @@ def assert_right(program: CollectiveProgram, seed: int = 0) -> None:
 
 
 def heard(program: CollectiveProgram) -> np.ndarray:
-    """[ranks, ranks] whether a rank at its end knows that the other has begun."""
+    """Return a mask [ranks, ranks]: True if a rank at its end has a signal, direct or indirect, from the other."""
     s, n = program.steps, program.ranks
     sends, receives = match_transfers(s.rank, s.peer, s.kind == Kind.SIGNAL, s.kind == Kind.WAIT)
     schedule = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
@@ -160,7 +162,7 @@ def heard(program: CollectiveProgram) -> np.ndarray:
 
 
 def rounds(program: CollectiveProgram) -> int:
-    """The longest chain of dependent transfers."""
+    """Return the length of the longest chain of dependent transfers."""
     s = program.steps
     sending = np.isin(s.kind, (Kind.SEND, Kind.SIGNAL))
     sends, receives = match_transfers(s.rank, s.peer, sending, np.isin(s.kind, (Kind.RECEIVE, Kind.REDUCE, Kind.WAIT)))
@@ -168,7 +170,7 @@ def rounds(program: CollectiveProgram) -> int:
 
 
 def sent(program: CollectiveProgram) -> np.ndarray:
-    """Of the whole vector, the part that each rank sends."""
+    """Return the fraction of the vector that each rank sends: [ranks]."""
     s = program.steps
     sending = s.kind == Kind.SEND
     return np.bincount(s.rank[sending], s.count[sending], minlength=program.ranks) / program.chunks

@@ -1,8 +1,7 @@
-"""The choice of an algorithm, where it changes with size, and the picture of that."""
+"""Choice of an algorithm, and its crossovers over size."""
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -16,6 +15,7 @@ from meshwright.names import OPERATIONS
 from meshwright.program.check_collective import check_collective
 from meshwright.program.network import Network
 from meshwright.program.simulate_collective import simulate_collective
+from tests.collectives.example_curves import simulate_example_curves
 
 
 def choose_algorithm(operation: str, network: Network, total_bytes: float, root: int = 0) -> Choice:
@@ -114,24 +114,14 @@ def test_choice_for_one_rank_takes_zero_time():
 
 
 @pytest.mark.parametrize(
-    ("operation", "root", "said"), [("all-redcue", 0, "all-reduce"), ("broadcast", 4, "ranks 0 to 3")]
+    ("operation", "root", "message"), [("all-redcue", 0, "all-reduce"), ("broadcast", 4, "ranks 0 to 3")]
 )
-def test_invalid_choice_arguments_are_refused(operation: str, root: int, said: str):
-    with pytest.raises(UserError, match=said):
+def test_invalid_choice_arguments_are_refused(operation: str, root: int, message: str):
+    with pytest.raises(UserError, match=message):
         choose_algorithm(operation, parse_topology("switch", 4), 1e6, root)
 
 
 # --- crossovers
-
-
-@functools.cache
-def chooser() -> Chooser:
-    return Chooser("all-reduce", parse_topology("nodes:2x3,outer=10GB/s,5us", 6))
-
-
-@functools.cache
-def curves_of_it() -> Curves:
-    return Curves.simulate(chooser(), most=2**26)
 
 
 @pytest.mark.parametrize("outer", ["outer=10GB/s,5us", "outer=40GB/s,5us"])
@@ -148,7 +138,7 @@ def test_algorithms_take_equal_time_at_crossover(outer: str):
 
 
 def test_crossovers_lead_from_smallest_size_to_largest():
-    curves = curves_of_it()
+    curves = simulate_example_curves()
     found = curves.crossovers()
     assert [one.before for one in found] == [curves.find_fastest(0), *(one.after for one in found[:-1])]
     assert found[-1].after == curves.find_fastest(len(curves.sizes) - 1)
@@ -156,13 +146,15 @@ def test_crossovers_lead_from_smallest_size_to_largest():
 
 
 def test_quick_search_finds_same_crossovers_as_full_search():
-    for name, ranks in (("nodes:2x3,outer=10GB/s,5us", 6), ("torus:3x3", 9), ("switch", 4)):
+    curves = simulate_example_curves()
+    assert Curves.simulate_promising(curves.chooser, most=2**26).crossovers() == curves.crossovers()
+    for name, ranks in (("torus:2x3", 6), ("switch", 4)):
         one = Chooser("all-reduce", parse_topology(name, ranks))
         assert Curves.simulate_promising(one, most=2**24).crossovers() == Curves.simulate(one, most=2**24).crossovers()
 
 
 def test_algorithms_left_out_on_many_ranks_are_never_best():
-    # Closed forms know one kind of links only: the best here is not the one that they put first.
+    # Closed forms use one class of links: here the fastest algorithm is not the one that they rank first.
     one, size = Chooser("all-gather", parse_topology("nodes:10x8", 80)), 2**12
     choice = one.choose(size)
     assert choice.left_out and choice.best.algorithm != min(
@@ -174,6 +166,6 @@ def test_algorithms_left_out_on_many_ranks_are_never_best():
 
 
 def test_curves_lie_above_the_bound():
-    curves = curves_of_it()
+    curves = simulate_example_curves()
     for seconds in curves.seconds.values():
         assert all(value >= bound * (1 - 1e-9) for value, bound in zip(seconds, curves.bound, strict=True))

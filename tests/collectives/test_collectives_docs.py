@@ -1,4 +1,4 @@
-"""docs/collectives.md says what is: options, keys, topologies; for every algorithm rounds, bytes and closed form."""
+"""docs/collectives.md is complete and correct: options, keys, topologies, and the table of algorithms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE, SEGMENTS, ALPHA, BANDWIDTH = 3e6, 8, 7e-6, 10e9
 
 
 def table(first: str) -> list[list[str]]:
-    """Rows of the table whose head begins with `first`."""
+    """Return the rows of the table whose header begins with `first`."""
     for text in re.findall(r"(?:^\|.*\|$\n?)+", PAGE.read_text(), re.MULTILINE):
         head, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines()]
         if head[0] == first:
@@ -39,7 +39,7 @@ ROWS = table("operation")
 
 
 def value(text: str, **known: float) -> float:
-    """A formula as the page writes it: numbers, letters and brackets side by side are multiplied."""
+    """Evaluate a formula of the page, in which adjacent factors are multiplied."""
     text = text.replace("≈", "").replace("·", "*").replace("αᵢ", "p").replace("βᵢ", "q").replace("α", "a")
     text = text.replace("β", "b").replace("log2", "@").strip()
     text = re.sub(r"(?<=[\w)])\s*(?=[(@])(?<!@)", "*", text)

@@ -29,17 +29,17 @@ each_algorithm = pytest.mark.parametrize(
 
 
 @functools.cache
-def checked(operation: str, algorithm: str, ranks: int, **said: Any) -> Any:
-    """A checked program, or None where the algorithm does not take so many ranks."""
+def checked(operation: str, algorithm: str, ranks: int, **options: Any) -> Any:
+    """Return a checked program, or None if the algorithm does not accept the number of ranks."""
     try:
-        program = generate(operation, algorithm, ranks, **said)
+        program = generate(operation, algorithm, ranks, **options)
     except UserError:
         return None
     return check_collective(program)
 
 
 def meant_for(algorithm: str, ranks: int, dims: tuple[int, ...] | None = None) -> Network:
-    """The network that an algorithm was made for."""
+    """Return the network for which an algorithm was designed."""
     if "torus" in algorithm or "mesh" in algorithm:
         kind = "torus" if "torus" in algorithm else "mesh"
         dims = dims or (find_nearly_cubic(ranks, int(algorithm[0])) if algorithm[0].isdigit() else (ranks,))
@@ -58,11 +58,11 @@ def is_power_of_two(ranks: int) -> bool:
 
 
 def bounds_of_the_form(algorithm: str, ranks: int) -> tuple[float, float]:
-    """Between which parts of the closed form the simulated time lies: both 1, where the form neglects nothing."""
+    """Return the lowest and highest ratio of simulated time to closed form; both 1 where the form is exact."""
     if algorithm == "double-binary-tree":
-        return 0.4, 1.1  # while the pipeline fills and empties, links have less to do; in between, rounds drift apart
+        return 0.4, 1.1  # links are partly idle while the pipeline fills and drains; rounds are not in lockstep
     if algorithm == "reduce-scatter-gather" and not is_power_of_two(ranks):
-        return 0.8, 1.0  # the two parts overlap: what is complete early is on its way up before the rest is
+        return 0.8, 1.0  # the two phases overlap
     return 1.0, 1.0
 
 
@@ -171,7 +171,7 @@ def test_all_pairs_messages_serialise_on_one_port():
 
 
 def test_closed_forms_match_literature():
-    """As written in the literature, not as code of ours computes them."""
+    """Formulas as written in the literature, independent of the code."""
     network = parse_topology("switch,10GB/s,4us", 8)
     alpha, beta, size = 4e-6, 1e-10, 3e6
 
@@ -186,7 +186,7 @@ def test_closed_forms_match_literature():
     assert 3 * alpha + 7 / 8 * size * beta == form("all-gather", "bruck") == form("reduce-scatter", "recursive-halving")
     assert 3 * alpha + 3 * size / 2 * beta == form("all-to-all", "bruck")
     assert 3 * (alpha + size * beta) == form("broadcast", "binomial-tree")
-    torus = parse_topology("torus:3x3,10GB/s,4us", 9)  # both axes and both ways at once
+    torus = parse_topology("torus:3x3,10GB/s,4us", 9)  # both axes and both directions together
     assert 8 * alpha + 2 / 4 * size * (2 / 3 + 2 / 9) * beta == pytest.approx(
         compute_closed_form_seconds("all-reduce", "2d-torus", torus, size)
     )
@@ -236,21 +236,21 @@ def test_lower_bound_holds_for_other_roots_and_settings(operation: str, algorith
     for _ in range(2):
         ranks = int(generator.choice([4, 6, 8]))
         has = list_options(operation, algorithm)
-        said: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if "root" in has:
-            said["root"] = int(generator.integers(ranks))
+            options["root"] = int(generator.integers(ranks))
         if "segments" in has:
-            said["segments"] = int(generator.integers(1, 6))
+            options["segments"] = int(generator.integers(1, 6))
         if "groups" in has:
-            said["groups"] = 2
-        program = checked(operation, algorithm, ranks, **said)
+            options["groups"] = 2
+        program = checked(operation, algorithm, ranks, **options)
         if program is None:
             continue
         for name in ("switch", "ring", "full-mesh", "nodes:2,rails", "spine-leaf:2,oversubscription=3"):
             network = parse_topology(name, ranks, latency=float(generator.choice([0.0, 1e-6, 1e-3])))
             for size in (1e2, 1e7):
-                bound = compute_lower_bound_seconds(operation, network, size, said.get("root", 0))
-                assert seconds(program, network, size) >= bound * (1 - 1e-9), (name, size, said)
+                bound = compute_lower_bound_seconds(operation, network, size, options.get("root", 0))
+                assert seconds(program, network, size) >= bound * (1 - 1e-9), (name, size, options)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_lower_bound_counts_slowest_cut():
     leaves = parse_topology("spine-leaf:2x4,10GB/s,0s,oversubscription=4", 8)  # 10 GB/s between the leaves
     assert compute_lower_bound_seconds("all-reduce", leaves, 1e9) == pytest.approx(2 * 7 / 8 * 1e9 / 10e9)
     assert compute_lower_bound_seconds("all-to-all", leaves, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
-    line = parse_topology("mesh:8,10GB/s,0s", 8)  # one cable in the middle
+    line = parse_topology("mesh:8,10GB/s,0s", 8)  # one link in the middle
     assert compute_lower_bound_seconds("all-to-all", line, 1e9) == pytest.approx(4 * 4 / 8 * 1e9 / 10e9)
     assert compute_lower_bound_seconds("broadcast", line, 1e9, root=3) == pytest.approx(1e9 / 10e9)
 
@@ -289,7 +289,7 @@ def test_lower_bound_counts_slowest_cut():
 def test_lower_bound_counts_bytes_by_direction():
     """With one slow direction: a rank must send its own share in an all-gather, and the others' in a reduce-scatter."""
     for operation, out, into in (("all-gather", 1, 3), ("reduce-scatter", 3, 1), ("scatter", 3, 0), ("gather", 0, 3)):
-        for link, shares in ((0, out), (4, into)):  # rank 0's ways to and from the switch
+        for link, shares in ((0, out), (4, into)):  # rank 0's links to and from the switch
             network = parse_topology("switch,10GB/s,0s", 4)
             network.bandwidth[link] = 1e8
             bound = compute_lower_bound_seconds(operation, network, 4e9)

@@ -1,4 +1,4 @@
-"""Every collective algorithm leaves the right values, for every number of ranks that it takes."""
+"""Every collective algorithm computes its operation, for every number of ranks that it accepts."""
 
 from __future__ import annotations
 

@@ -28,22 +28,22 @@ def up(n: int) -> int:
 
 
 def core(n: int) -> int:
-    """The power of two at or below n."""
+    """Return the largest power of two up to n."""
     return 1 << floor(log2(n))
 
 
 def folded(n: int) -> int:
-    """Rounds more where n is not a power of two."""
+    """Return the additional rounds if n is not a power of two."""
     return 0 if n == core(n) else 2
 
 
 def node(n: int) -> int:
-    """Ranks of a node where nobody says."""
+    """Return the default number of ranks per node."""
     return resolve_ranks_per_node("", n)
 
 
 Form = Callable[[int], float]
-# Rounds, and the part of the vector that the rank that sends most sends (None: stated below).
+# Rounds, and the fraction of the vector sent by the rank that sends most (None: tested below).
 CLOSED_FORMS: dict[tuple[str, str], tuple[Form, Form | None]] = {
     ("send-receive", "direct"): (lambda n: n > 1, lambda n: n > 1),
     ("barrier", "dissemination"): (up, lambda n: 0),
@@ -197,7 +197,7 @@ def test_in_order_tree_is_binary_and_minimal(n: int):
         while parent[at - 1]:
             steps, at = steps + 1, parent[at - 1]
         assert steps <= floor(log2(n))
-        # In order: what hangs on a node's left is before it, the rest after.
+        # In-order numbering: the left subtree of a node comes before it, the right one after.
         left = node < parent[node - 1]
         assert parent[node - 1] == 0 or all((below < parent[node - 1]) == left for below in _subtree(node, parent))
 
@@ -241,7 +241,7 @@ def test_two_trees_move_at_most_twice_the_vector():
 
 
 def lockstep(program: CollectiveProgram, by: str) -> float:
-    """Vectors that pass, one after the other, where each round lasts as long as the rank (or pair) that sends most."""
+    """Return the vectors sent in sequence if each round lasts as long as the rank (or pair) that sends most."""
     s = program.steps
     sends, receives = match_transfers(s.rank, s.peer, s.kind == Kind.SEND, np.isin(s.kind, (Kind.RECEIVE, Kind.REDUCE)))
     schedule = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
@@ -318,7 +318,7 @@ def distance(pair: tuple[int, int], sides: tuple[int, ...], around: bool) -> int
 
 
 def leaving(program: CollectiveProgram, groups: int) -> np.ndarray:
-    """Of the whole vector, the part that each rank sends out of its node."""
+    """Return the fraction of the vector that each rank sends out of its node: [ranks]."""
     s = program.steps
     out = (s.kind == Kind.SEND) & (s.rank // groups != s.peer // groups)
     return np.bincount(s.rank[out], s.count[out], minlength=program.ranks) / program.chunks
@@ -390,7 +390,7 @@ def test_unsupported_counts_are_refused_with_valid_ones():
     assert "near are 4 (2x2) and 6 (2x3)" in refusal("all-gather", "2d-mesh", 2)
     assert refusal("all-reduce", "2d-mesh", 8, dims=(3, 3)) == "2d-mesh: dims 3x3 hold 9 ranks, not 8"
     assert refusal("all-reduce", "2d-torus", 8, dims=(2, 2, 2)) == "2d-torus: dims 2x2x2 are 3 sides, not 2"
-    assert "right would be one of 1, 2, 4, 8" in refusal("all-reduce", "hierarchical", 8, groups=3)
+    assert "valid are 1, 2, 4, 8" in refusal("all-reduce", "hierarchical", 8, groups=3)
     assert "root 4 is not one of ranks 0 to 3" in refusal("broadcast", "ring", 4, root=4)
     assert "there must be at least 1" in refusal("all-reduce", "ring", 0)
     assert "0 segments" in refusal("broadcast", "ring", 4, segments=0)

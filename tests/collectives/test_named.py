@@ -1,4 +1,4 @@
-"""What a recipe's [collectives] table names: the right program on the right axes, mistakes in one line."""
+"""A recipe's [collectives] table: the right program on the right axes, errors in one line."""
 
 from __future__ import annotations
 
@@ -80,20 +80,16 @@ def test_auto_minimises_rounds_for_small_vectors_else_bytes():
 def test_invalid_program_file_is_one_error_line(tmp_path: Path):
     ring = file(tmp_path, "all-reduce", "ring", 4)
     start = "recipe.toml: collectives."
-    assert refusal("dp8", all_reduce=ring) == (
-        f"{start}all_reduce: {ring} is a program for 4 ranks; axis data of this layout has 8"
-    )
-    assert refusal("dp8 zero1 hs4", all_reduce=ring).endswith(
-        "is a program for 4 ranks; axis replica of this layout has 2"
-    )
+    assert refusal("dp8", all_reduce=ring) == (f"{start}all_reduce: {ring} has 4 ranks; axis data of this layout has 8")
+    assert refusal("dp8 zero1 hs4", all_reduce=ring).endswith("has 4 ranks; axis replica of this layout has 2")
     assert refusal("dp4 zero1", all_gather=ring).endswith("is a program for all-reduce, not for all-gather")
-    assert "there is no such file" in refusal("dp4", all_reduce="@missing.txt")
+    assert "no such file" in refusal("dp4", all_reduce="@missing.txt")
     text = Path(ring[1:]).read_text()
     broken = tmp_path / "broken.txt"
     broken.write_text("\n".join(line for number, line in enumerate(text.splitlines()) if number != 9) + "\n")
     assert refusal("dp4", all_reduce=f"@{broken}").startswith(f"{start}all_reduce: ")
     broken.write_text(text.replace("chunks 4", "chunks 4\nreduction maximum"))
-    assert refusal("dp4", all_reduce=f"@{broken}").endswith("broken.txt forms the maximum; gradients are summed")
+    assert refusal("dp4", all_reduce=f"@{broken}").endswith("broken.txt computes the maximum; gradients are summed")
 
 
 def test_algorithm_for_unsupported_rank_count_is_refused():

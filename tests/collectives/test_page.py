@@ -1,27 +1,19 @@
-"""The picture of time over size: every curve named, what was asked for marked, nothing from elsewhere."""
+"""Chart of time over size: every curve is named, the requested size is marked, no external resources."""
 
 from __future__ import annotations
 
-import functools
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from meshwright.collectives.choose import Chooser
-from meshwright.collectives.crossover import Curves
 from meshwright.collectives.page import draw_crossovers
-from meshwright.collectives.topologies import parse_topology
-
-
-@functools.cache
-def curves_of_it() -> Curves:
-    return Curves.simulate(Chooser("all-reduce", parse_topology("nodes:2x3,outer=10GB/s,5us", 6)), most=2**26)
+from tests.collectives.example_curves import simulate_example_curves
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "all-pairs", "of a file"])
 def test_picture_marks_requested_size_and_algorithm(algorithm: str):
-    curves = curves_of_it()
+    curves = simulate_example_curves()
     found = curves.crossovers()
     seconds = curves.seconds.get(algorithm, curves.seconds["ring"])[2]
     root = ElementTree.fromstring(draw_crossovers(curves, found, curves.sizes[2], (algorithm, seconds)))
@@ -29,7 +21,7 @@ def test_picture_marks_requested_size_and_algorithm(algorithm: str):
     assert "ring" not in best and "all-pairs" in best
     drawn = {element[0].text: element for element in root.iter() if element.tag.endswith("polyline")}
     named = [name for name, line in drawn.items() if "named" in line.get("class", "")]
-    assert named == (["ring"] if algorithm == "ring" else [])  # what is best somewhere has its colour
+    assert named == (["ring"] if algorithm == "ring" else [])  # the others are the fastest at some size: in colour
     [dot] = [element for element in root.iter() if element.tag.endswith("circle")]
     if algorithm in drawn:
         points = (drawn[algorithm].get("points") or "").split()
@@ -37,9 +29,9 @@ def test_picture_marks_requested_size_and_algorithm(algorithm: str):
 
 
 def test_picture_is_self_contained_and_names_algorithms_and_bound():
-    curves = curves_of_it()
+    curves = simulate_example_curves()
     found = curves.crossovers()
-    svg = draw_crossovers(curves, found, asked=2**20)
+    svg = draw_crossovers(curves, found, requested=2**20)
     root = ElementTree.fromstring(svg)
     words = [element.text for element in root.iter() if element.tag.endswith("text")]
     assert set(curves.seconds) <= set(words) and "lower bound" in words and "1 MiB" in words

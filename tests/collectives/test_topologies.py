@@ -1,4 +1,4 @@
-"""Topologies: what a text names, that routes are paths, and where capacity lies."""
+"""Topologies: parsing, valid routes, and capacities of links."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ every = pytest.mark.parametrize(("text", "ranks"), EVERY)
 
 
 def find_route(network: Network, source: int, target: int) -> np.ndarray:
-    """The links of a message from rank `source` to rank `target`, in order."""
+    """Return the links of a message from rank `source` to rank `target`, in order."""
     return network.find_routes(np.array([source]), np.array([target])).link
 
 
@@ -57,7 +57,7 @@ def pairs(network: Network) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hops(network: Network, source: int) -> dict[int, int]:
-    """Links to every vertex, by going out from `source` one link at a time."""
+    """Return the number of links from `source` to every vertex, by breadth-first search."""
     found, edge = {source: 0}, {source}
     while edge:
         reached = {
@@ -133,7 +133,7 @@ def test_distances_match_cheapest_paths(text: str, ranks: int):
     assert network.least_latency <= min(between, default=0.0) * (1 + 1e-12)
 
 
-# --- what each is
+# --- networks
 
 
 def test_switch_has_one_port_per_rank_and_message_latency():
@@ -193,22 +193,22 @@ def test_omitted_topology_settings_come_from_arguments_or_defaults():
     assert networks.build_switch(2).bandwidth[0] == 25e9 and networks.build_switch(2).latency.sum() / 2 == 5e-6
 
 
-# --- mistakes
+# --- invalid texts
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "said"),
+    ("text", "ranks", "message"),
     [
         ("swich", 4, 'unknown name "swich"; did you mean "switch"?'),
         ("", 4, 'unknown name ""'),
-        ("torus", 8, "for 8 ranks, right would be torus:2x4"),
-        ("torus:2x2", 8, "2x2 does not make 8 ranks; right would be torus:2x4"),
-        ("torus:2xb", 8, '"2xb" is no shape'),
-        ("torus:-2x-4", 8, "is no shape"),
-        ("ring:8", 8, 'ring has no shape: leave ":8" out'),
-        ("nodes:3", 8, "3 does not make 8 ranks; right would be nodes:4x2"),
-        ("nodes:2x2x2", 8, "2x2x2 does not make 8 ranks"),
-        ("nodes:2x4,3us", 8, "3us of which links? Right would be nodes:2x8,inner=450GB/s,3us"),
+        ("torus", 8, "for 8 ranks, valid is torus:2x4"),
+        ("torus:2x2", 8, "2x2 does not give 8 ranks; valid is torus:2x4"),
+        ("torus:2xb", 8, '"2xb" is not a shape'),
+        ("torus:-2x-4", 8, "is not a shape"),
+        ("ring:8", 8, 'ring has no shape: omit ":8"'),
+        ("nodes:3", 8, "3 does not give 8 ranks; valid is nodes:4x2"),
+        ("nodes:2x2x2", 8, "2x2x2 does not give 8 ranks"),
+        ("nodes:2x4,3us", 8, "3us of which links? For example nodes:2x8,inner=450GB/s,3us"),
         ("nodes:2x4,inner=3us,4us", 8, "inner has two latencies"),
         ("nodes:2x4,rail", 8, 'unknown setting "rail"; did you mean "rails"?'),
         ("nodes:2x4,outr=3us", 8, 'unknown setting "outr"; did you mean "outer"?'),
@@ -217,15 +217,15 @@ def test_omitted_topology_settings_come_from_arguments_or_defaults():
         ("nodes:2x4,adapters=2,rails", 8, "leave out adapters or rails"),
         ("spine-leaf:2x4,oversubscription=0", 8, '"0" is not a number above 0'),
         ("switch,25Gb/s", 8, '"25Gb/s" is not a rate such as 25GB/s or 100Mbit/s'),
-        ("switch,0GB/s", 8, "a rate is above 0"),
+        ("switch,0GB/s", 8, "a rate must be above 0"),
         ("switch,5", 8, '"5" is not a time such as 5us'),
         ("switch", 0, "there must be at least 1"),
     ],
 )
-def test_topology_mistake_is_one_line_with_correction(text: str, ranks: int, said: str):
+def test_topology_mistake_is_one_line_with_correction(text: str, ranks: int, message: str):
     with pytest.raises(UserError) as caught:
         parse_topology(text, ranks)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_every_example_is_valid():

@@ -1,4 +1,4 @@
-"""Axes: round numbers within the range, and where values lie."""
+"""Axes: ticks at round numbers within the range, and positions of values."""
 
 from __future__ import annotations
 

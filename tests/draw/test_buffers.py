@@ -1,4 +1,4 @@
-"""The teaching drawing: what stands in the cells is what textbooks print, and every program ends as promised."""
+"""Drawings of buffers: cells as in textbooks, and every program ends with the required contents."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ def test_drawing_has_one_frame_per_round_and_correct_end() -> None:
         n, c = program.ranks, program.chunks
         promised = {"reduce": c, "gather": c, "reduce-scatter": c, "scatter": c, "send-receive": c, "barrier": n}
         assert held == promised.get(program.operation, n * c), (program.operation, program.algorithm, n)
-        # What a round did not write stays as it was.
+        # Slots that a round does not write are unchanged.
         for before, after in pairwise(drawn):
             for old, new in zip(before.cells, after.cells, strict=True):
                 assert all(a.label == b.label for a, b in zip(old, new, strict=True) if not b.fresh)
 
 
 class Tags(HTMLParser):
-    """Open tags that were not closed, and every attribute that points elsewhere."""
+    """Parser that collects unclosed tags and attributes with external references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,8 +151,8 @@ def test_pictures_are_self_contained_and_show_every_cell() -> None:
     tags.feed(page)
     assert tags.open == [] and tags.elsewhere == []
     assert "<ring>" not in page and "&lt;ring&gt; &amp; more" in page
-    assert page.count("<svg") == 1 + 8 + 1  # the start, a round each, and what they share
-    # Every cell shows whose parts it holds, and what it shows is drawn, once.
+    assert page.count("<svg") == 1 + 8 + 1  # the start, one per round, and shared definitions
+    # Every cell shows its contributing ranks, and each pattern is defined once.
     used, there = re.findall(r'href="#(\S+)"', page), re.findall(r'id="(\S+)"', page)
     assert len(used) == 9 * 25 and set(used) == set(there) and len(there) == len(set(there))
     assert {"parts-c", "parts-bc", "parts-abcde"} <= set(there)
@@ -163,7 +163,7 @@ def test_pictures_are_self_contained_and_show_every_cell() -> None:
     )
 
 
-@pytest.mark.parametrize(("ranks", "message"), [(17, "17 ranks, and a picture has room for 16"), (40, "40 ranks")])
+@pytest.mark.parametrize(("ranks", "message"), [(17, "17 ranks, more than the maximum of 16"), (40, "40 ranks")])
 def test_too_large_a_program_is_not_drawn_but_named(ranks: int, message: str) -> None:
     for draw in (draw_buffers_text, draw_buffers):
         with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""Charts: values lie where the axes say, nothing overlaps, nothing is cut off, titles name what is drawn."""
+"""Charts: values are at their axis positions, nothing overlaps or is cut off, titles name the contents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def polylines(svg: str) -> list[list[tuple[float, ...]]]:
 
 
 def extents(svg: str) -> Iterator[tuple[str, float, float]]:
-    """Each text with its left and right end."""
+    """Return each text with its left and right end."""
     for text in ET.fromstring(svg).iter("text"):
         width, x = text_width(text.text or ""), float(text.get("x", 0))
         left = x - width * {"middle": 0.5, "end": 1.0}.get(text.get("text-anchor", ""), 0.0)

@@ -1,4 +1,4 @@
-"""Pictures of programs: SVG, page, trace and text, held against the spans they were made from."""
+"""Pictures of programs (SVG, page, trace, text) against the spans they were drawn from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.program.pipeline import Builder, PipelineProgram, place_in_v_sha
 from meshwright.program.timeline import Span, Timeline, build_collective_timeline, build_pipeline_timeline
 from meshwright.program.trace import build_chrome_trace
 
-SAME = ("update", "all-to-all", "send", "reduce")  # no matter which replica
+SAME = ("update", "all-to-all", "send", "reduce")  # equal colours for both replicas
 SVG = "{http://www.w3.org/2000/svg}"
 
 

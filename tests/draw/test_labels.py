@@ -18,7 +18,7 @@ from tests.draw.labels import find_label_faults
         "schedule zb-v --stages 8 --microbatches 16 --transfer 0.1",
         "schedule dualpipe --stages 4 --microbatches 8 --parts 1,1,1,1 --layers 16",
         "collective all-reduce ring --ranks 6 --bytes 64MiB",
-        "collective all-reduce auto --ranks 16 --bytes 1MiB --topology nodes:2x8,rails",
+        "collective all-reduce auto --ranks 8 --bytes 1MiB --topology nodes:2x4,rails",
         "plan llama-3-8b --cluster 64xh100-sxm --sequence 8192 --batch 512 --layout 'dp4 zero1 tp2 pp8:1f1b mb16'",
     ],
 )

@@ -1,4 +1,4 @@
-"""Escaping, in its one place: text from strangers stays text in elements, attributes, style and standalone XML."""
+"""Escaping: untrusted text stays text in elements, attributes, style and standalone XML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOSTILE = [
 
 
 class Parsed(html.parser.HTMLParser):
-    """The tags, attributes and text of a document."""
+    """Parser that collects tags, attributes and text of a document."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_control_characters_are_shown_as_their_pictures():
 def test_markup_is_inserted_unchanged_and_text_is_escaped():
     inner = element("b", "1 < 2")
     assert element("p", "a & ", inner, None, ["c", Markup("<br/>")]) == "<p>a &amp; <b>1 &lt; 2</b>c<br/></p>"
-    assert not isinstance(inner + "<i>", Markup)  # what is put together by hand is escaped again
+    assert not isinstance(inner + "<i>", Markup)  # concatenated strings are escaped again
     assert join(["<", inner], "\n") == "&lt;\n<b>1 &lt; 2</b>"
 
 

@@ -1,4 +1,4 @@
-"""Widths of texts against those that Chromium measured in DejaVu Sans at 12 pixels."""
+"""Text widths against those measured by Chromium in DejaVu Sans at 12 pixels."""
 
 from __future__ import annotations
 

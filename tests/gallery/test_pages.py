@@ -1,4 +1,4 @@
-"""docs/pictures/ holds what the generators draw; `make pages` writes it anew."""
+"""docs/pictures/ is up to date with the generators; `make pages` rewrites it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One structure, three forms: text at any width, Markdown, JSON; and the command."""
+"""Worked examples as text of any width, Markdown and JSON; and the command."""
 
 from __future__ import annotations
 

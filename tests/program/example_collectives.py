@@ -1,4 +1,4 @@
-"""Right collective programs, small enough to run often: written by hand, and generated."""
+"""Correct collective programs, written by hand and generated, small enough to run often."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def star_barrier(ranks: int) -> CollectiveProgram:
 
 
 def all_to_one_and_back(ranks: int) -> CollectiveProgram:
-    """Many reductions into one slot in one group, then copies around and a broadcast."""
+    """Many reductions into one slot in one group, then copies to and from scratch, and a broadcast."""
     program = Builder("all-reduce", "star", ranks, chunks=2, scratch=2)
     others = np.arange(1, ranks)
     with program.round():
@@ -50,7 +50,7 @@ def all_to_one_and_back(ranks: int) -> CollectiveProgram:
 
 
 def through_scratch(ranks: int) -> CollectiveProgram:
-    """Everyone's vector goes round the ring in scratch and is added up as it passes."""
+    """Each rank's vector travels around the ring in scratch slots, and every rank adds it to its own."""
     program = Builder("all-reduce", "carousel", ranks, chunks=1, scratch=2)
     rank = np.arange(ranks)
     with program.round():
@@ -64,7 +64,7 @@ def through_scratch(ranks: int) -> CollectiveProgram:
 
 
 def uneven_chain(ranks: int) -> CollectiveProgram:
-    """A send-receive that hops over every rank, one chunk after the other, so that groups of a pair differ in level."""
+    """A send-receive through every rank, one chunk after the other, so that matched groups differ in level."""
     program = Builder("send-receive", "chain", ranks, chunks=3)
     for chunk in range(3):
         for rank in range(ranks - 1):
@@ -75,7 +75,7 @@ def uneven_chain(ranks: int) -> CollectiveProgram:
 
 @cache
 def programs() -> list[CollectiveProgram]:
-    """Right programs, small enough to run often."""
+    """Correct programs, small enough to run often."""
     found = []
     for ranks in (2, 3, 4, 6):
         found += [make(ranks) for make in (star_barrier, all_to_one_and_back, through_scratch, uneven_chain)]

@@ -17,7 +17,7 @@ MASK = (1 << 61) - 1
 
 
 class Stuck(Exception):
-    """Ranks that wait for each other, or for nobody."""
+    """Error: some ranks wait forever."""
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Rank:
     groups: list[list[int]]
     memory: list[int]
     at: int = -1
-    open: set[int] = field(default_factory=set)  # steps of the group under way
-    staged: dict[int, list[int]] = field(default_factory=dict)  # what arrived for the group's reductions
+    open: set[int] = field(default_factory=set)  # pending steps of the group
+    staged: dict[int, list[int]] = field(default_factory=dict)  # values received for the group's reductions
 
 
 @dataclass
@@ -49,17 +49,17 @@ class Interpreter:
             groups: dict[int, list[int]] = defaultdict(list)
             for step in p.steps.of_rank(rank):
                 groups[int(p.steps.group[step])].append(step)
-            memory = [self.random.getrandbits(60) for _ in range(p.slots)]  # junk where nothing has been written
+            memory = [self.random.getrandbits(60) for _ in range(p.slots)]  # random values in slots not yet written
             for chunk in range(p.chunks):
                 if holds(p, rank, chunk):
                     memory[chunk] = self.inputs[rank][chunk]
             self.ranks.append(Rank([groups[group] for group in sorted(groups)], memory))
         self.buffer: dict[int, list[int]] = {}
-        self.posted: dict[tuple[bool, int, int], list[int]] = defaultdict(list)  # by sender and receiver, in turn
-        self.done: dict[tuple[int, int], int] = defaultdict(int)  # transfers of a pair that are over
+        self.posted: dict[tuple[bool, int, int], list[int]] = defaultdict(list)  # by sender and receiver, in order
+        self.done: dict[tuple[int, int], int] = defaultdict(int)  # completed transfers of a pair
 
     def run(self) -> list[list[int]]:
-        """Every rank's memory at the end; `Stuck` if some rank never gets there."""
+        """Return the memory of every rank at the end; raises `Stuck` if a rank does not end."""
         while True:
             events = [(rank, None) for rank in range(len(self.ranks)) if self._can_start(rank)]
             events += [(sender, receiver) for sender, receiver in list(self.done) if self._can_move(sender, receiver)]
@@ -82,7 +82,7 @@ class Interpreter:
         return number != self.frozen and not rank.open and rank.at < len(rank.groups)
 
     def _start(self, number: int) -> None:
-        """Post the next group; local steps take place now, in any order."""
+        """Post the next group; local steps run now, in random order."""
         rank = self.ranks[number]
         rank.at += 1
         if rank.at == len(rank.groups):
@@ -136,7 +136,7 @@ class Interpreter:
 
 
 def holds(p: CollectiveProgram, rank: int, chunk: int) -> bool:
-    """Whether a rank has a chunk of its own at the start."""
+    """Return True if a rank holds a chunk at the start."""
     if p.operation in ("all-gather", "gather"):
         return chunk * p.ranks // p.chunks == rank
     return rank == p.root if p.operation in ("broadcast", "scatter", "send-receive") else True
@@ -147,7 +147,7 @@ def random_inputs(p: CollectiveProgram, source: random.Random) -> list[list[int]
 
 
 def wrong(p: CollectiveProgram, inputs: list[list[int]], memory: list[list[int]]) -> str:
-    """Where the result is not what the operation promises; empty if it is."""
+    """Return a description of the first wrong result; empty if all are as the operation requires."""
     share = max(1, p.chunks // p.ranks)
     for rank in range(p.ranks):
         for chunk in range(p.chunks):
@@ -180,7 +180,7 @@ def wrong(p: CollectiveProgram, inputs: list[list[int]], memory: list[list[int]]
 
 
 def failure(p: CollectiveProgram, seed: int) -> str:
-    """What goes wrong when sends block, and when they are buffered now and then; empty if the program is right."""
+    """Return the first failure with blocking and with partly buffered sends; empty for a correct program."""
     source = random.Random(seed)
     inputs = random_inputs(p, source)
     for buffered in (0.0, 0.5):
@@ -190,7 +190,7 @@ def failure(p: CollectiveProgram, seed: int) -> str:
             return "stuck"
         if p.operation != "barrier" and (where := wrong(p, inputs, memory)):
             return where
-    for absent in range(p.ranks * (p.operation == "barrier")):  # nobody leaves before everyone has come
+    for absent in range(p.ranks * (p.operation == "barrier")):  # no rank leaves before every rank has arrived
         run = Interpreter(p, inputs, source, frozen=absent, buffered=1.0)
         try:
             run.run()

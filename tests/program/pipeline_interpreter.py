@@ -25,7 +25,7 @@ COLUMNS = ("rank", "group", "kind", "stage", "replica", "micro_batch", "componen
 
 
 def failure(program: PipelineProgram, rng: random.Random) -> str | None:
-    """What goes wrong, or None where every stage has the gradient of every micro-batch in the end."""
+    """Return the failure, or None if every stage has the gradient of every micro-batch at the end."""
     s, placement = program.steps, program.placement
     last = program.stages - 1
     groups: list[list[list[int]]] = [[] for _ in range(program.ranks)]
@@ -35,9 +35,9 @@ def failure(program: PipelineProgram, rng: random.Random) -> str | None:
         groups[s.rank[step]][-1].append(step)
     at = [0] * program.ranks
     memory: list[dict[tuple[object, ...], object]] = [{} for _ in range(program.ranks)]  # by rank: (what, place)
-    gradients: dict[tuple[int, int], list[object]] = defaultdict(list)  # by replica and stage: what was summed up
-    summed: list[tuple[int, int, object]] = []  # by the group that computes now
-    posted: dict[tuple[int, int, bool], list[int]] = defaultdict(list)  # by sender, receiver, end: steps under way
+    gradients: dict[tuple[int, int], list[object]] = defaultdict(list)  # by replica and stage: summed gradients
+    summed: list[tuple[int, int, object]] = []  # by the current group
+    posted: dict[tuple[int, int, bool], list[int]] = defaultdict(list)  # by sender, receiver, end: posted steps
     under_way: list[set[int] | None] = [None] * program.ranks
 
     def compute(rank: int, step: int) -> bool:
@@ -72,7 +72,7 @@ def failure(program: PipelineProgram, rng: random.Random) -> str | None:
         return "gradient", replica, stage + arriving, m
 
     def meet(rank: int, step: int) -> bool:
-        """Let a transfer take place if both ends are under way, first come first served between two ranks."""
+        """Complete a transfer if both ends are posted, in posting order between two ranks."""
         sends = s.kind[step] in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         peer = program.find_peer(step)
         pair = (rank, peer) if sends else (peer, rank)
@@ -92,7 +92,7 @@ def failure(program: PipelineProgram, rng: random.Random) -> str | None:
         return True
 
     def advance(rank: int) -> bool:
-        """One small step of a rank, if it can take one."""
+        """Advance a rank by one event if possible."""
         if at[rank] == len(groups[rank]):
             return False
         group = groups[rank][at[rank]]
@@ -102,7 +102,7 @@ def failure(program: PipelineProgram, rng: random.Random) -> str | None:
             before = dict(memory[rank])
             summed.clear()
             alone = []
-            for step in group:  # none of a group reads what another of it makes
+            for step in group:  # no step of a group reads the result of another
                 memory[rank] = dict(before)
                 if not compute(rank, step):
                     memory[rank] = before
@@ -130,7 +130,7 @@ def failure(program: PipelineProgram, rng: random.Random) -> str | None:
         return True
 
     def fetch(rank: int, group: list[int]) -> None:
-        """Without written-out transfers, what a step reads comes by itself once it is made."""
+        """Without explicit transfers, fetch what a step reads once it is produced."""
         for step in group:
             replica, stage, m = (int(c[step]) for c in (s.replica, s.stage, s.micro_batch))
             for what, neighbour in (("output", stage - 1), ("gradient", stage + 1)):
@@ -156,7 +156,7 @@ def failure(program: PipelineProgram, rng: random.Random) -> str | None:
 
 
 def _gradient(stage: int, last: int, micro_batch: int) -> object:
-    """What one device computes."""
+    """Return the gradient that one device computes."""
     inputs: list[object] = [micro_batch]
     for s in range(last + 1):
         inputs.append(("F", s, inputs[-1]))
@@ -223,10 +223,10 @@ def random_program(rng: random.Random) -> PipelineProgram:
 
 
 def rows_of(program: PipelineProgram) -> list[list[int]]:
-    """One row a step: rank, group, kind, stage, replica, micro-batch, component."""
+    """Return one row per step: rank, group, kind, stage, replica, micro-batch, component."""
     return np.stack([getattr(program.steps, name) for name in COLUMNS], axis=1).tolist()
 
 
 def with_rows(program: PipelineProgram, rows: list[list[int]]) -> PipelineProgram:
-    """The program with other steps."""
+    """Return the program with these steps."""
     return build_program(program.name, program.ranks, program.micro_batches, program.placement, rows)

@@ -1,4 +1,4 @@
-"""What the check of collective programs promises: right programs pass, and each way of being wrong is named."""
+"""Check of collective programs: correct programs pass, and each kind of error is named."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def reduce(rank: int, group: int, peer: int, slot: int = 0, count: int = 1) -> t
 def test_missing_receive_is_named_with_waiting_send() -> None:
     error = refused(without(ring(2), 1))
     assert str(error) == (
-        "rank 1, step 1 (send data[0] to 0): rank 0 has no receive for it (sends from rank 1 to 0: 2, receives: 1)"
+        "rank 1, step 1 (send data[0] to 0): rank 0 has no receive for it (from rank 1 to 0: 2 sends, 1 receives)"
     )
 
 
 def test_missing_send_is_named_with_waiting_receive() -> None:
     error = refused(without(ring(2), 0))
     assert str(error) == (
-        "rank 1, step 1 (receive data[1] from 0): rank 0 has no send for it (receives on rank 1 from 0: 2, sends: 1)"
+        "rank 1, step 1 (receive data[1] from 0): rank 0 has no send for it (from rank 0 to 1: 1 sends, 2 receives)"
     )
 
 
@@ -75,10 +75,10 @@ def test_blocking_sends_in_circle_are_a_named_deadlock() -> None:
     rows = [row for r in range(ranks) for row in (send(r, 0, (r + 1) % ranks), receive(r, 1, (r - 1) % ranks))]
     error = refused(program_of("all-reduce", ranks, 1, *rows))
     assert str(error) == (
-        "rank 0, step 0 (send data[0] to 1): deadlock when sends block: "
-        "rank 0, step 0 (send data[0] to 1) waits for rank 1 to reach step 1 (receive data[0] from 0); "
-        "rank 1, step 0 (send data[0] to 2) waits for rank 2 to reach step 1 (receive data[0] from 1); "
-        "rank 2, step 0 (send data[0] to 0) waits for rank 0 to reach step 1 (receive data[0] from 2)"
+        "rank 0, step 0 (send data[0] to 1): deadlock with blocking sends: "
+        "rank 0, step 0 (send data[0] to 1) waits for rank 1, step 1 (receive data[0] from 0); "
+        "rank 1, step 0 (send data[0] to 2) waits for rank 2, step 1 (receive data[0] from 1); "
+        "rank 2, step 0 (send data[0] to 0) waits for rank 0, step 1 (receive data[0] from 2)"
     )
 
 
@@ -99,18 +99,18 @@ def wait(rank: int, group: int, peer: int) -> tuple[int, ...]:
     [
         (send(0, 0, 7), "(send data[0] to 7): there is no rank 7; ranks are 0 to 1"),
         (send(0, 0, -1), "(send data[0] to -1): there is no rank -1; ranks are 0 to 1"),
-        (send(0, 0, 0), "(send data[0] to 0): a rank does not exchange with itself; copy does that"),
+        (send(0, 0, 0), "(send data[0] to 0): a rank cannot send to or receive from itself; use copy"),
         ((0, 0, 9, 0, 1, 1, -1), "(kind 9): there is no step of kind 9"),
         (send(0, 0, 1, slot=-1), "(send slot[-1] to 1): reaches beyond a rank's slots; a rank has data[0:2] and"),
         (send(0, 0, 1, slot=3), "(send scratch[1] to 1): reaches beyond a rank's slots"),
         (send(0, 0, 1, slot=1, count=2), "(send data[1:3] to 1): reaches beyond a rank's slots"),
-        (send(0, 0, 1, count=0), "(send data[0:0] to 1): 0 slots; a step takes at least one"),
-        ((0, 0, Kind.SEND, 0, 1, 1, 0), "(send data[0] to 1): a source slot is for local steps"),
+        (send(0, 0, 1, count=0), "(send data[0:0] to 1): 0 slots; a step needs at least one"),
+        ((0, 0, Kind.SEND, 0, 1, 1, 0), "(send data[0] to 1): only a local step (copy, combine) has a source slot"),
         ((0, 0, Kind.COPY, 0, 1, 1, 1), "(copy data[1] into data[0]): a local step has no peer"),
         ((0, 0, Kind.SIGNAL, 0, 1, 1, -1), "(signal 1): a signal carries no slots"),
         (local(0, 0, 5, 0), "(copy scratch[3] into data[0]): reaches beyond a rank's slots"),
-        (local(0, 0, 0, 0), "(copy data[0] into data[0]): what is read and what is written overlap"),
-        (local(0, 0, 0, 1, 2), "(copy data[0:2] into data[1:3]): what is read and what is written overlap"),
+        (local(0, 0, 0, 0), "(copy data[0] into data[0]): the slots read and the slots written overlap"),
+        (local(0, 0, 0, 1, 2), "(copy data[0:2] into data[1:3]): the slots read and the slots written overlap"),
     ],
 )  # fmt: skip
 def test_step_invalid_on_its_own_is_named(row: tuple[int, ...], message: str) -> None:
@@ -130,7 +130,7 @@ def test_slots_of_data_and_output_make_no_range() -> None:
 def test_a_local_step_beside_a_transfer_is_refused() -> None:
     error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1), local(0, 0, 0, 1), receive(1, 0, 0)))
     assert str(error) == (
-        "rank 0, step 0 (copy data[0] into data[1]): a local step stands in a group without transfers"
+        "rank 0, step 0 (copy data[0] into data[1]): a local step must be in a group without transfers"
     )
 
 
@@ -138,23 +138,23 @@ def test_transfer_ends_must_agree_in_kind_and_slot_count() -> None:
     error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1, count=2), receive(1, 0, 0)))
     assert str(error) == (
         "rank 0, step 0 (send data[0:2] to 1): "
-        "meets rank 1, step 0 (receive data[0] from 0), which has another number of slots"
+        "is matched with rank 1, step 0 (receive data[0] from 0), which has another number of slots"
     )
     error = refused(program_of("all-reduce", 2, 2, signal(0, 0, 1), receive(1, 0, 0)))
     assert str(error) == (
-        "rank 0, step 0 (signal 1): meets rank 1, step 0 (receive data[0] from 0), which is not of its kind"
+        "rank 0, step 0 (signal 1): is matched with rank 1, step 0 (receive data[0] from 0), which is of another kind"
     )
 
 
 def test_a_deadlock_between_two_of_many_names_those_two() -> None:
-    rows = [send(0, 0, 1), receive(1, 0, 0)]  # fine
+    rows = [send(0, 0, 1), receive(1, 0, 0)]  # correct
     rows += [send(2, 0, 3), receive(2, 1, 3), send(3, 0, 2), receive(3, 1, 2)]
-    rows += [receive(4, 0, 2), send(2, 2, 4)]  # only waits for the two
+    rows += [receive(4, 0, 2), send(2, 2, 4)]  # waits for ranks 2 and 3 without being in the cycle
     error = refused(program_of("all-gather", 5, 5, *rows))
     assert error.reason == (
-        "deadlock when sends block: "
-        "rank 2, step 0 (send data[0] to 3) waits for rank 3 to reach step 1 (receive data[0] from 2); "
-        "rank 3, step 0 (send data[0] to 2) waits for rank 2 to reach step 1 (receive data[0] from 3)"
+        "deadlock with blocking sends: "
+        "rank 2, step 0 (send data[0] to 3) waits for rank 3, step 1 (receive data[0] from 2); "
+        "rank 3, step 0 (send data[0] to 2) waits for rank 2, step 1 (receive data[0] from 3)"
     )
 
 
@@ -170,13 +170,16 @@ def test_received_slots_are_untouched_by_other_steps_of_group(step: tuple[int, .
     answer = receive(0, 0, 1, slot=1) if step[2] == Kind.SEND else send(0, 0, 1)
     error = refused(program_of("all-reduce", 2, 2, send(0, 0, 1), answer, receive(1, 0, 0), step))
     assert (error.rank, error.group) == (1, 0)
-    assert error.reason == f"{message}; the steps of a group have no order: put one of them in a group before or after"
+    assert (
+        error.reason
+        == f"{message}; the steps of a group run concurrently: move one of them to an earlier or later group"
+    )
 
 
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
-        # what the first writes the second reads, in either order
+        # one step reads what the other writes, in either order
         (
             local(0, 0, 0, 2),
             local(0, 0, 2, 3),
@@ -199,7 +202,7 @@ def test_received_slots_are_untouched_by_other_steps_of_group(step: tuple[int, .
             local(0, 0, 3, 1, kind=Kind.COMBINE),
             "(copy data[0:2] into scratch[0:2]): writes scratch[1], which combine scratch[1] into data[1]",
         ),
-        # what is accumulated is read before or after
+        # one step reads what the other accumulates
         (
             local(0, 0, 2, 0, kind=Kind.COMBINE),
             local(0, 0, 0, 3),
@@ -213,10 +216,12 @@ def test_order_dependent_local_steps_in_group_are_refused(
     filled = [local(0, 0, 0, 2, count=2)]
     later = [(rank, 1, *rest) for rank, _, *rest in (one, other)]
     error = refused(program_of("all-reduce", 2, 2, *filled, *later, scratch=2))
-    assert str(error).startswith(f"rank 0, step 1 {message}") and "the steps of a group have no order" in error.reason
-    # In groups of their own nothing is wrong with these steps, whatever else is with the program.
+    assert (
+        str(error).startswith(f"rank 0, step 1 {message}") and "the steps of a group run concurrently" in error.reason
+    )
+    # In separate groups these two steps do not race, although the program has other errors.
     apart = [(rank, 1 + number, *rest) for number, (rank, _, *rest) in enumerate((one, other))]
-    assert "order" not in refused(program_of("all-reduce", 2, 2, *filled, *apart, scratch=2)).reason
+    assert "concurrently" not in refused(program_of("all-reduce", 2, 2, *filled, *apart, scratch=2)).reason
 
 
 def test_local_steps_in_group_may_share_a_slot() -> None:
@@ -233,18 +238,18 @@ def test_in_place_exchange_in_group_is_no_race() -> None:
 
 
 def test_delayed_send_carries_slot_before_reductions_of_its_group() -> None:
-    # Rank 0 has rank 2's part at once, but rank 1 takes rank 0's value only in its second step.
+    # Rank 0 receives rank 2's contribution immediately, but rank 1 receives rank 0's value only in its second step.
     rows = [send(0, 0, 1), reduce(0, 0, 2), reduce(1, 0, 2), reduce(1, 1, 0), send(2, 0, 0), send(2, 0, 1)]
     check_collective(program_of("reduce", 3, 1, *rows, root=1))
 
 
 def test_empty_slot_is_not_sent_copied_or_reduced() -> None:
     error = refused(program_of("broadcast", 2, 1, send(1, 0, 0), receive(0, 0, 1)))
-    assert str(error) == "rank 1, step 0 (send data[0] to 0): data[0] holds nothing yet"
+    assert str(error) == "rank 1, step 0 (send data[0] to 0): data[0] is still empty"
     error = refused(program_of("all-reduce", 2, 1, local(1, 0, 1, 0), scratch=1))
-    assert str(error) == "rank 1, step 0 (copy scratch[0] into data[0]): scratch[0] holds nothing yet"
+    assert str(error) == "rank 1, step 0 (copy scratch[0] into data[0]): scratch[0] is still empty"
     error = refused(program_of("all-reduce", 2, 1, send(0, 0, 1), reduce(1, 0, 0, slot=1), scratch=1))
-    assert str(error) == ("rank 1, step 0 (reduce scratch[0] from 0): reduces into scratch[0], which holds nothing yet")
+    assert str(error) == ("rank 1, step 0 (reduce scratch[0] from 0): reduces into scratch[0], which is still empty")
 
 
 def test_contribution_added_twice_is_named() -> None:
@@ -281,13 +286,13 @@ def test_incomplete_result_names_contribution_and_last_writing_step() -> None:
 def test_misplaced_result_is_named() -> None:
     error = refused(program_of("all-gather", 2, 2, send(0, 0, 1), receive(1, 0, 0)))
     assert str(error) == (
-        "rank 0, step 1 (end): data[1] holds nothing; it has to end with chunk 1 of rank 1; no step writes it"
+        "rank 0, step 1 (end): data[1] is empty at the end; required is chunk 1 of rank 1; no step writes it"
     )
     exchanged = [send(0, 0, 1), receive(0, 0, 1, slot=1), send(1, 0, 0, slot=1), receive(1, 0, 0)]
     check_collective(program_of("all-gather", 2, 2, *exchanged))
     error = refused(program_of("all-gather", 2, 2, *exchanged, local(1, 1, 1, 0)))
     assert str(error) == (
-        "rank 1, step 2 (end): data[0] holds rank 1's part of chunk 1; it has to end with chunk 0 of rank 0; "
+        "rank 1, step 2 (end): data[0] holds rank 1's part of chunk 1 at the end; required is chunk 0 of rank 0; "
         "last written in step 1 (copy data[1] into data[0])"
     )
 
@@ -304,7 +309,7 @@ def test_barrier_that_releases_one_rank_early_is_refused() -> None:
     both = [signal(0, 0, 1), wait(0, 0, 1), signal(1, 0, 0), wait(1, 0, 0)]
     assert check_collective(program_of("barrier", 2, 1, *both)).rounds == 1
     error = refused(program_of("barrier", 3, 1, *both))
-    assert str(error) == "rank 0, step 1 (end): has not heard from rank 2"
+    assert str(error) == "rank 0, step 1 (end): has received no signal, direct or indirect, from rank 2"
     error = refused(program_of("barrier", 2, 1, send(0, 0, 1), receive(1, 0, 0)))
     assert error.reason == "a barrier moves no data, only signals"
 
@@ -317,7 +322,7 @@ def test_signals_order_steps_of_any_operation_without_bytes() -> None:
 
 
 def test_ranks_times_rounds_counts_only_dependent_transfers() -> None:
-    # A chain of three, beside it a single exchange; local steps between are no rounds.
+    # A chain of three transfers; local steps in between are not rounds.
     rows = [send(0, 0, 1), receive(1, 0, 0), local(1, 1, 0, 1), send(1, 2, 2), receive(2, 0, 1), send(2, 1, 3)]
     rows += [receive(3, 0, 2)]
     assert check_collective(program_of("broadcast", 4, 1, *rows, scratch=1)).rounds == 3
@@ -326,15 +331,15 @@ def test_ranks_times_rounds_counts_only_dependent_transfers() -> None:
 def test_steps_beyond_count_are_refused_and_not_begun() -> None:
     chunks = 10**6
     rows = [row for i in range(60) for row in (send(0, i, 1, count=chunks), receive(1, i, 0, count=chunks))]
-    with pytest.raises(UserError, match="its steps name 120000000 slots, and a check takes 100000000"):
+    with pytest.raises(UserError, match="its steps use 120000000 slots, and a check is limited to 100000000"):
         check_collective(program_of("broadcast", 2, chunks, *rows))
 
 
 @pytest.mark.parametrize(
     ("operation", "more", "message"),
     [
-        ("all-reduce", {"ranks": 0}, "program: ranks is 0; it has to be at least 1"),
-        ("all-reduce", {"chunks": 0}, "program: chunks is 0; it has to be at least 1"),
+        ("all-reduce", {"ranks": 0}, "program: ranks is 0; it must be at least 1"),
+        ("all-reduce", {"chunks": 0}, "program: chunks is 0; it must be at least 1"),
         ("broadcast", {"root": 2}, "program: root is 2; ranks are 0 to 1"),
         ("all-to-all", {"chunks": 3}, "program: all-to-all gives every rank an equal share of the chunks"),
         ("all-reduce", {"ranks": 100_000, "chunks": 100_000}, "program: 100000 ranks of 100000 slots are too many"),

@@ -1,4 +1,4 @@
-"""The check of pipeline programs: what it says of each kind of mistake, and that it says it of nothing else."""
+"""Check of pipeline programs: each kind of error is named, and correct programs pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 def program(*ranks: str, header: str = TWO_RANKS) -> PipelineProgram:
-    """Each rank's groups, separated by commas."""
+    """Return the program with these groups of each rank, separated by commas."""
     sections = [f"rank {rank}\n" + "\n".join(groups.split(",")) for rank, groups in enumerate(ranks)]
     return parse_pipeline(header + "\n".join(sections))
 
@@ -45,11 +45,11 @@ def refused(*ranks: str, header: str = TWO_RANKS) -> ProgramError:
         (("0F0, 0B0", "1F0"), "rank 1, step 0 (1B0): missing: the rank never computes it, on stage 1 that it holds"),
         (("0B0", "1F0, 1B0"), "rank 0, step 0 (0F0): missing: the rank never computes it, on stage 0 that it holds"),
         (("0F0, 0I0", "1F0, 1B0"), "rank 0, step 0 (0W0): missing"),
-        (("0F0, 0F0, 0B0", "1F0, 1B0"), "rank 0, step 1 (0F0): computed twice, before as step 0"),
-        (("0F0, 0B0, 0I0", "1F0, 1B0"), "rank 0, step 2 (0I0): computed twice: there is a backward of it too"),
-        (("0F0, 0B0, 0W0", "1F0, 1B0"), "rank 0, step 2 (0W0): computed twice: the backward of it holds it too"),
-        (("0F0, 0W0, 0I0", "1F0, 1B0"), "rank 0, step 1 (0W0): needs 0I0, which comes after it, as step 2"),
-        (("0B0, 0F0", "1F0, 1B0"), "rank 0, step 0 (0B0): needs 0F0, which comes after it, as step 1"),
+        (("0F0, 0F0, 0B0", "1F0, 1B0"), "rank 0, step 1 (0F0): computed twice, first in step 0"),
+        (("0F0, 0B0, 0I0", "1F0, 1B0"), "rank 0, step 2 (0I0): computed twice: a full backward computes it too"),
+        (("0F0, 0B0, 0W0", "1F0, 1B0"), "rank 0, step 2 (0W0): computed twice: the full backward computes it too"),
+        (("0F0, 0W0, 0I0", "1F0, 1B0"), "rank 0, step 1 (0W0): needs 0I0, which runs later, in step 2"),
+        (("0B0, 0F0", "1F0, 1B0"), "rank 0, step 0 (0B0): needs 0F0, which runs later, in step 1"),
         (("0F0 | 0B0", "1F0, 1B0"), "rank 0, step 0 (0B0): needs 0F0, which is in the same group"),
         (("0F0, 1F0, 0B0", "1B0"), "rank 0, step 1 (1F0): rank 0 does not hold the stage; rank 1 does"),
         (
@@ -62,15 +62,15 @@ def refused(*ranks: str, header: str = TWO_RANKS) -> ProgramError:
         ),
         (
             ("0SEND_F0, 0F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
-            "rank 0, step 0 (0SEND_F0): needs 0F0, which comes after it, as step 1",
+            "rank 0, step 0 (0SEND_F0): needs 0F0, which runs later, in step 1",
         ),
         (
             ("0F0, 0SEND_F0, 0B0, 0RECV_B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
-            "rank 0, step 2 (0B0): needs 0RECV_B0, which comes after it, as step 3",
+            "rank 0, step 2 (0B0): needs 0RECV_B0, which runs later, in step 3",
         ),
         (
             ("0F0, 0SEND_F0, 0SEND_F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
-            "rank 0, step 2 (0SEND_F0): sent twice, before as step 1",
+            "rank 0, step 2 (0SEND_F0): sent twice, first in step 1",
         ),
         (
             ("0F0 | 0SEND_F0, 0RECV_B0, 0B0", "1RECV_F0, 1F0, 1B0, 1SEND_B0"),
@@ -83,11 +83,11 @@ def refused(*ranks: str, header: str = TWO_RANKS) -> ProgramError:
         (("0F0, 0SEND_B0, 0B0", "1F0, 1B0"), "rank 0, step 1 (0SEND_B0): there is no stage before the first one"),
         (
             ("0F0, 0B0, 0U0, 0U0", "1F0, 1B0, 1U0"),
-            "rank 0, step 3 (0U0): its gradients were applied by an update before",
+            "rank 0, step 3 (0U0): its gradients were applied by an earlier update",
         ),
         (
             ("0F0, 0U0, 0B0", "1F0, 1B0, 1U0"),
-            "rank 0, step 1 (0U0): applies gradients that are not there yet: 0B0 comes as step 2",
+            "rank 0, step 1 (0U0): applies gradients too early: 0B0 runs in step 2",
         ),
         (("0F0, 0B0", "1F0, 1B0, 1U0"), "rank 0, step 1 (0B0): no update of rank 0 applies this gradient"),
     ],
@@ -109,7 +109,8 @@ def test_mutually_waiting_ranks_are_all_named() -> None:
     header = TWO_RANKS.replace("micro-batches 1", "micro-batches 2")
     error = refused("0F0, 0B0, 0F1, 0B1", "1F1, 1F0, 1B0, 1B1", header=header)
     assert str(error) == (
-        "rank 0, step 1 (0B0): waits in a circle: waits for 1B0 of rank 1; rank 1, step 0 (1F1) waits for 0F1 of rank 0"
+        "rank 0, step 1 (0B0): deadlock: rank 0, step 1 (0B0) waits for rank 1, step 2 (1B0); "
+        "rank 1, step 0 (1F1) waits for rank 0, step 2 (0F1)"
     )
 
 
@@ -118,8 +119,9 @@ def test_deadlocks_of_blocking_sends_are_named() -> None:
     first = "0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
     error = refused(first, "1RECV_F0, 1F0, 1B0, 1SEND_B0, 1RECV_F1, 1F1, 1B1, 1SEND_B1", header=header)
     assert str(error) == (
-        "rank 0, step 3 (0SEND_F1): with blocking sends, ranks wait in a circle: "
-        "rank 0 waits at step 3 for rank 1, step 4 (1RECV_F1); rank 1 waits at step 3 for rank 0, step 4 (0RECV_B0)"
+        "rank 0, step 3 (0SEND_F1): deadlock with blocking sends: "
+        "rank 0, step 3 (0SEND_F1) waits for rank 1, step 4 (1RECV_F1); "
+        "rank 1, step 3 (1SEND_B0) waits for rank 0, step 4 (0RECV_B0)"
     )
     check_pipeline(
         program(
@@ -135,19 +137,19 @@ def test_messages_received_in_another_order_than_sent_are_refused() -> None:
     first = "0F0, 0F1, 0SEND_F0, 0SEND_F1, 0RECV_B0, 0B0, 0RECV_B1, 0B1"
     error = refused(first, "1RECV_F1, 1RECV_F0, 1F0, 1F1, 1B0, 1SEND_B0, 1B1, 1SEND_B1", header=header)
     assert (error.rank, error.step) == (1, "1RECV_F1")
-    assert "meets rank 0, step 2 (0SEND_F0)" in error.reason
+    assert "is matched with rank 0, step 2 (0SEND_F0)" in error.reason
 
 
 def test_transfers_within_rank_are_refused() -> None:
     header = "pipeline v\nranks 1\nmicro-batches 1\nplacement 0 0\n"
     error = refused("0F0, 0SEND_F0, 1RECV_F0, 1F0, 1B0, 0B0", header=header)
-    assert str(error) == "rank 0, step 1 (0SEND_F0): stage 1 is on this rank as well; nothing is sent within a rank"
+    assert str(error) == "rank 0, step 1 (0SEND_F0): stage 1 is on the same rank; values are not sent within a rank"
 
 
 def test_a_micro_batch_runs_through_one_replica() -> None:
     header = "pipeline both\nranks 2\nmicro-batches 1\nplacement 0 1\nplacement 1 0\n"
     error = refused("0F0, 1'F0, 1'B0, 0B0", "1F0, 1B0, 0'F0, 0'B0", header=header)
-    assert "micro-batch 0 runs through another replica too" in str(error)
+    assert "micro-batch 0 also runs through another replica" in str(error)
     assert "runs through no stage" in str(refused("", "", header=header))
 
 
@@ -189,7 +191,7 @@ BOTH_WAYS = TWO_RANKS.replace("micro-batches 1", "micro-batches 2") + "placement
     [
         (", 0U0", ", 1U0", "rank 1, step 3 (0'B1): no update of rank 1 applies this gradient"),
         (", 0U0, 1'U0", ", 1U0, 0'U0", "rank 1, step 5 (0'U0): no micro-batch up to 0 runs through its stage"),
-        (", 0U0, 0U1, 1'U1", ", 1U0, 0'U1", "rank 0, step 5 (0U1): its gradients were applied by an update before"),
+        (", 0U0, 0U1, 1'U1", ", 1U0, 0'U1", "rank 0, step 5 (0U1): its gradients were applied by an earlier update"),
     ],
 )
 def test_every_replica_is_updated_with_its_own_micro_batches(first: str, second: str, message: str) -> None:
@@ -204,15 +206,19 @@ def test_idle_replica_is_not_updated() -> None:
 
 
 def test_excessive_rank_count_is_refused_without_allocation() -> None:
-    with pytest.raises(ProgramError, match="holds 0 stages of replica 0, of 1 for 2147483647 ranks"):
+    with pytest.raises(ProgramError, match="rank 0 holds 0 of the 1 stages of replica 0; all 2147483647 ranks"):
         check_pipeline(build_program("huge", 2**31 - 1, 1, ((2**31 - 2,),), []))
 
 
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        (((0, 2),), "rank 2, step 0 (placement): stage 1 of replica 0 is there; ranks are 0 to 1"),
-        (((0, 0),), "rank 1, step 0 (placement): holds 0 stages of replica 0, of 2 for 2 ranks; right is equally many"),
+        (((0, 2),), "rank 2, step 0 (placement): stage 1 of replica 0 is on rank 2; ranks are 0 to 1"),
+        (
+            ((0, 0),),
+            "rank 1, step 0 (placement): rank 1 holds 0 of the 2 stages of replica 0; all 2 ranks must hold equally "
+            "many",
+        ),
         (((0, 1), (0,)), "rank 0, step 0 (placement): replica 1 has 1 stages, replica 0 has 2"),
         ((), "rank 0, step 0 (placement): 2 ranks, 1 micro-batches, 0 stages; a program has at least one of each"),
     ],
@@ -231,9 +237,9 @@ def test_a_placement_that_no_program_has_is_refused(placement: tuple[tuple[int, 
         (2, -1, "rank 0, step 0 (kind -1, component 0): there is no step of kind -1"),
         (3, 2, "rank 0, step 0 (2F0): there is no stage 2; stages are 0 to 1"),
         (3, -1, "rank 0, step 0 (-1F0): there is no stage -1; stages are 0 to 1"),
-        (4, 1, "rank 0, step 0 (0'F0): there is no replica 1 of 1"),
+        (4, 1, "rank 0, step 0 (0'F0): there is no replica 1; replicas are 0 to 0"),
         (5, 4, "rank 0, step 0 (0F4): there is no micro-batch 4; micro-batches are 0 to 0"),
-        (6, 5, "rank 0, step 0 (kind 0, component 5): there is no such part of a layer"),
+        (6, 5, "rank 0, step 0 (kind 0, component 5): there is no such component of a layer"),
     ],
 )
 def test_a_number_out_of_range_is_refused(column: int, value: int, message: str) -> None:
@@ -263,11 +269,11 @@ def test_components_of_layer_run_completely_and_in_order() -> None:
     check_pipeline(cut(parts, parts[::-1], [attention, mlp]))
     check_pipeline(cut(parts, parts[::-1], [Component.WHOLE]))
     for wrong, message in (
-        (cut(parts[1:], parts[::-1], [mlp, attention]), "its parts are not attention, dispatch, MLP and combine"),
-        (cut(parts[::-1], parts[::-1], [mlp, attention]), "0F0.combine): needs 0F0.mlp, which comes after it"),
-        (cut(parts, parts, [mlp, attention]), "needs 0I0.dispatch, which comes after it"),
-        (cut(parts, parts[:0:-1], [mlp]), "its parts are not attention, dispatch, MLP and combine"),
-        (cut(parts, parts[::-1], [mlp]), "its parts are not those of the input gradient that have weights"),
+        (cut(parts[1:], parts[::-1], [mlp, attention]), "its components must be attention, dispatch, MLP and combine"),
+        (cut(parts[::-1], parts[::-1], [mlp, attention]), "0F0.combine): needs 0F0.mlp, which runs later"),
+        (cut(parts, parts, [mlp, attention]), "needs 0I0.dispatch, which runs later"),
+        (cut(parts, parts[:0:-1], [mlp]), "its components must be attention, dispatch, MLP and combine"),
+        (cut(parts, parts[::-1], [mlp]), "its components must be those of the input gradient that have weights"),
         (cut([*parts, mlp], parts[::-1], [mlp, attention]), "0F0.mlp): computed twice"),
     ):
         with pytest.raises(ProgramError, match="rank 0, step") as caught:
@@ -280,7 +286,7 @@ def test_weight_gradient_of_component_needs_only_its_input_gradient() -> None:
     first = "0F0, 0I0.combine, 0I0.mlp, 0W0.mlp, 0I0.dispatch"
     check_pipeline(program(f"{first}, 0I0.attention, 0W0.attention", header=header))
     error = refused(f"{first}, 0W0.attention, 0I0.attention", header=header)
-    assert str(error).startswith("rank 0, step 5 (0W0.attention): needs 0I0.attention, which comes after it")
+    assert str(error).startswith("rank 0, step 5 (0W0.attention): needs 0I0.attention, which runs later")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -307,7 +313,7 @@ def test_random_programs_pass_and_run_in_any_interleaving(seed: int) -> None:
 
 
 def mutated(good: PipelineProgram, rng: random.Random) -> PipelineProgram:
-    """One step deleted, doubled, moved, or changed in one number."""
+    """Return the program with one step deleted, doubled, moved, or changed in one number."""
     rows = rows_of(good)
     chosen = rng.randrange(len(rows))
     what = rng.choice(["delete", "double", "move", "move", "move", "merge", "change"])
@@ -324,11 +330,11 @@ def mutated(good: PipelineProgram, rng: random.Random) -> PipelineProgram:
     if what != "double":
         del rows[chosen]
     if what != "delete":
-        row[1] = -1  # a group of its own
+        row[1] = -1  # a separate group
         mine = [at for at, other in enumerate(rows) if other[0] == row[0]]
         at = rng.choice(mine) if mine else 0
         while 0 < at < len(rows) and rows[at - 1][:2] == rows[at][:2]:
-            at += 1  # groups stay together
+            at += 1  # do not split groups
         rows.insert(at, row)
     return with_rows(good, rows)
 
@@ -369,7 +375,7 @@ def test_a_computation_deleted_or_doubled_is_always_refused(seed: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(SEEDS)
 def test_moved_step_is_refused_exactly_when_execution_fails(seed: int) -> None:
-    """The other direction: the check does not cry wolf."""
+    """No false alarms: a refused program fails in execution."""
     rng = random.Random(seed)
     good = random_program(rng)
     if rng.random() < 0.7:

@@ -28,7 +28,7 @@ def rebuilt(program: CollectiveProgram, columns: dict[str, np.ndarray]) -> Colle
 
 @st.composite
 def mutants(draw: st.DrawFn) -> CollectiveProgram:
-    """A right program to which one to three things were done."""
+    """Return a correct program with one to three mutations."""
     program = draw(st.sampled_from(programs()))
     for _ in range(draw(st.integers(1, 3))):
         columns = {name: getattr(program.steps, name).copy() for name in COLUMNS}
@@ -47,15 +47,15 @@ def mutants(draw: st.DrawFn) -> CollectiveProgram:
                 columns["group"][step] -= draw(st.integers(0, 1))
             case "group":
                 columns["group"][step] = draw(st.integers(-1, int(columns["group"].max()) + 1))
-            case "position":  # to another place among the steps; only its place in its group matters
+            case "position":  # to another position among the steps of its group
                 order = np.insert(np.delete(np.arange(size), step), draw(st.integers(0, size - 1)), step)
                 columns = {name: column[order] for name, column in columns.items()}
-            case "swap":  # two steps of a rank change places
+            case "swap":  # swap two steps of a rank
                 same = np.flatnonzero(columns["rank"] == columns["rank"][step])
                 other = int(draw(st.sampled_from(same.tolist())))
                 for name in ("kind", "slot", "count", "peer", "source"):
                     columns[name][[step, other]] = columns[name][[other, step]]
-            case "trade":  # the two slots of transfers of one pair change places
+            case "trade":  # swap the slots of two transfers of one pair
                 same = np.flatnonzero(
                     (columns["rank"] == columns["rank"][step]) & (columns["kind"] == columns["kind"][step])
                 )
@@ -80,7 +80,7 @@ def test_a_mutant_is_caught_or_still_right(program: CollectiveProgram, seed: int
         assert [failure(program, seed + i) for i in range(3)] == [""] * 3
         assert parse_collective(format_collective(program)) == program
         return
-    # The other way round where the kind of mistake leaves no way out: no false alarms.
+    # Conversely, for kinds of errors that always fail: no false alarms.
     if any(words in reason for words in ("deadlock", "has no receive", "has no send", "(end)")):
         assert failure(program, seed) != ""
 
@@ -99,7 +99,7 @@ def test_algorithm_results_are_independent_of_step_order_in_group(operation: str
         for ranks in (2, 3, 4, 5, 6, 8):
             try:
                 program = generate(operation, name, ranks)
-            except UserError:  # not for this number of ranks
+            except UserError:  # does not accept this number of ranks
                 continue
             check_collective(program)
             assert failure(program, seed=ranks) == "", (name, ranks)
@@ -107,7 +107,7 @@ def test_algorithm_results_are_independent_of_step_order_in_group(operation: str
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_group_with_order_dependent_copies_is_refused(turned: bool) -> None:
-    """Ring all-to-all, its own block copied out of scratch, where the same group has just put it."""
+    """Ring all-to-all that copies its own block from scratch in the group that writes it there."""
     program = generate("all-to-all", "ring", 4)
     columns = {name: getattr(program.steps, name).copy() for name in COLUMNS}
     into_output = (columns["kind"] == Kind.COPY) & (columns["slot"] < program.first_scratch)
@@ -116,13 +116,13 @@ def test_group_with_order_dependent_copies_is_refused(turned: bool) -> None:
     if turned:
         columns = {name: column[::-1] for name, column in columns.items()}
     planted = rebuilt(program, columns)
-    assert failure(planted, seed=1) != ""  # and wrong where the copies take place in another order
+    assert failure(planted, seed=1) != ""  # wrong if the copies run in the other order
     for each in (planted, parse_collective(format_collective(planted))):
         with pytest.raises(ProgramError) as caught:
             check_collective(each)
         assert str(caught.value) == (
             "rank 0, step 0 (copy data[0] into scratch[0]): writes scratch[0], which copy scratch[0] into output[0] of "
-            "the same group reads; the steps of a group have no order: put one of them in a group before or after"
+            "the same group reads; the steps of a group run concurrently: move one of them to an earlier or later group"
         )
 
 

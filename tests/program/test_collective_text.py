@@ -1,4 +1,4 @@
-"""The text form of collective programs: equal again after parsing, and every slip is named with its line."""
+"""Text form of collective programs: round trips are exact, and every error is named with its line."""
 
 from __future__ import annotations
 
@@ -83,18 +83,18 @@ def test_ranks_without_steps_may_be_left_out() -> None:
     [
         ("collective", "colective", 1, 'unknown line "colective"; did you mean "collective"?'),
         ("all-reduce", "all-redcue", 1, 'unknown operation "all-redcue"; did you mean "all-reduce"?'),
-        ("ranks 2\n", "ranks two\n", 2, '"two" should be a number'),
-        ("ranks 2\n", "ranks 0\n", 6, "ranks is 0; it has to be at least 1"),
-        ("ranks 2\n", "ranks 2 2\n", 2, 'write "ranks" and one word, not "ranks 2 2"'),
+        ("ranks 2\n", "ranks two\n", 2, '"two" is not a number from 0 to 999999999'),
+        ("ranks 2\n", "ranks 0\n", 6, "ranks is 0; it must be at least 1"),
+        ("ranks 2\n", "ranks 2 2\n", 2, 'write "ranks NUMBER", not "ranks 2 2"'),
         ("ranks 2\n", "ranks 999999999\n", 6, "too many to check"),
-        ("chunks 2\n", "", 5, 'the line "chunks ..." is missing before the first rank'),
+        ("chunks 2\n", "", 5, 'the line "chunks" is missing; a program starts with collective, ranks, chunks'),
         ("scratch 1", "root 2", 6, "root is 2; ranks are 0 to 1"),
         ("scratch 1", "chunks 2", 4, 'a second line "chunks"'),
         ("scratch 1", "reduction som", 6, 'unknown reduction "som"; did you mean "sum"?'),
-        ("scratch 1", "send data[0] to 1", 4, 'stands before the first line "rank R"'),
+        ("scratch 1", "send data[0] to 1", 4, 'is above the first line "rank R"'),
         ("rank 0", "rank 2", 9, "there is no rank 2; ranks are 0 to 1"),
         ("rank 0", "rank 1", 9, "rank 1 has a section already"),
-        ("rank 0", "rank", 9, 'write "rank R", not "rank"'),
+        ("rank 0", "rank", 9, 'write "rank NUMBER", not "rank"'),
         ("send data[0:2] to 0", "sned data[0:2] to 0", 7, 'unknown step "sned"; did you mean "send"?'),
         ("send data[0:2] to 0", "send data[0:2] from 0", 7, '"from" in "send data[0:2] from 0" should be "to"'),
         ("send data[0:2] to 0", "send data[0:2] to 7", 7, "there is no rank 7; ranks are 0 to 1"),
@@ -103,11 +103,11 @@ def test_ranks_without_steps_may_be_left_out() -> None:
         ("send data[0:2] to 0", "send data[0:3] to 0", 7, '"data[0:3]" is beyond the slots of a rank, which has'),
         ("send data[0:2] to 0", "send data[1:1] to 0", 7, '"data[1:1]" has no slots'),
         ("send data[0:2] to 0", "send data[-1] to 0", 7, '"data[-1]" should be slots such as data[3] or data[0:4]'),
-        ("send data[0:2] to 0", "send output[0] to 0", 7, "all-reduce has no output"),
-        ("to 0 |", "to 0 | |", 7, 'a step is missing beside "|"'),
-        ("into scratch[0]", "into scratch[1]", 11, 'has scratch[0:1] (the line "scratch N" makes room)'),
+        ("send data[0:2] to 0", "send output[0] to 0", 7, "all-reduce works in place and has no output"),
+        ("to 0 |", "to 0 | |", 7, 'a step is missing before or after "|"'),
+        ("into scratch[0]", "into scratch[1]", 11, 'has scratch[0:1] (add the line "scratch NUMBER")'),
         ("copy data[1]", "copy data[0:2]", 11, "data[0:2] has 2 slots and scratch[0] has 1"),
-        ("copy data[1] into scratch[0]", "chunks 3", 11, '"chunks 3" belongs before the first line "rank R"'),
+        ("copy data[1] into scratch[0]", "chunks 3", 11, '"chunks 3" belongs above the first line "rank R"'),
     ],
 )  # fmt: skip
 def test_text_mistake_is_named_with_line_and_correction(old: str, new: str, line: int, message: str) -> None:
@@ -119,7 +119,7 @@ def test_text_mistake_is_named_with_line_and_correction(old: str, new: str, line
 
 
 def test_empty_text_error_shows_program_header() -> None:
-    with pytest.raises(UserError, match='the line "collective ..." is missing'):
+    with pytest.raises(UserError, match='the line "collective" is missing'):
         parse_collective("# nothing\n")
 
 

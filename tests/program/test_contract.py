@@ -1,4 +1,4 @@
-"""What operations start from and end with, spelled out once more, rank by rank."""
+"""Pre- and postconditions of operations, against an independent definition rank by rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.program.contract import (
     make_single_rank_sets,
 )
 
-Places = dict[tuple[int, int], tuple[int, object]]  # (rank, slot): (chunk, whose parts)
+Places = dict[tuple[int, int], tuple[int, object]]  # (rank, slot): (chunk, contributing ranks)
 
 
 def program(operation: str, ranks: int, chunks: int, root: int = 0) -> CollectiveProgram:

@@ -1,4 +1,4 @@
-"""The JSON form of programs: equal again after reading, and every mistake is named by key and entry."""
+"""JSON form of programs: round trips are exact, and every error is named by key and entry."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def change(path: str, value: object) -> Callable[[Any], None]:
         ("format", 2, 'p: "format" should be 1, not 2'),
         ("rnks", 2, 'p: unknown key "rnks"; did you mean "ranks"?'),
         ("ranks", None, 'p: "ranks" is missing'),
-        ("ranks", True, 'p: "ranks" should be a whole number, not true'),
-        ("ranks", 1e9, 'p: "ranks" should be a whole number, not 1000000000.0'),
-        ("ranks", 10**12, 'p: "ranks" should be a whole number, not 1000000000000'),
+        ("ranks", True, 'p: "ranks" should be an integer, not true'),
+        ("ranks", 1e9, 'p: "ranks" should be an integer, not 1000000000.0'),
+        ("ranks", 10**12, 'p: "ranks" should be an integer, not 1000000000000'),
         ("ranks", 1, "p: root is 1; ranks are 0 to 0"),
         ("algorithm", "a # b", 'p: "algorithm" should be a name on one line without "#"'),
         ("operation", "all-gathr", 'p: unknown operation "all-gathr"; did you mean "all-gather"?'),
@@ -82,9 +82,9 @@ def change(path: str, value: object) -> Callable[[Any], None]:
         ("steps.pear", [1], 'p: "steps": unknown key "pear"; did you mean "peer"?'),
         ("steps.kind.2", "snd", 'p: "steps": "kind", entry 2: unknown kind "snd"; did you mean "send"?'),
         ("steps.kind.2", 1, 'p: "steps": "kind", entry 2: unknown kind "1"'),
-        ("steps.slot.1", 0.5, 'p: "steps": "slot", entry 1 should be a whole number, not 0.5'),
-        ("steps.slot.1", True, 'p: "steps": "slot", entry 1 should be a whole number, not true'),
-        ("steps.slot.1", 2**70, 'p: "steps": "slot", entry 1 should be a whole number'),
+        ("steps.slot.1", 0.5, 'p: "steps": "slot", entry 1 should be an integer, not 0.5'),
+        ("steps.slot.1", True, 'p: "steps": "slot", entry 1 should be an integer, not true'),
+        ("steps.slot.1", 2**70, 'p: "steps": "slot", entry 1 should be an integer'),
         ("steps.rank.1", 2, 'p: "steps": "rank", entry 1 is 2; it should be 0 to 1'),
         ("steps.group.2", -1, 'p: "steps": "group", entry 2 is lower'),
     ],
@@ -101,9 +101,9 @@ def test_a_mistake_in_a_collective_is_named(path: str, value: object, message: s
     ("path", "value", "message"),
     [
         ("placement", [], 'p: "placement" should be one list of ranks for each replica, one entry a stage, not []'),
-        ("placement.0.1", 5, 'p: "placement": 5 is no rank; ranks are 0 to 1'),
-        ("placement.0", [0], 'p: "placement": the replicas have 1 and 2 stages'),
-        ("micro_batches", 0, 'p: "micro_batches" is 0; it has to be at least 1'),
+        ("placement.0.1", 5, 'p: "placement": stage 1 of replica 0 is on rank 5; ranks are 0 to 1'),
+        ("placement.0", [0], 'p: "placement": rank 1 holds 0 of the 1 stages of replica 0'),
+        ("micro_batches", 0, 'p: "micro_batches" is 0; it must be at least 1'),
         ("steps.stage.1", 2, 'p: "steps": "stage", entry 1 is 2; it should be 0 to 1'),
         ("steps.replica.1", -1, 'p: "steps": "replica", entry 1 is -1; it should be 0 to 1'),
         ("steps.micro_batch.1", 4, 'p: "steps": "micro_batch", entry 1 is 4; it should be 0 to 3'),

@@ -1,4 +1,4 @@
-"""Makespans of many durations at once are those of the simulator, bit for bit."""
+"""Vectorized makespans are bitwise equal to those of the simulator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANDOM = np.random.default_rng(5)
 
 
 def some(program: PipelineProgram, count: int) -> list[Durations]:
-    """Durations of stages that are all unlike, a boundary's messages too."""
+    """Return durations that differ for all stages and stage boundaries."""
     replicas, stages = program.replicas, program.stages
     return [
         Durations(
@@ -73,11 +73,11 @@ def test_ranks_that_wait_in_a_circle_are_named(monkeypatch: pytest.MonkeyPatch):
         for m in order[1:] if rank.rank else ():
             rank.forward(m)
             rank.backward(m)
-    with pytest.raises(ProgramError, match="waits in a circle"):
+    with pytest.raises(ProgramError, match="deadlock"):
         compute_makespans(builder.build(), [Durations(1.0, 1.0, 1.0)])
 
 
 def test_times_beyond_all_numbers_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(makespan, "SERIAL_LIMIT", 0)
-    with pytest.raises(UserError, match="take another unit of time"):
+    with pytest.raises(UserError, match="use a larger unit of time"):
         compute_makespans(generate("1f1b", 4, 8), [Durations(1e308, 1e308, 1e308)])

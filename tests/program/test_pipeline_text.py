@@ -1,4 +1,4 @@
-"""The text form of pipeline programs: what is printed is parsed back equal; a mistake is named with its line."""
+"""Text form of pipeline programs: round trips are exact, and every error is named with its line."""
 
 from __future__ import annotations
 
@@ -98,29 +98,33 @@ def test_whitespace_comments_and_rank_order_do_not_matter() -> None:
         ("0F1", "0F1 |", '9: "" is not a step; a step is stage'),
         ("0F1", "0F1 0B1", '9: "0F1 0B1" is not a step; a step is stage'),
         ("0F1", "0F-1", '9: "0F-1" is not a step; a step is stage'),
-        ("0F1", "0F1.atention", '"0F1.atention": unknown part of a layer "atention"; did you mean "attention"?'),
-        ("0F1", "2F1", '9: "2F1": there is no stage 2; the placement has 2 stages (0 to 1)'),
-        ("0F1", "0F2", '9: "0F2": there is no micro-batch 2; the program has 2 micro-batches (0 to 1)'),
-        ("0F1", "0'F1", '9: "0\'F1": there is no replica 1; the program has 1, one for each line "placement"'),
+        ("0F1", "0F1.atention", '"0F1.atention": unknown component of a layer "atention"; did you mean "attention"?'),
+        ("0F1", "2F1", '9: "2F1": there is no stage 2; stages are 0 to 1'),
+        ("0F1", "0F2", '9: "0F2": there is no micro-batch 2; micro-batches are 0 to 1'),
+        ("0F1", "0'F1", '9: "0\'F1": there is no replica 1; replicas (lines "placement") are 0 to 0'),
         ("rank 1", "rank 2", "15: there is no rank 2; ranks are 0 to 1"),
         ("rank 1", "rank 0", "15: rank 0 has a section already"),
-        ("rank 1", "rank", '15: write "rank" and its number, not "rank"'),
+        ("rank 1", "rank", '15: write "rank NUMBER", not "rank"'),
         ("rank 1", "rank one", '15: "one" is not a number from 0 to 999999999'),
-        ("ranks 2\n", "", '3: the line "ranks" comes before "placement"'),
+        ("ranks 2\n", "", '3: the line "ranks" must come before "placement"'),
         ("micro-batches 2\n", "", '5: the line "micro-batches" is missing; a program starts with pipeline, ranks'),
         ("placement 0 1\n", "", '5: the line "placement" is missing; a program starts with pipeline, ranks'),
-        ("pipeline 1f1b\n", "", '1: a program starts with "pipeline NAME", not with "ranks"'),
-        ("pipeline 1f1b", "pipeline", '1: write "pipeline" and one word, not "pipeline"'),
+        ("pipeline 1f1b\n", "", '1: a program starts with "pipeline NAME ...", not with "ranks"'),
+        ("pipeline 1f1b", "pipeline", '1: write "pipeline NAME ...", not "pipeline"'),
         ("ranks 2", "ranks two", '2: "two" is not a number from 0 to 999999999'),
         ("ranks 2", "ranks 0", '2: "ranks 0": a program has at least 1'),
-        ("ranks 2", "ranks 2 3", '2: write "ranks" and one word, not "ranks 2 3"'),
+        ("ranks 2", "ranks 2 3", '2: write "ranks NUMBER", not "ranks 2 3"'),
         ("ranks 2\n", "ranks 2\nranks 2\n", '3: a second line "ranks"'),
         ("ranks 2", "rnaks 2", '2: unknown line "rnaks"; did you mean "ranks"?'),
-        ("placement 0 1", "placement 0 2", "4: placement: there is no rank 2; 2 ranks (0 to 1)"),
-        ("placement 0 1", "placement 0 0", "4: placement: every one of the 2 ranks holds as many stages as the others"),
-        ("placement 0 1", "placement", "4: placement: every one of the 2 ranks holds as many stages as the others"),
-        ("placement 0 1", "placement 0 1\nplacement 1", "5: placement: 1 stage (0), the line before has 2"),
-        ("rank 0\n", "", '6: "0F0" stands before the first line "rank R"; steps belong to a rank'),
+        ("placement 0 1", "placement 0 2", "4: placement: stage 1 of replica 0 is on rank 2; ranks are 0 to 1"),
+        (
+            "placement 0 1",
+            "placement 0 0",
+            "4: placement: rank 1 holds 0 of the 2 stages of replica 0; all 2 ranks must",
+        ),
+        ("placement 0 1", "placement", '4: write "placement RANK ...", not "placement"'),
+        ("placement 0 1", "placement 0 1\nplacement 1", "5: placement: replica 1 has 1 stages, replica 0 has 2"),
+        ("rank 0\n", "", '6: "0F0" is above the first line "rank R"; steps belong to a rank'),
     ],
 )
 def test_a_mistake_is_named_with_its_line(old: str, new: str, message: str) -> None:

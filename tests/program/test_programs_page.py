@@ -1,4 +1,4 @@
-"""docs/programs.md shows programs that hold, as they are printed, and what is really said of those that do not."""
+"""Programs in docs/programs.md are correct and as printed, and the documented errors are real."""
 
 from __future__ import annotations
 

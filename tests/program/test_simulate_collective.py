@@ -1,4 +1,4 @@
-"""The simulator of collective programs against hand calculation and against a naive one."""
+"""Simulator of collective programs against hand calculation and a naive simulator."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from meshwright.program.simulate_collective import CollectiveSimulator, simulate
 
 
 def matched(program: CollectiveProgram) -> Any:
-    """What the simulator needs of a checked program: these programs move no meaningful vectors."""
+    """Match the program without checking it: these programs do not compute an operation."""
     s = program.steps
     sends, receives = match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING))
     return SimpleNamespace(program=program, sends=sends, receives=receives)
 
 
 def find_route(network: Network, source: int, target: int) -> list[int]:
-    """The links of a message from one rank to another, in order."""
+    """Return the links of a message from one rank to another, in order."""
     return network.find_routes(np.array([source]), np.array([target])).link.tolist()
 
 
 def line(ranks: int, latency: float = 0.0, bandwidth: float = 1.0, gap: float = 0.0) -> Network:
-    """Ranks in a row: link i leads from rank i to the next, link ranks - 1 + i back."""
+    """Return a line of ranks: link i leads from rank i to the next, link ranks - 1 + i back."""
     left = np.arange(ranks - 1)
 
     def find_routes(source, target):
@@ -53,7 +53,7 @@ def line(ranks: int, latency: float = 0.0, bandwidth: float = 1.0, gap: float = 
 
 
 def transfers(ranks: int, chunks: int, *rounds: list[tuple[int, int, int]], reduce: bool = False) -> Any:
-    """A program of rounds of (source, target, chunks sent)."""
+    """Return a program of rounds of (source, target, chunks sent)."""
     program = Builder("all-reduce", "by hand", ranks, chunks)
     for one in rounds:
         with program.round():
@@ -70,14 +70,14 @@ def test_flows_share_link_evenly():
 
 
 def test_unused_bandwidth_goes_to_other_flows():
-    # The textbook's example: link 0 of capacity 1 with three flows, one of which goes on over link 1 of capacity 2
-    # with a fourth flow: that one gets what the third leaves.
+    # Textbook example: link 0 of capacity 1 with three flows, one of which continues over link 1 of capacity 2
+    # with a fourth flow, which gets the rest of link 1.
     rates = compute_fair_rates(np.array([0, 1, 2, 2, 3]), np.array([0, 0, 0, 1, 1]), 4, np.array([1.0, 2.0]))
     assert rates == pytest.approx([1 / 3, 1 / 3, 1 / 3, 5 / 3])
 
 
 def naive_rates(paths: list[list[int]], bandwidth: np.ndarray) -> list[float]:
-    """Progressive filling as the books describe it: the globally tightest link settles its flows, then the next."""
+    """Progressive filling as in textbooks: the globally tightest link settles its flows, then the next."""
     rate: dict[int, float] = {}
     while len(rate) < len(paths):
         shares = {}
@@ -128,7 +128,7 @@ def test_message_time_is_latency_plus_bytes_over_rate():
 
 
 def test_latency_takes_no_bandwidth():
-    # 0 -> 1 flows alone until the message 0 -> 2, which has two links of latency before it, flows beside it.
+    # 0 -> 1 flows alone until the message 0 -> 2, with the latency of two links, starts to flow.
     timing = simulate_collective(transfers(3, 1, [(0, 1, 1), (0, 2, 1)]), line(3, 1.0, 10.0), 30.0)
     # 1: 10 bytes by t=2, then half rate: 20 bytes until t=6. 2: 20 bytes by t=6, the last 10 alone.
     assert timing.end.tolist() == [pytest.approx(6.0), pytest.approx(7.0)]
@@ -209,7 +209,7 @@ def test_one_simulator_serves_several_sizes():
 
 
 def naive_simulation(program: Any, network: Network, total_bytes: float) -> tuple[float, dict[int, float]]:
-    """One object a message, one message at a time, every rate worked out anew at every event."""
+    """Naive simulation: one object per message, all rates recomputed at every event."""
     steps = program.program.steps
     group_of = steps.group_index
     messages: dict[tuple[int, int], float] = defaultdict(float)
@@ -236,7 +236,7 @@ def naive_simulation(program: Any, network: Network, total_bytes: float) -> tupl
     now = 0.0
     while len(ended_at) < len(messages):
         changed = True
-        while changed:  # post whatever can be
+        while changed:  # post all groups that can be posted
             changed = False
             for group, rank in enumerate(rank_of):
                 done = all(m in ended_at for m in messages if group - 1 in m)
@@ -267,7 +267,7 @@ def naive_simulation(program: Any, network: Network, total_bytes: float) -> tupl
 
 
 def random_program(generator: random.Random) -> Any:
-    """Rounds of random transfers, of which each rank takes part in some: anything that cannot deadlock will do."""
+    """Return rounds of random transfers that cannot deadlock; each rank takes part in some."""
     ranks = generator.randint(2, 6)
     program = Builder("all-reduce", "random", ranks, 12)
     for _ in range(generator.randint(1, 6)):

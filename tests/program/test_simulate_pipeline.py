@@ -1,4 +1,4 @@
-"""The clock of pipeline programs against figures worked out by hand, and against rules applied until nothing moves."""
+"""Simulation of pipeline programs against hand calculation and a fixed-point iteration of its rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNIT = Durations(1, 1, 1)
 
 
 def program(text: str) -> PipelineProgram:
-    """From the text form with one rank a line, groups separated by commas, below the header's lines."""
+    """Parse a program with one rank per line, groups separated by commas, below the header lines."""
     header, _, ranks = text.strip().partition("\n\n")
     sections = [f"rank {rank}\n" + "\n".join(line.split(",")) for rank, line in enumerate(ranks.splitlines())]
     return parse_pipeline("pipeline test\n" + header.replace(", ", "\n") + "\n" + "\n".join(sections))
@@ -155,7 +155,7 @@ ranks 2, micro-batches 2, placement 0 1
     assert when["0SEND_F0"] == (2, 2.5)
     assert when["1RECV_F0"] == (0, 2.5)
     assert when["1F0"] == (2.5, 3.5)
-    assert when["1RECV_F1"] == (3.5, 3.5)  # its message is there before it is posted
+    assert when["1RECV_F1"] == (3.5, 3.5)  # its message has arrived before it is posted
     assert timing.messages_sent.tolist() == [2, 2]
     assert timing.makespan == timing.end[timing.program.steps.kind <= Kind.UPDATE].max()
 
@@ -182,7 +182,7 @@ ranks 1, micro-batches 2, placement 0 0
 
 
 def pipedream_like(updates: str) -> PipelineProgram:
-    """One rank whose forwards run two micro-batches ahead of its backwards, with updates where they are said."""
+    """Return one rank whose forwards run two micro-batches ahead of its backwards, with the given updates."""
     return program(f"""
 ranks 1, micro-batches 5, placement 0
 
@@ -251,12 +251,12 @@ def test_rank_durations_are_divided_by_chunks() -> None:
 @pytest.mark.parametrize(
     ("durations", "message"),
     [
-        ({"forward": [1, 2, 3]}, "forward: 3 values; right is 1 or 2 (one a rank)"),
-        ({"transfer": [1, 2]}, "transfer: 2 values; right is 1 or 1 (one a boundary between stages)"),
-        ({"update": [[1, 2, 3]]}, "update: 3 values; right is 1 or 2 (one a rank)"),
-        ({"forward": -1}, "forward: a duration is a finite number that is not negative"),
-        ({"input_gradient": float("nan")}, "input gradient: a duration is a finite number that is not negative"),
-        ({"transfer": float("inf")}, "transfer: a duration is a finite number that is not negative"),
+        ({"forward": [1, 2, 3]}, "forward: 3 values; expected 1 or 2 (one per rank)"),
+        ({"transfer": [1, 2]}, "transfer: 2 values; expected 1 or 1 (one per boundary between stages)"),
+        ({"update": [[1, 2, 3]]}, "update: 3 values; expected 1 or 2 (one per rank)"),
+        ({"forward": -1}, "forward: durations must be finite and not negative"),
+        ({"input_gradient": float("nan")}, "input gradient: durations must be finite and not negative"),
+        ({"transfer": float("inf")}, "transfer: durations must be finite and not negative"),
     ],
 )
 def test_durations_that_do_not_fit_are_refused(durations: dict[str, object], message: str) -> None:
@@ -268,12 +268,12 @@ def test_durations_that_do_not_fit_are_refused(durations: dict[str, object], mes
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ("0B0\n1F0, 1B0", "rank 0, step 0 (0B0): waits for 0F0, which no step makes"),
-        ("0F0, 0B0\n1B0, 1F0", "rank 1, step 0 (1B0): needs 1F0, which comes after it, as step 1"),
+        ("0B0\n1F0, 1B0", "rank 0, step 0 (0B0): waits for 0F0, which no step produces"),
+        ("0F0, 0B0\n1B0, 1F0", "rank 1, step 0 (1B0): needs 1F0, which runs later, in step 1"),
         (
             "0F0, 0B0, 0F1, 0B1\n1F1, 1F0, 1B0, 1B1",
-            "rank 0, step 1 (0B0): waits in a circle: waits for 1B0 of rank 1; "
-            "rank 1, step 0 (1F1) waits for 0F1 of rank 0",
+            "rank 0, step 1 (0B0): deadlock: rank 0, step 1 (0B0) waits for rank 1, step 2 (1B0); "
+            "rank 1, step 0 (1F1) waits for rank 0, step 2 (0F1)",
         ),
     ],
 )
@@ -296,12 +296,13 @@ ranks 3, micro-batches 2, placement 0 1 2
             UNIT,
         )
     assert str(caught.value) == (
-        "rank 1, step 1 (1B0): waits in a circle: waits for 2B0 of rank 2; rank 2, step 0 (2F1) waits for 1F1 of rank 1"
+        "rank 1, step 1 (1B0): deadlock: rank 1, step 1 (1B0) waits for rank 2, step 2 (2B0); "
+        "rank 2, step 0 (2F1) waits for rank 1, step 2 (1F1)"
     )
 
 
 def relaxed(program: PipelineProgram, durations: Durations) -> np.ndarray:
-    """Start of every step: the rules of the data flow, one by one, applied until no start moves any more."""
+    """Return the start of every step: the rules of the data flow applied until no start changes."""
     s, stages = program.steps, program.stages
     table = {name: durations.tabulate(name, program) for name in ("forward", "input_gradient", "weight_gradient")}
     transfer = durations.tabulate("transfer", program)
@@ -382,7 +383,7 @@ def test_memory_and_time_add_up(seed: int) -> None:
         if mine.any():
             whole = timing.end[mine].max() - timing.start[mine].min()
             assert timing.busy[rank] + timing.idle[rank] == pytest.approx(whole)
-            # Counted the other way: what is alive in the middle of each step.
+            # Counted independently: activations held in the middle of each step.
             lives = []
             for i in np.flatnonzero(mine & (s.kind == Kind.FORWARD)):
                 same = mine & (s.stage == s.stage[i]) & (s.micro_batch == s.micro_batch[i])

@@ -1,4 +1,4 @@
-"""What each rank does in the tests that let PyTorch's pipeline runtime run our CSV."""
+"""Code of each rank in the tests that execute our CSV with PyTorch's pipeline runtime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def model(stages: int) -> list[torch.nn.Module]:
 
 
 def gradient_error(program: PipelineProgram, path: str, form: str) -> float:
-    """Run the CSV at `path` as this rank; the largest relative error of a gradient against one device."""
+    """Run the CSV at `path` as this rank; return the largest relative error of a gradient against one device."""
     rank = torch.distributed.get_rank()
     last, mine = program.stages - 1, [stage for stage, home in enumerate(program.placement[0]) if home == rank]
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Orders of steps equal to those of PyTorch's own generators, and CSVs that its runtime and we read from each other."""
+"""Step orders equal those of PyTorch's generators, and CSVs are exchanged with its runtime in both directions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ each_number_of_ranks = pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 
 
 def rows(program: PipelineProgram) -> list[list[str]]:
-    """Our steps, rank by rank, as PyTorch writes them."""
+    """Return our steps, rank by rank, in PyTorch's notation."""
     return [[program.describe(step) for step in program.steps.of_rank(rank)] for rank in range(program.ranks)]
 
 
 def torch_rows(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> list[list[str]]:
-    """PyTorch's steps: without idle slots and without the reduction of gradients at a stage's end."""
+    """Return PyTorch's steps without idle slots and reductions of gradients."""
     listed = get_schedule_ops(name, ranks, micro_batches, num_stages_per_rank=chunks)
     return [[str(step) for step in row if step and "REDUCE" not in str(step)] for row in listed]
 
@@ -76,7 +76,7 @@ def test_interleaved_takes_numbers_of_micro_batches_that_pytorch_refuses():
 
 @each_number_of_ranks
 def test_zb_h1_matches_pytorch_interleaved_zero_bubble_one_chunk(ranks: int):
-    """PyTorch's class wants two stages a rank; the function behind it gives ZB-H1 with one."""
+    """PyTorch's class requires two stages per rank; with one, its function generates ZB-H1."""
     for m in (ranks, 2 * ranks + 1):
         for rank, ours in enumerate(rows(zb_h1(ranks, m))):
             warm_up = ranks - 1 - rank
@@ -89,7 +89,7 @@ def test_zb_h1_matches_pytorch_interleaved_zero_bubble_one_chunk(ranks: int):
 
 
 def runtime(program: PipelineProgram) -> Any:
-    """PyTorch's runtime, with stages that compute nothing."""
+    """Return PyTorch's runtime with stages that compute nothing."""
     stage = SimpleNamespace(group_rank=0, group_size=program.ranks, submod=None, num_stages=program.stages)
     return _PipelineScheduleRuntime([stage] * program.chunks, program.micro_batches)
 

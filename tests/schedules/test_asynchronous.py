@@ -16,7 +16,7 @@ each_number_of_ranks = pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 
 
 def versions(program: PipelineProgram, rank: int) -> list[int]:
-    """The last micro-batch whose gradients are in the weights of each forward, by micro-batch; -1: none."""
+    """Return, by micro-batch, the last micro-batch whose gradients are in the weights of its forward; -1: none."""
     s = program.steps
     found, newest = [-1] * program.micro_batches, -1
     for step in s.of_rank(rank):

@@ -1,4 +1,4 @@
-"""`auto`: never worse than a named schedule that fits, better on uneven times, within memory, optimal where small."""
+"""`auto`: never worse than a named schedule, better for uneven durations, within memory, optimal for small sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline import PipelineProgram, place_cyclically, place_in_v_shape
 from meshwright.program.simulate_pipeline import simulate_pipeline
-from meshwright.schedules.auto import SearchBudget, search_schedule
+from meshwright.schedules.auto import search_schedule
 from meshwright.schedules.library import generate
 from meshwright.schedules.list_scheduling import GreedyParameters, reorder_out_of_order, schedule_greedily
 from meshwright.schedules.local_search import find_critical_blocks, improve_orders
@@ -25,12 +25,12 @@ from meshwright.schedules.report import schedule
 from meshwright.schedules.steady_pattern import build_periodic_orders, compute_shortest_period
 from meshwright.schedules.transfers import with_transfers
 
-QUICK, THOROUGH = SearchBudget(40_000), SearchBudget(400_000)  # what is claimed here does not depend on a long search
+QUICK, THOROUGH = 40_000, 400_000  # task runs; no claim here depends on a long search
 TIMES = st.sampled_from((0.1, 0.4, 0.5, 1.0, 1.0, 1.3, 2.0))
 
 
 def makespan_and_peak(program: PipelineProgram, durations: Durations) -> tuple[float, list[float]]:
-    """By the simulator, of durations by rank."""
+    """Return makespan and peak activations by the simulator, for durations by rank."""
     by_stage = Durations.per_rank(
         program, durations.forward, durations.input_gradient, durations.weight_gradient, durations.transfer
     )
@@ -39,7 +39,7 @@ def makespan_and_peak(program: PipelineProgram, durations: Durations) -> tuple[f
 
 
 def named_that_fit(ranks: int, micro_batches: int, durations: Durations, memory: float) -> dict[str, float]:
-    """Makespan of each synchronous named schedule of one replica within the memory."""
+    """Return the makespan of each synchronous named schedule with one replica within the memory limit."""
     found = {}
     for name in SCHEDULE_CHUNKS:
         if name in ("auto", "pipedream", "pipedream-2bw", *BIDIRECTIONAL_SCHEDULES):
@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, Durations, float]:
 @given(problems())
 def test_never_worse_than_a_named_schedule_and_within_memory(problem):
     ranks, micro_batches, durations, memory = problem
-    found = search_schedule(ranks, micro_batches, durations, memory, budget=QUICK)
+    found = search_schedule(ranks, micro_batches, durations, memory, effort=QUICK)
     check_pipeline(found.program)
     makespan, peak = makespan_and_peak(found.program, durations)
     assert makespan == pytest.approx(found.makespan)
@@ -76,11 +76,11 @@ def test_never_worse_than_a_named_schedule_and_within_memory(problem):
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 3), (5, 10), (8, 16)])
-@pytest.mark.parametrize("memory", [None, 1.0, 0.5])  # of the number of ranks
+@pytest.mark.parametrize("memory", [None, 1.0, 0.5])  # as a fraction of the number of ranks
 def test_never_worse_on_even_times_either(ranks, micro_batches, memory):
     limit = inf if memory is None else max(1.0, memory * ranks)
     durations = Durations(1.0, 1.0, 1.0)
-    found = search_schedule(ranks, micro_batches, durations, limit, budget=QUICK)
+    found = search_schedule(ranks, micro_batches, durations, limit, effort=QUICK)
     named = named_that_fit(ranks, micro_batches, durations, limit)
     assert found.makespan <= min(named.values(), default=inf) * (1 + 1e-9)
     assert max(found.winner.peak) <= limit
@@ -99,7 +99,7 @@ UNEVEN = {
 @pytest.mark.parametrize("case", UNEVEN)
 def test_strictly_better_on_uneven_times(case):
     durations, memory = UNEVEN[case]
-    program = search_schedule(4, 8, durations, memory, budget=THOROUGH).program
+    program = search_schedule(4, 8, durations, memory, effort=THOROUGH).program
     limit = inf if memory is None else memory
     makespan, peak = makespan_and_peak(program, durations)
     assert max(peak) <= limit
@@ -108,7 +108,7 @@ def test_strictly_better_on_uneven_times(case):
 
 def test_the_program_checks_with_transfers_too():
     durations, memory = UNEVEN["weight gradient half of the input gradient, transfers"]
-    program = search_schedule(4, 8, durations, memory, budget=QUICK).program
+    program = search_schedule(4, 8, durations, memory, effort=QUICK).program
     check_pipeline(with_transfers(program, Durations.per_rank(program, 1.0, 1.2, 0.6, 0.1)))
 
 
@@ -116,7 +116,7 @@ def test_the_program_checks_with_transfers_too():
 
 
 def every_order(micro_batches: int, rank: int, ranks: int) -> list[list[int]]:
-    """All orders of forwards, input and weight gradients of one stage, each kind by the number of its micro-batch."""
+    """Return all orders of the tasks of one stage in which each kind runs in micro-batch order."""
     found: list[list[int]] = []
 
     def go_on(order: list[int], counts: tuple[int, int, int]) -> None:
@@ -144,13 +144,13 @@ def test_search_is_optimal_where_exhaustive_search_is_possible(ranks, micro_batc
         for rank in range(ranks)
     ]
     least = min(time_orders(problem, list(each)).makespan for each in product(*orders))
-    found = search_schedule(ranks, micro_batches, durations, memory, chunks=1, budget=THOROUGH)
+    found = search_schedule(ranks, micro_batches, durations, memory, chunks=1, effort=THOROUGH)
     assert found.makespan == pytest.approx(least)
     assert problem.lower_bound <= least * (1 + 1e-9)
 
 
 def test_taking_micro_batches_in_order_loses_no_solution():
-    """Two micro-batches on two ranks in any order whatever, against those in which each kind goes by number."""
+    """All orders of two micro-batches on two ranks, against those in which each kind runs in micro-batch order."""
     durations = Durations([1.0, 0.7], [0.4, 1.5], [0.3, 1.0], 0.2)
     problem = Problem.from_durations(2, 2, place_cyclically(2), durations, (inf, inf))
     by_number = min(
@@ -313,12 +313,12 @@ def test_the_critical_path_adds_up_to_the_makespan(layout):
     assert lasts + lags == pytest.approx(clock.makespan)
 
 
-# What it says, and what it refuses
+# Report and errors
 
 
 def test_search_is_deterministic():
     durations = Durations(1.0, 1.4, 0.2, 0.1)
-    one, two = (search_schedule(4, 6, durations, 3, budget=QUICK).program for _ in range(2))
+    one, two = (search_schedule(4, 6, durations, 3, effort=QUICK).program for _ in range(2))
     assert one.steps == two.steps and one.placement == two.placement and one.name == "auto"
 
 
@@ -332,49 +332,51 @@ def test_the_report_names_candidates_winner_and_bound():
 
 def test_memory_limit_per_rank_is_respected():
     memory = [4.0, 1.0, 3.0, 2.0]
-    found = search_schedule(4, 6, Durations(1.0, 1.0, 1.0), memory, budget=QUICK)
+    found = search_schedule(4, 6, Durations(1.0, 1.0, 1.0), memory, effort=QUICK)
     assert all(peak <= limit for peak, limit in zip(found.winner.peak, memory, strict=True))
 
 
 def test_two_weight_copies_only_where_allowed():
     durations = Durations(1.0, 1.0, 1.0)
-    names = [one.name for one in search_schedule(4, 8, durations, budget=QUICK, weight_copies=2).candidates]
+    names = [one.name for one in search_schedule(4, 8, durations, effort=QUICK, weight_copies=2).candidates]
     assert {"chimera", "dualpipe", "gems"} <= set(names)
-    assert not {"chimera", "dualpipe", "gems"} & {one.name for one in search_schedule(4, 8, durations).candidates}
+    assert not {"chimera", "dualpipe", "gems"} & {
+        one.name for one in search_schedule(4, 8, durations, effort=QUICK).candidates
+    }
 
 
 def test_lists_by_stage_settle_the_number_of_chunks():
-    assert search_schedule(2, 4, Durations([1, 2, 1, 2], 1.0, 1.0)).program.chunks == 2
-    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0, [0.1, 0.2, 0.3])).program.chunks == 2
-    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=1).program.chunks == 1
-    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=3).program.chunks == 3
+    assert search_schedule(2, 4, Durations([1, 2, 1, 2], 1.0, 1.0), effort=QUICK).program.chunks == 2
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0, [0.1, 0.2, 0.3]), effort=QUICK).program.chunks == 2
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=1, effort=QUICK).program.chunks == 1
+    assert search_schedule(2, 4, Durations(1.0, 1.0, 1.0), chunks=3, effort=QUICK).program.chunks == 3
 
 
 def test_command_and_library_search_with_same_durations():
-    report = schedule("auto", 4, 8, 2, Durations([1, 2, 1, 1], weight_gradient=0.5), memory=4)
-    best = search_schedule(4, 8, Durations([1, 2, 1, 1], 1.0, 0.5), 4, chunks=2)
+    report = schedule("auto", 2, 4, 2, Durations([1, 2], weight_gradient=0.5), memory=2)
+    best = search_schedule(2, 4, Durations([1, 2], 1.0, 0.5), 2, chunks=2)
     assert report.timing.makespan == pytest.approx(best.makespan)
-    assert generate("auto", 4, 8, chunks=1).chunks == 1
+    assert generate("auto", 2, 4, chunks=1).chunks == 1
 
 
 def test_zero_and_tiny_durations_are_accepted():
-    assert search_schedule(3, 4, Durations(0.0, 0.0, 0.0), budget=QUICK).makespan == 0
-    assert search_schedule(3, 4, Durations(1.0, 1.0, 0.0), 2, budget=QUICK).makespan > 0
-    small = search_schedule(4, 6, Durations(1e-6, 1.4e-6, 2e-7), 3, budget=QUICK).makespan
+    assert search_schedule(3, 4, Durations(0.0, 0.0, 0.0), effort=QUICK).makespan == 0
+    assert search_schedule(3, 4, Durations(1.0, 1.0, 0.0), 2, effort=QUICK).makespan > 0
+    small = search_schedule(4, 6, Durations(1e-6, 1.4e-6, 2e-7), 3, effort=QUICK).makespan
     assert small * 1e6 == pytest.approx(
-        search_schedule(4, 6, Durations(1.0, 1.4, 0.2), 3, budget=QUICK).makespan, rel=0.02
+        search_schedule(4, 6, Durations(1.0, 1.4, 0.2), 3, effort=QUICK).makespan, rel=0.02
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory": 0.5}, "the least is 1"),
+        ({"memory": 0.5}, "the minimum is 1"),
         ({"memory": [1, 1, 0.9, 1]}, "rank 2"),
-        ({"memory": [1, 2]}, "one a rank"),
+        ({"memory": [1, 2]}, "one per rank"),
         ({"durations": Durations([1, 2, 3], 1.0, 1.0)}, "3 values for 4 ranks"),
         ({"durations": Durations(1.0, -1.0, 1.0)}, "not negative"),
-        ({"durations": Durations([1.0] * 8, 1.0, 1.0), "chunks": 1}, "chunks a rank"),
+        ({"durations": Durations([1.0] * 8, 1.0, 1.0), "chunks": 1}, "chunks per rank"),
         ({"micro_batches": 0}, "micro-batches"),
         ({"ranks": 0}, "ranks"),
         ({"chunks": 0}, "chunks"),

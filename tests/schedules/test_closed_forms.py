@@ -1,4 +1,4 @@
-"""The clock against the closed forms of the papers, one line a schedule: bubble, activations, weights and messages.
+"""Simulation against the closed forms of the papers: bubble, activations, weight copies and messages.
 
 p ranks, m micro-batches, v chunks; F, I, W: forward, input and weight gradient of a rank's share, B = I + W, R = F + B.
 The bubble is the makespan without the work m R of a rank, or the longest idle time of a rank where that is said.
@@ -44,7 +44,7 @@ class Form:
     sizes: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (2, 6), (4, 4), (4, 8), (6, 12), (8, 32))
     chunks: tuple[int, ...] = (1,)
     copies: int = 1
-    borders: Callable[[Case], int] = lambda c: 2 * (c.p - 1)  # messages of a micro-batch, both ways
+    borders: Callable[[Case], int] = lambda c: 2 * (c.p - 1)  # messages of a micro-batch, in both directions
 
 
 THREE_EQUAL = ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0))
@@ -122,7 +122,7 @@ FORMS = {
         sizes=((2, 2), (4, 4), (4, 16), (8, 8), (8, 32)),
         copies=2,
     ),
-    # A micro-batch goes back on its own; the next one's forward follows its gradient from rank to rank.
+    # Only one micro-batch is in the backward; the next one's forward follows its gradient from rank to rank.
     "gems": Form(
         lambda c: (c.p - 1) * (c.m * c.B + c.F), lambda c: 1, sizes=((2, 2), (2, 6), (4, 8), (8, 8)), copies=2
     ),
@@ -163,7 +163,7 @@ def test_bubble_peak_weights_and_messages_are_the_papers(name: str) -> None:
 
 @pytest.mark.parametrize(("m", "rate"), [(24, 0.226), (32, 0.179), (64, 0.099)])
 def test_1f1b_bubble_on_8_ranks_matches_zero_bubble_paper(m: int, rate: float) -> None:
-    """(p - 1) / (m + p - 1) of the total, (p - 1) / m of the ideal: two figures that are often mixed up."""
+    """(p - 1) / (m + p - 1) of the makespan, (p - 1) / m of the ideal: two ratios that are often confused."""
     program = generate("1f1b", 8, m)
     timing = simulate_pipeline(program, Durations.per_rank(program))
     assert timing.bubble_fraction == pytest.approx(7 / (m + 7)) == pytest.approx(rate, abs=5e-4)

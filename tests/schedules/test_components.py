@@ -1,4 +1,4 @@
-"""Schedules cut into attention, dispatch, MLP and combine; and where their layers lie."""
+"""Schedules split into attention, dispatch, MLP and combine, and the placement of layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.schedules.components import ComponentDurations, simulate_compone
 from meshwright.schedules.dualpipe import dualpipe
 from meshwright.schedules.dualpipe_v import dualpipe_v
 from meshwright.schedules.library import generate
-from meshwright.schedules.placement import format_placement, split_layers
+from meshwright.schedules.placement import format_placement, split_evenly
 from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
 from meshwright.schedules.v_shape import v_half, v_min
@@ -27,7 +27,7 @@ PROGRAMS = [dualpipe(2, 4), dualpipe(4, 10), dualpipe_v(3, 7), zb_v(2, 5), v_hal
 each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 
 EVEN = ComponentDurations((1, 1, 1, 1), (1, 1, 1, 1), (1, 1))
-# Computation outlasts every all-to-all that stands beside it, so that nothing of it shows.
+# Computation is longer than every all-to-all that overlaps with it, which is fully hidden.
 HIDDEN = ComponentDurations((3, 2, 4, 2), (3, 2, 4, 2), (2, 3))
 COSTLY = ComponentDurations((1, 4, 2, 3), (1, 5, 2, 4), (1, 2), transfer=0.5)
 
@@ -126,7 +126,7 @@ def test_streams_run_one_step_and_components_follow_predecessors(
 
 
 def test_steady_state_hides_all_to_all_behind_longer_computation():
-    """What shows is that of the steps that stand alone, outside the overlapped pairs."""
+    """Only steps outside overlapped pairs have exposed all-to-all."""
     short, long = (simulate_components(dualpipe(4, m), HIDDEN) for m in (10, 30))
     assert short.exposed.tolist() == long.exposed.tolist()
     assert (long.all_to_all > short.all_to_all + 1).all()
@@ -172,9 +172,9 @@ def test_a_rank_with_one_stage_has_one_column():
 
 
 def test_uneven_layer_counts_differ_by_at_most_one():
-    assert split_layers(5, 3) == [range(2), range(2, 4), range(4, 5)]
+    assert split_evenly(5, 3) == [range(2), range(2, 4), range(4, 5)]
     for layers, stages in ((61, 16), (5, 5), (32, 7)):
-        cut = split_layers(layers, stages)
+        cut = split_evenly(layers, stages)
         assert [layer for held in cut for layer in held] == list(range(layers))
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
     with pytest.raises(UserError, match="at least 8 layers"):
@@ -185,7 +185,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "schedules.md").read_text
 
 
 def test_documented_component_figures_match_simulation():
-    table = PAGE[PAGE.index("| all-to-all that nothing hides") :].split("\n\n")[0]
+    table = PAGE[PAGE.index("| exposed all-to-all") :].split("\n\n")[0]
     rows = re.findall(r"^\| `(\S+)` \| (\d+) \| (\d+) \|$", table, re.MULTILINE)
     assert [name for name, *_ in rows] == ["1f1b", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"]
     for name, makespan, exposed in rows:

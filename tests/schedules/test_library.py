@@ -1,4 +1,4 @@
-"""Schedules by name, and what is said about those that cannot be had."""
+"""Schedules by name, and errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_chunk_count_is_free_where_schedule_allows_any():
     ("arguments", "said"),
     [
         (("1f1", 4, 8), 'unknown schedule "1f1"; did you mean "1f1b"?'),
-        (("1f1b", 0, 8), "1f1b on 0 ranks: right is 1 or more"),
-        (("1f1b", 4, -1), "1f1b with -1 micro-batches: right is 1 or more"),
+        (("1f1b", 0, 8), "1f1b on 0 ranks: at least 1 is needed"),
+        (("1f1b", 4, -1), "1f1b with -1 micro-batches: at least 1 is needed"),
         (("1f1b", None, 8), "1f1b: the number of ranks is missing"),
-        (("1f1b", 4, 8, 2), "1f1b with 2 chunks a rank: right is exactly 1"),
-        (("interleaved", 4, 8, 1), "interleaved with 1 chunk a rank: right is at least 2"),
-        (("zb-v", 4, 8, 3), "zb-v with 3 chunks a rank: right is exactly 2"),
+        (("1f1b", 4, 8, 2), "1f1b with 2 chunks per rank: it needs exactly 1"),
+        (("interleaved", 4, 8, 1), "interleaved with 1 chunk per rank: it needs at least 2"),
+        (("zb-v", 4, 8, 3), "zb-v with 3 chunks per rank: it needs exactly 2"),
         (("gpipe", 1000, 100_000), "gpipe on 1000 ranks with 100000 micro-batches has about 300,000,000 steps"),
         (("pipedream-2bw", 4, 3), "pipedream-2bw on 4 ranks needs at least 4 micro-batches, not 3"),
     ],

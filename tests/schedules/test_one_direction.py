@@ -1,4 +1,4 @@
-"""The closed forms of the one-direction schedules, by running them on a clock. p ranks, m micro-batches, v chunks."""
+"""Closed forms of the one-direction schedules against simulation. p ranks, m micro-batches, v chunks."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def simulated(schedule: str, D: int, N: int) -> PipelineTiming:
 def test_the_clock_gives_the_published_figures(published: str, schedule: str, D: int, N: int) -> None:
     bubble, *spans = TABLE[published, schedule]
     timing = simulated(schedule, D, N)
-    if published == "GEMS":  # said to be about this; one micro-batch fills and drains alone
+    if published == "GEMS":  # approximate; one micro-batch fills and drains the pipeline alone
         assert timing.bubble_fraction == pytest.approx(bubble(D, N), abs=0.05)
     elif published.startswith("PipeDream"):
         if N >= 3 * D:
@@ -76,6 +76,6 @@ def test_the_clock_gives_the_published_figures(published: str, schedule: str, D:
         assert timing.bubble_fraction == pytest.approx(bubble(D, N))
     weights, activations = timing.weight_copies, timing.peak_activations
     found = [weights.min(), weights.max(), activations.min(), activations.max()]
-    if published.startswith("PipeDream") and N < 2 * D:  # over before all versions are in use
+    if published.startswith("PipeDream") and N < 2 * D:  # too short to use all versions
         del found[:2], spans[:2]
     assert found == [form(D, N) for form in spans]

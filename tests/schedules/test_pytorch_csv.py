@@ -1,4 +1,4 @@
-"""PyTorch's CSV without PyTorch: what is read, what is refused, and why."""
+"""Reading and writing PyTorch's CSV, and its errors, without PyTorch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_csv_round_trips(program: PipelineProgram):
 
 @each_program
 def test_csv_with_transfers_executes_with_blocking_transfers(program: PipelineProgram):
-    """A CSV has no groups: transfers that were posted together follow each other."""
+    """A CSV has no groups, so transfers that were posted together run in sequence."""
     read = from_csv(to_csv(with_transfers(program)))
     check_pipeline(read)
     assert len(read.steps.group_rank) == len(read.steps)
@@ -70,14 +70,14 @@ def test_empty_and_sharded_parameter_cells_are_ignored():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("0F0,0B0\n1F0,1X0\n", 'pp.csv, row 2, cell 2: "1X0" is no step'),
         ("0F,0B0\n", 'row 1, cell 1: "0F" is no step'),
         ("(0F0;0U0)OVERLAP_F_B\n", 'row 1, cell 1: "0U0" is no step'),
         ("0F0\n0B0\n", "stage 0 is computed on rank 0 and on rank 1"),
         ("0F0,2F0\n", "no rank computes stage 1 of 3"),
-        ("0F0,1F0\n2F0\n", "ranks hold 2, 1 stages; right is the same number on each"),
+        ("0F0,1F0\n2F0\n", "ranks hold 2, 1 stages; all ranks must hold equally many"),
         ("0SEND_F0\n", "no rank computes anything"),
         (",,\n\n", "no rank computes anything"),
         ("", "no rank computes anything"),
@@ -85,24 +85,24 @@ def test_empty_and_sharded_parameter_cells_are_ignored():
         ("999999999F0\n", "no rank computes stage 0"),
     ],
 )
-def test_csv_without_schedule_is_refused(text: str, said: str):
+def test_csv_without_schedule_is_refused(text: str, message: str):
     with pytest.raises(UserError) as caught:
         from_csv(text, "pp.csv")
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "message"),
     [
-        (pipedream(2, 4), "pipedream cannot be written as PyTorch's CSV: it updates weights while"),
+        (pipedream(2, 4), "pipedream cannot be written as PyTorch's CSV: its weight updates are asynchronous"),
         (gems(2, 4), "gems cannot be written as PyTorch's CSV: it has 2 replicas"),
     ],
     ids=["pipedream", "gems"],
 )
-def test_programs_beyond_pytorch_csv_are_refused_with_reason(program: PipelineProgram, said: str):
+def test_programs_beyond_pytorch_csv_are_refused_with_reason(program: PipelineProgram, message: str):
     with pytest.raises(UserError) as caught:
         to_csv(program)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_check_finds_off_by_one_in_pytorch_1f1b_listing():

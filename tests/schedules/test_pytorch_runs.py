@@ -1,4 +1,4 @@
-"""PyTorch's runtime trains with the schedules that we write for it, also those that it does not have itself."""
+"""PyTorch's runtime trains with our CSVs, also with schedules that PyTorch does not provide."""
 
 from __future__ import annotations
 

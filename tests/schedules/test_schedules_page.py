@@ -1,4 +1,4 @@
-"""Every figure in docs/schedules.md, computed again."""
+"""Every figure in docs/schedules.md is recomputed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS, MICRO_BATCHES = 8, 32
 
 
 def rows(head: str) -> list[list[str]]:
-    """The rows of the table whose header begins with `head`."""
+    """Return the rows of the table whose header begins with `head`."""
     [table] = re.findall(rf"^\| {re.escape(head)}.*\|\n\|[-|]+\|\n((?:\|.*\|\n)+)", PAGE, re.MULTILINE)
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
 
@@ -65,7 +65,7 @@ def test_published_comparison_matches_simulation():
     assert len(table) == 6
     for _, name, formula, value, simulated, _, weights, _, activations in table:
         program = generate(name.strip("`"), D, N)
-        half = 0.5 if name == "`chimera`" else 1.0  # of the backward: Chimera's formula takes it to be as long as F
+        half = 0.5 if name == "`chimera`" else 1.0  # Chimera's formula assumes B = F
         timing = simulate_pipeline(program, Durations.per_rank(program, 1, half, half))
         bubble = timing.steady_bubble_fraction if program.asynchronous else timing.bubble_fraction
         assert value == f"{100 * published[formula]:.1f} %"
@@ -75,7 +75,7 @@ def test_published_comparison_matches_simulation():
 
 
 def straight_on(program: PipelineProgram, steps: int) -> PipelineProgram:
-    """Several training steps, each rank going on with the next as soon as it has ended the one before."""
+    """Return several training steps in sequence, without synchronization of the ranks between them."""
     s = program.steps
     columns = [s.rank, s.group, s.kind, s.stage, s.replica, s.micro_batch, s.component]
     once = np.stack(columns, axis=1)

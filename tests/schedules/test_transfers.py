@@ -1,4 +1,4 @@
-"""Sends and receives that a pass adds: programs end even if sends block, and nothing comes later than without them."""
+"""Explicit transfers: programs end even if sends block, and no step runs later than without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRID = [(1, 3), (2, 2), (3, 7), (4, 8), (5, 9)]
 
 
 def programs(name: str) -> list[PipelineProgram]:
-    """The schedule on all sizes that it can take."""
+    """Return the schedule for all tested sizes that it accepts."""
     found = []
     for ranks, micro_batches in GRID:
         try:
@@ -37,7 +37,7 @@ def programs(name: str) -> list[PipelineProgram]:
 
 
 def uneven(program: PipelineProgram, seed: int, transfer: float) -> Durations:
-    """Random times a stage and, up to `transfer`, a boundary."""
+    """Return random durations per stage and, up to `transfer`, per boundary."""
     numbers = np.random.default_rng(seed)
     forward, inputs, weights = numbers.uniform(0.1, 2, (3, program.stages))
     return Durations(forward, inputs, weights, numbers.uniform(0, transfer, program.stages - 1))
@@ -78,7 +78,7 @@ def test_removing_transfers_restores_program(name: str) -> None:
 
 
 def simulated_messages(program: PipelineProgram) -> int:
-    """Values that cross, counted from the placement: forward and back at every border between two ranks."""
+    """Return the number of messages by the placement: forward and backward at every boundary between two ranks."""
     s = program.steps
     run = [{int(m) for m in s.micro_batch[s.replica == replica]} for replica in range(program.replicas)]
     borders = [sum(a != b for a, b in pairwise(stages)) for stages in program.placement]
@@ -102,7 +102,7 @@ def test_message_is_sent_when_produced() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipe", "zb-h2"])
 def test_early_posted_receive_does_not_delay_rank(name: str) -> None:
-    """Even if receives block: what a rank computes after one starts when the value is there, or later."""
+    """Even if receives block, the next computation starts no earlier than the value arrives."""
     program = generate(name, 4, 8)
     durations = uneven(program, 3, 0)
     timing = simulate_pipeline(with_transfers(program, durations), durations)
@@ -126,8 +126,8 @@ def test_transfers_are_added_once() -> None:
 
 
 def test_a_program_that_cannot_run_is_refused() -> None:
-    circle = parse_pipeline(
+    cycle = parse_pipeline(
         "pipeline x\nranks 2\nmicro-batches 2\nplacement 0 1\nrank 0\n0F0\n0B0\n0F1\n0B1\nrank 1\n1F1\n1F0\n1B0\n1B1\n"
     )
-    with pytest.raises(ProgramError, match="circle"):
-        with_transfers(circle)
+    with pytest.raises(ProgramError, match="deadlock"):
+        with_transfers(cycle)

@@ -1,4 +1,4 @@
-"""Closed forms of the V-shaped and bidirectional schedules, by running them on a clock. p ranks, m micro-batches."""
+"""Closed forms of the V-shaped and bidirectional schedules against simulation. p ranks, m micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def timed(
 
 
 def bubble(timing: PipelineTiming) -> float:
-    """Time in which a rank does not compute; of the rank that computes least."""
+    """Return the idle time of the makespan of the rank that computes least."""
     return float(timing.makespan - timing.busy.min())
 
 
@@ -138,7 +138,7 @@ def test_dualpipe_v_is_dualpipe_on_half_the_ranks(p: int):
 
 
 def one_after_the_other(program: PipelineProgram) -> PipelineProgram:
-    """The same order with every step in a group of its own."""
+    """Return the same order with every step in a separate group."""
     s = program.steps
     columns = (s.rank, np.arange(len(s)), s.kind, s.stage, s.replica, s.micro_batch, s.component)
     return build_program(
@@ -200,9 +200,9 @@ def test_gems_has_at_most_two_micro_batches_in_flight():
 @pytest.mark.parametrize(
     ("make", "ranks", "micro_batches", "right"),
     [
-        (chimera, 3, 6, "even number of ranks"),
-        (chimera, 4, 5, "even number"),
-        (gems, 4, 5, "even number"),
+        (chimera, 3, 6, "the number of ranks must be even"),
+        (chimera, 4, 5, "the number must be even"),
+        (gems, 4, 5, "the number must be even"),
     ],
 )
 def test_numbers_that_cannot_be_halved_are_refused(make, ranks: int, micro_batches: int, right: str):

@@ -13,7 +13,7 @@ from meshwright.schedules.zb_v import zb_v
 
 
 def order(program: PipelineProgram) -> list[list[str]]:
-    """Of each rank, its groups as PyTorch writes steps: `0F3`, what overlaps joined by +."""
+    """Return each rank's groups in PyTorch's notation, such as `0F3`; overlapped steps are joined by +."""
     ranks: list[list[str]] = []
     for rank in range(program.ranks):
         groups: dict[int, list[str]] = {}
@@ -85,7 +85,7 @@ PICTURE = {
 
 
 def drawn(program: PipelineProgram, rank: int) -> list[str]:
-    """A rank's order without its stages: F3, F4+B13."""
+    """Return a rank's order without its stages: F3, F4+B13."""
     return [
         "+".join(word.lstrip("01234567'") for word in group.replace("'", "").split("+"))
         for group in order(program)[rank]
@@ -98,7 +98,7 @@ def test_dualpipe_has_the_order_of_the_published_picture(rank: int):
 
 
 def test_chimera_has_the_order_of_its_figure_3():
-    """4 ranks, 4 micro-batches: 0 and 1 run down, 2 and 3 up. Rank 0 ends the way of what comes up."""
+    """4 ranks, 4 micro-batches: 0 and 1 run down, 2 and 3 run up the ranks and end on rank 0."""
     program = chimera(4, 4)
     assert " ".join(drawn(program, 0)) == "F0 F1 F2 B2 F3 B3 B0 B1"
     assert " ".join(drawn(program, 1)) == "F0 F2 F1 F3 B2 B0 B3 B1"
@@ -112,7 +112,7 @@ def test_second_chimera_unit_fills_bubble_of_first():
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 14), (6, 12), (8, 20)])
 def test_dualpipe_is_its_own_mirror_image(ranks: int, micro_batches: int):
-    """Rank r does with one direction what rank ranks-1-r does with the other."""
+    """Rank r runs one direction as rank ranks-1-r runs the other."""
     program = dualpipe(ranks, micro_batches)
     s = program.steps
 
@@ -134,7 +134,7 @@ def test_dualpipe_is_its_own_mirror_image(ranks: int, micro_batches: int):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_dualpipe_v_is_half_of_doubled_dualpipe(ranks: int):
-    """Replica 1's micro-batches come to a rank in the order in which its second chunk takes them."""
+    """Replica 1's micro-batches correspond to those of the second chunk."""
     micro_batches = 3 * ranks
     whole, half = dualpipe(2 * ranks, 2 * micro_batches).steps, dualpipe_v(ranks, micro_batches).steps
     mine = whole.rank < ranks
@@ -155,9 +155,9 @@ def test_dualpipe_runs_every_micro_batch_on_every_rank():
 @pytest.mark.parametrize(
     ("make", "ranks", "micro_batches", "right"),
     [
-        (dualpipe, 3, 12, "even number of ranks"),
-        (dualpipe, 8, 12, "even number from 16"),
-        (dualpipe, 4, 9, "even number from 8"),
+        (dualpipe, 3, 12, "the number of ranks must be even"),
+        (dualpipe, 8, 12, "must be even and at least 16"),
+        (dualpipe, 4, 9, "must be even and at least 8"),
         (dualpipe_v, 4, 7, "at least 8"),
     ],
 )

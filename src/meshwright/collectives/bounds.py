@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.program.contract import find_receiver
 from meshwright.program.network import Floats, Network, sum_by_index
 from meshwright.program.order import Integers
 
@@ -36,8 +37,7 @@ def _compute_latency_bound(operation: str, network: Network, root: int) -> float
     """Return a lower bound of the latency of an operation in seconds: that from a rank to the farthest rank that needs
     its data. root: source or destination rank."""
     if operation == "send-receive":
-        target = network.ranks - 1 if root != network.ranks - 1 else 0
-        return float(network.compute_distances(root)[target])
+        return float(network.compute_distances(root)[find_receiver(network.ranks, root)])
     if operation in ("broadcast", "scatter"):
         return float(network.compute_distances(root).max())
     if operation in ("reduce", "gather"):
@@ -115,7 +115,7 @@ def _compute_required_traffic(operation: str, block: Integers, blocks: int, root
             crossing = ranks * share * (1 - share)
             return _Traffic(crossing, crossing, float(crossing.sum()))
         case _:
-            target = ranks - 1 if root != ranks - 1 else 0
-            apart = float(block[root] != block[target])
-            at_target = (np.arange(blocks) == block[target]).astype(np.float64)
+            target = block[find_receiver(ranks, root)]
+            apart = float(block[root] != target)
+            at_target = (np.arange(blocks) == target).astype(np.float64)
             return _Traffic(at_root * apart, at_target * apart, apart)

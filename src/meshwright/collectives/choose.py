@@ -6,7 +6,7 @@ matters too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from meshwright.collectives.bounds import compute_lower_bound_seconds
 from meshwright.collectives.cost import compute_closed_form_seconds
@@ -14,13 +14,13 @@ from meshwright.collectives.library import ALGORITHMS, generate, list_options
 from meshwright.collectives.quantities import format_seconds
 from meshwright.errors import UserError
 from meshwright.names import OPERATIONS, unknown
-from meshwright.program.collective import CollectiveProgram
+from meshwright.program.collective import CollectiveProgram, MatchedCollective
 from meshwright.program.network import Network
-from meshwright.program.simulate_collective import CollectiveSimulator, UncheckedCollective
+from meshwright.program.simulate_collective import CollectiveSimulator
 
 MOST_SEGMENTS = 256
-_NEAR_BEST = 1.2  # ratio to the best time up to which other numbers of segments are tried
-_MANY_RANKS, _MANY_SEGMENTS = 64, 16  # beyond, only algorithms whose closed form is near the best are simulated
+_NEAR_BEST = 1.2  # maximum ratio to the best time for which other numbers of segments are tried
+_MANY_RANKS, _MANY_SEGMENTS = 64, 16  # above, only algorithms with a closed form near the best are simulated
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Settings:
     def describe(self) -> str:
         """Return the options that are set as text, such as `8 segments`, `nodes of 4` or `4x4`; empty if none is
         set."""
-        said = [f"{self.segments} segments" if self.segments else "", f"nodes of {self.groups}" if self.groups else ""]
-        return ", ".join(part for part in [*said, "x".join(map(str, self.dims or ()))] if part)
+        words = [f"{self.segments} segments" if self.segments else "", f"nodes of {self.groups}" if self.groups else ""]
+        return ", ".join(part for part in [*words, "x".join(map(str, self.dims or ()))] if part)
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,6 @@ class Chooser:
         form = self._compute_form(algorithm, settings, total_bytes)
         return Candidate(algorithm, settings, simulator.run(total_bytes).seconds, form)
 
-    def generate_program(self, candidate: Candidate) -> CollectiveProgram:
-        """Generate the collective program of a candidate: its algorithm, with its options, for the network's ranks."""
-        return self._generate_program(candidate.algorithm, candidate.settings)
-
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
         """Return the seconds by an algorithm's closed form (formula) with its best options, for a vector of
         `total_bytes`; infinite if it has none."""
@@ -199,43 +195,22 @@ class Chooser:
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:
             return [settings]
         most = max(1, min(MOST_SEGMENTS, int(total_bytes)))
-        tried = [self._with_segments(settings, 1 << bit) for bit in range(most.bit_length())]
+        tried = [replace(settings, segments=1 << bit) for bit in range(most.bit_length())]
         forms = [self._compute_form(algorithm, one, total_bytes) or 0.0 for one in tried]
         best = forms.index(min(forms))
         return [tried[best], *tried[max(0, best - 1) : best], *tried[best + 1 : best + 2]]
-
-    @staticmethod
-    def _with_segments(settings: Settings, segments: int) -> Settings:
-        """Return a copy of `settings` with the number of segments replaced by `segments`."""
-        return Settings(segments, settings.groups, settings.dims)
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
         """Return the seconds by an algorithm's closed form (formula) with the options `settings` for a vector of
         `total_bytes`; None if it has none, or none for this number of ranks."""
         try:
-            return compute_closed_form_seconds(
-                self.operation,
-                algorithm,
-                self.network,
-                total_bytes,
-                segments=settings.segments,
-                groups=settings.groups,
-                dims=settings.dims,
-            )
+            return compute_closed_form_seconds(self.operation, algorithm, self.network, total_bytes, **asdict(settings))
         except UserError:  # the generator reports it with more detail
             return None
 
-    def _generate_program(self, algorithm: str, settings: Settings) -> CollectiveProgram:
+    def generate_program(self, algorithm: str, settings: Settings) -> CollectiveProgram:
         """Generate the program of an algorithm with the options `settings` for the network's number of ranks."""
-        return generate(
-            self.operation,
-            algorithm,
-            self.network.ranks,
-            root=self.root,
-            segments=settings.segments,
-            groups=settings.groups,
-            dims=settings.dims,
-        )
+        return generate(self.operation, algorithm, self.network.ranks, root=self.root, **asdict(settings))
 
     def _get_simulator(self, algorithm: str, settings: Settings) -> CollectiveSimulator | None:
         """Return the cached simulator of an algorithm with the options `settings`; None if the algorithm does not
@@ -243,12 +218,12 @@ class Chooser:
         key = (algorithm, settings)
         if key not in self._simulators:
             try:
-                program = self._generate_program(algorithm, settings)
+                program = self.generate_program(algorithm, settings)
             except UserError as error:
                 self._refused[algorithm] = str(error)
                 return None
             self._simulators[key] = CollectiveSimulator(
-                UncheckedCollective.from_program(program), self.network, self.reduce_bytes_per_second
+                MatchedCollective.from_program(program), self.network, self.reduce_bytes_per_second
             )
         return self._simulators[key]
 
@@ -265,10 +240,10 @@ class Chooser:
             return "nothing has to move"
         latency = simulator.run(0.0).seconds / best.seconds
         share = f"{latency:.0%} of its time is latency" if latency >= 0.5 else f"{1 - latency:.0%} of its time is bytes"
-        why = "few rounds count" if latency >= 0.5 else "few bytes over each link count"
+        why = "the number of rounds matters" if latency >= 0.5 else "the bytes over each link matter"
         bound = self.compute_lower_bound(total_bytes)
         near = f", {best.seconds / bound:.3g} times the lower bound" if bound else ""
-        text = f"{best.algorithm} takes {format_seconds(best.seconds)}{near}; {share}, so that {why}"
+        text = f"{best.algorithm} takes {format_seconds(best.seconds)}{near}; {share}, so {why}"
         slower = [one for one in ranking[1:] if one.seconds > best.seconds * (1 + 1e-9)]
         equals = [one.algorithm for one in ranking[1:] if one not in slower]
         text += f"; as fast: {', '.join(equals)}" if equals else ""

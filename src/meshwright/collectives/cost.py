@@ -222,7 +222,7 @@ def _double_tree_all_reduce_form(c: Inputs) -> float:
     height, k = c.ranks.bit_length() - 1, c.segments or 8
     return (2 * height + k - 1) * c.link.time_concurrent(
         [c.size / (2 * k)] * 4
-    )  # up both trees, down one of them to two
+    )  # one message up each tree, two down one of them
 
 
 def _double_tree_form(c: Inputs) -> float:

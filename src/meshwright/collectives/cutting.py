@@ -48,10 +48,10 @@ def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
     """
     name, ranks = f"{program.operation} {program.algorithm}", program.ranks
     if numel % ranks:
-        raise UserError(f"{name}: {numel} elements are no equal shares for {ranks} ranks")
+        raise UserError(f"{name}: {numel} elements are not divisible into equal shares for {ranks} ranks")
     fewest = min(stop - start for start, stop in pairwise(find_first_chunks(program)))
     if fewest == 0:
-        raise UserError(f"{name}: {program.chunks} chunks are fewer than {ranks} ranks; not each has a share")
+        raise UserError(f"{name}: {program.chunks} chunks are fewer than {ranks} ranks, so some ranks have no share")
     return -(-numel // (ranks * fewest))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.program.collective import Builder, CollectiveProgram
+from meshwright.program.contract import find_receiver
 
 
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
@@ -15,7 +16,7 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
     """
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():
-        program.transfer(root, ranks - 1 if root != ranks - 1 else 0, 0)
+        program.transfer(root, find_receiver(ranks, root), 0)
     return program.build()
 
 

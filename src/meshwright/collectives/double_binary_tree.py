@@ -30,8 +30,8 @@ def compute_in_order_parents(n: int) -> Integers:
     node = np.arange(n + 1)
     lowest_bit = node & -node
     above = node - lowest_bit  # whose right side the node lies on
-    beside = above | 2 * lowest_bit  # the parent in a complete tree
-    parent = np.where(beside <= n, beside, above)
+    parent_if_complete = above | 2 * lowest_bit  # the parent in a complete tree
+    parent = np.where(parent_if_complete <= n, parent_if_complete, above)
     parent[0] = -1
     return parent
 

@@ -69,6 +69,17 @@ def resolve_sides(
     return found
 
 
+def resolve_grid(
+    kind: str, ranks: int, dims: Sequence[int] | None, dimensions: int | None
+) -> tuple[str, tuple[int, ...]]:
+    """Return (name, sides of the grid) of a torus or mesh algorithm: `resolve_sides` with the name, such as `2d-mesh`.
+
+    kind: "torus" or "mesh".
+    """
+    name = f"{dimensions}d-{kind}" if dimensions else kind
+    return name, resolve_sides(name, ranks, dims, dimensions)
+
+
 def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | None = None) -> int:
     """Return the number of ranks per node of a hierarchical algorithm on `ranks` ranks in all.
 
@@ -79,9 +90,7 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
         return max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)
     if ranks_per_node < 1 or ranks % ranks_per_node:
         legal = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
-        raise UserError(
-            f"{algorithm}: nodes of {ranks_per_node} ranks do not divide {ranks} ranks; right would be one of {legal}"
-        )
+        raise UserError(f"{algorithm}: nodes of {ranks_per_node} ranks do not divide {ranks} ranks; valid are {legal}")
     return ranks_per_node
 
 

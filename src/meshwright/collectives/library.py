@@ -119,7 +119,7 @@ def find_generator(operation: str, algorithm: str) -> Generator:
         raise UserError(unknown("operation", operation, OPERATIONS))
     known = ALGORITHMS[operation]
     if algorithm == "auto":
-        raise UserError(f"{operation} auto: a choice needs a size and a topology; name one of {', '.join(known)}")
+        raise UserError(f"{operation} auto: auto needs a size and a topology; valid are {', '.join(known)}")
     name = ALGORITHM_ALIASES.get(operation, {}).get(algorithm, algorithm)
     if name not in known:
         raise UserError(unknown(f"{operation} algorithm", algorithm, known))

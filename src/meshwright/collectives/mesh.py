@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.collectives.grid import list_axis_phases, resolve_sides
+from meshwright.collectives.grid import list_axis_phases, resolve_grid
 from meshwright.collectives.rounds import Rounds, build_from_rounds, run_in_sequence, run_together
 from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
@@ -59,7 +59,7 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
-    name, shape = _resolve_shape(ranks, dims, dimensions)
+    name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     axes = range(len(shape))
     program = Builder("all-reduce", name, ranks, chunks=len(shape) * ranks)
 
@@ -82,7 +82,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
-    name, shape = _resolve_shape(ranks, dims, dimensions)
+    name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)))
     return build_from_rounds(program, *(reduce_scatter_rounds(program, *step) for step in steps))
@@ -96,16 +96,7 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
-    name, shape = _resolve_shape(ranks, dims, dimensions)
+    name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)))
     return build_from_rounds(program, *(all_gather_rounds(program, *step) for step in reversed(steps)))
-
-
-def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
-    """Return (algorithm's name, such as `2d-mesh`, sides of the grid) for a mesh algorithm on `ranks` ranks.
-
-    dims: the sides, if given. dimensions: else the number of sides, made as equal as possible.
-    """
-    name = f"{dimensions}d-mesh" if dimensions else "mesh"
-    return name, resolve_sides(name, ranks, dims, dimensions)

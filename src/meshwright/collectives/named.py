@@ -19,7 +19,7 @@ from meshwright.layout import Layout
 from meshwright.program.check_collective import CheckedCollective, check_collective
 from meshwright.program.load import load_program
 
-if TYPE_CHECKING:  # ranks that serve name no programs, and need no recipe
+if TYPE_CHECKING:  # serving ranks do not import the recipe
     from meshwright.recipe import CollectivesRecipe
 
 OPERATIONS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
@@ -107,9 +107,9 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
     if program.operation != operation:
         raise UserError(f"{path} is a program for {program.operation}, not for {operation}")
     if program.reduction != "sum":
-        raise UserError(f"{path} forms the {program.reduction}; gradients are summed")
+        raise UserError(f"{path} computes the {program.reduction}; gradients are summed")
     if sizes[main] not in (1, program.ranks):
-        raise UserError(f"{path} is a program for {program.ranks} ranks; axis {main} of this layout has {sizes[main]}")
+        raise UserError(f"{path} has {program.ranks} ranks; axis {main} of this layout has {sizes[main]}")
     if operation != "all-reduce" and program.chunks % program.ranks:
         raise UserError(
             f"{path} has {program.chunks} chunks; equal shares need a multiple of its {program.ranks} ranks"
@@ -148,5 +148,5 @@ def _generate_programs(operation: str, algorithm: str, ranks: int) -> NamedProgr
         try:
             programs.append(check_collective(generate(operation, name, ranks)))
         except UserError:
-            continue  # not for so many ranks
+            continue  # does not accept this number of ranks
     return NamedProgram(tuple(programs))

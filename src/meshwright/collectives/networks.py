@@ -125,7 +125,7 @@ def _build_grid(name: str, dims: tuple[int, ...], latency: float, bandwidth: flo
                 here = np.where(moves, here + (there - here // stride % size) * stride, here)
         return Routes.from_hops(np.stack(hops, axis=1) if hops else np.zeros((len(source), 0), np.int64))
 
-    # Bottlenecks: single ranks, the halves of each dimension, and its single slices.
+    # Possible bottlenecks: single ranks, and the halves and slices of each dimension.
     partitions = [rank]
     for size, stride in zip(dims, strides, strict=True):
         if size > 1:
@@ -179,7 +179,7 @@ def build_nodes(
     def find_routes(source: Integers, target: Integers) -> Routes:
         """Return the routes between pairs of ranks, source[i] to target[i]."""
         across = node[source] != node[target]
-        gate = port_of[source]  # where the message leaves the node
+        gate = port_of[source]  # rank or adapter at which the message leaves the node
         to_gate = np.full(len(source), shared)
         if rails and not shared:
             gate = node[source] * devices + place[target]

@@ -6,7 +6,7 @@ import math
 
 from meshwright.collectives.crossover import LARGEST, SMALLEST, Crossover, Curves
 from meshwright.collectives.quantities import format_bytes, format_seconds
-from meshwright.collectives.report import CollectiveReport, format_crossovers
+from meshwright.collectives.report import RANKING_HEAD, CollectiveReport, format_crossovers, list_ranking_rows
 from meshwright.draw.axis import Axis
 from meshwright.draw.buffers import draw_buffers
 from meshwright.draw.line_chart import Band, Mark, Plot, Series
@@ -14,7 +14,7 @@ from meshwright.draw.markup import Markup, element
 from meshwright.draw.page import page, paragraph, table
 from meshwright.errors import UserError
 
-_FEW_RANKS = 16  # up to which every algorithm is followed to the end, however slow
+_FEW_RANKS = 16  # up to this number, slow algorithms are simulated at all sizes
 _COLOURS = ("blue", "orange", "green", "purple", "red", "teal", "yellow", "pink", "grey", "silver")
 
 
@@ -24,22 +24,22 @@ def draw_picture(report: CollectiveReport) -> str:
     Raises UserError for a barrier, which has no size.
     """
     if report.checked.program.operation == "barrier":
-        raise UserError("a barrier moves no bytes: there is no picture of its time over size")
-    asked = report.total_bytes
-    least, most = min(SMALLEST, max(asked, 1)), max(LARGEST, asked)
+        raise UserError("a barrier moves no bytes, so there is no chart of its time over size")
+    requested = report.total_bytes
+    least, most = min(SMALLEST, max(requested, 1)), max(LARGEST, requested)
     within = math.inf if report.checked.program.ranks <= _FEW_RANKS else 4.0
     curves = Curves.simulate(report.chooser, least, most, within)
     named = (report.checked.program.algorithm, report.timing.seconds)
-    return draw_crossovers(curves, curves.crossovers(), asked or None, named)
+    return draw_crossovers(curves, curves.crossovers(), requested or None, named)
 
 
 def draw_crossovers(
-    curves: Curves, crossovers: list[Crossover], asked: float | None = None, named: tuple[str, float] | None = None
+    curves: Curves, crossovers: list[Crossover], requested: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
     """Return an SVG chart of simulated time over vector size, both logarithmic; a band below shows the fastest
     algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound dashed.
 
-    crossovers: sizes at which the fastest algorithm changes. asked: a size in bytes to mark, None for no mark. named:
+    crossovers: sizes at which the fastest algorithm changes. requested: size in bytes to mark, None for no mark. named:
     (algorithm that the user chose, its seconds at that size), drawn as a dot; its curve, if it has one (a program from
     a file has none), is emphasized.
     """
@@ -52,7 +52,9 @@ def draw_crossovers(
         series.append(Series(wanted, _list_curve_points(curves, wanted), "ink", "named"))
     series += [Series(name, _list_curve_points(curves, name), colour, "thick") for name, colour in colours.items()]
     series.append(Series("lower bound", [*zip(curves.sizes, curves.bound, strict=True)], "ink", "dashed"))
-    values = [value for one in series for _, value in one.points if value > 0] + ([named[1]] if asked and named else [])
+    values = [value for one in series for _, value in one.points if value > 0] + (
+        [named[1]] if requested and named else []
+    )
     network = curves.chooser.network
     plot = Plot(
         _make_bytes_axis(curves.sizes), _make_seconds_axis([value for value in values if value > 0]), 810, 476, top=46
@@ -64,9 +66,9 @@ def draw_crossovers(
         plot.draw_line(one)
     plot.draw_names(series)
     plot.draw_bands("best", _make_bands(curves, crossovers, colours))
-    if asked and curves.sizes[0] <= asked <= curves.sizes[-1]:
+    if requested and curves.sizes[0] <= requested <= curves.sizes[-1]:
         takes = f": {named[0]} takes {format_seconds(named[1])}" if named and named[1] > 0 else ""
-        plot.draw_mark(Mark(asked, format_bytes(asked) + takes, named[1] if named and takes else None))
+        plot.draw_mark(Mark(requested, format_bytes(requested) + takes, named[1] if named and takes else None))
     return plot.picture.svg(1000, 560, title, alone=True)
 
 
@@ -115,7 +117,8 @@ def draw_page(report: CollectiveReport, picture: str) -> str:
         buffers = [paragraph(f"The buffers are not drawn: {error}")]
     choice = []
     if report.choice is not None:
-        choice = [element("h2", "The choice"), paragraph(report.choice.reason, "."), _format_ranking(report)]
+        rows = [(*row[:3], row[3] or "–") for row in list_ranking_rows(report.choice)]
+        choice = [element("h2", "The choice"), paragraph(report.choice.reason, "."), table(RANKING_HEAD, rows)]
     return page(
         report.title(),
         element("h1", report.title()),
@@ -126,17 +129,3 @@ def draw_page(report: CollectiveReport, picture: str) -> str:
         element("div", Markup(picture), class_="wide"),
         buffers,
     )
-
-
-def _format_ranking(report: CollectiveReport) -> Markup:
-    """Return the report's ranking of the algorithms as an HTML table: name, settings, simulated and closed-form
-    time."""
-    assert report.choice is not None
-    rows = [
-        (
-            one.algorithm, one.settings.describe(), format_seconds(one.seconds),
-            "–" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds),
-        )
-        for one in report.choice.ranking
-    ]  # fmt: skip
-    return table(("algorithm", "settings", "simulated", "closed form"), rows)

@@ -45,7 +45,7 @@ def parse_rate(text: str, where: str = "bandwidth") -> float:
     """
     value = _parse_quantity(text, BYTES_PER_SECOND, where, "a rate such as 25GB/s or 100Mbit/s")
     if value == 0:
-        raise UserError(f"{where}: {text} would never end; a rate is above 0")
+        raise UserError(f"{where}: {text}: a rate must be above 0")
     return value
 
 
@@ -61,7 +61,7 @@ def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?\s*([^0-9\s.]*)", text.strip())
     unit = found[3] if found else ""
-    if units is BYTES:  # without bits, case says nothing
+    if units is BYTES:  # no bits, so the case of letters does not matter
         unit = {name.lower(): name for name in units}.get(unit.lower(), unit)
     if found is None or unit not in units:
         raise UserError(f'{where}: "{text}" is not {right}')

@@ -59,14 +59,14 @@ class CollectiveReport:
         files."""
         program, timing = self.checked.program, self.timing
         link = timing.busiest_link
-        said = {"segments": self.settings.segments, "groups": self.settings.groups, "dims": self.settings.dims}
+        options = {"segments": self.settings.segments, "groups": self.settings.groups, "dims": self.settings.dims}
         document: dict[str, Any] = {
             "operation": program.operation,
             "algorithm": program.algorithm,
             "ranks": program.ranks,
             "bytes": self.total_bytes,
             "topology": timing.network.name,
-            **{name: value for name, value in said.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
             "checked": True,
             "rounds": self.checked.rounds,
             "bytes_sent": timing.bytes_sent,
@@ -112,7 +112,7 @@ class CollectiveReport:
             sent = f"{format_bytes(least)} to {format_bytes(most)} by a rank, {mean} on average"
         form = "none" if self.closed_form_seconds is None else format_seconds(self.closed_form_seconds)
         rows = [
-            ("checked", "every contribution arrives exactly once; no race; it ends even if sends block"),
+            ("checked", "every contribution arrives exactly once; no race; no deadlock even if sends block"),
             ("rounds", f"{self.checked.rounds:,}"),
             ("bytes sent", sent),
             ("simulated", format_seconds(timing.seconds)),
@@ -131,9 +131,9 @@ class CollectiveReport:
     def title(self) -> str:
         """Return one line of text: operation, algorithm, options, number of ranks, size and network."""
         program = self.checked.program
-        said = self.settings.describe()
+        options = self.settings.describe()
         return (
-            f"{program.operation} {program.algorithm}{f' ({said})' if said else ''} on {program.ranks} ranks, "
+            f"{program.operation} {program.algorithm}{f' ({options})' if options else ''} on {program.ranks} ranks, "
             f"{format_bytes(self.total_bytes)}, {self.timing.network.name}"
         )
 
@@ -147,13 +147,27 @@ class CollectiveReport:
         return "\n".join(lines)
 
 
+RANKING_HEAD = ("algorithm", "settings", "simulated", "closed form")
+
+
+def list_ranking_rows(choice: Choice) -> list[tuple[str, str, str, str]]:
+    """Return a ranking of algorithms as rows of text, fastest first, with the columns `RANKING_HEAD`; empty cells for
+    missing values."""
+    return [
+        (
+            one.algorithm,
+            one.settings.describe(),
+            format_seconds(one.seconds),
+            "" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds),
+        )
+        for one in choice.ranking
+    ]
+
+
 def format_ranking(choice: Choice) -> list[str]:
     """Return a ranking of algorithms as lines of text: fastest first, then those that were skipped or that do not
     accept the number of ranks."""
-    rows = [("algorithm", "settings", "simulated", "closed form")]
-    for one in choice.ranking:
-        form = "-" if one.closed_form_seconds is None else format_seconds(one.closed_form_seconds)
-        rows.append((one.algorithm, one.settings.describe() or "-", format_seconds(one.seconds), form))
+    rows = [RANKING_HEAD, *([cell or "-" for cell in row] for row in list_ranking_rows(choice))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
@@ -214,20 +228,22 @@ def collective(
         find_generator(operation, algorithm)
     if total_bytes is None:
         if operation != "barrier":
-            raise UserError(f"{operation}: say how large the vector is, as in --bytes 64MiB")
+            raise UserError(f"{operation}: the size of the vector is missing, such as --bytes 64MiB")
         total_bytes = 0
     program = None
     if algorithm.startswith("@"):
         program = _load_program(operation, algorithm, ranks, root, reduction)
         for option in ("segments", "groups", "dims"):
             if getattr(requested, option) is not None:
-                raise UserError(f"{algorithm[1:]}: --{option} is for generated programs; a file says everything itself")
+                raise UserError(f"{algorithm[1:]}: --{option} is for generated programs, not for files")
         ranks, root = program.ranks, program.root
     if ranks is None:
-        raise UserError(f"{operation} {algorithm}: say how many ranks, as in --ranks 8")
+        raise UserError(f"{operation} {algorithm}: the number of ranks is missing, such as --ranks 8")
     most = MOST_RANKS_TO_CHOOSE_FOR if algorithm == "auto" else MOST_RANKS
     if ranks > most:
-        raise UserError(f"{operation} {algorithm} on {ranks:,} ranks would take too long; {most:,} are the most")
+        raise UserError(
+            f"{operation} {algorithm} on {ranks:,} ranks would take too long; at most {most:,} are accepted"
+        )
     if reduction is not None and reduction not in REDUCTIONS:
         raise UserError(unknown("reduction", reduction, REDUCTIONS))
     if reduction not in (None, "sum") and operation not in REDUCING:
@@ -238,7 +254,7 @@ def collective(
     if algorithm == "auto":
         choice = chooser.choose(total_bytes)
         settings, form = choice.best.settings, choice.best.closed_form_seconds
-        program = chooser.generate_program(choice.best)
+        program = chooser.generate_program(choice.best.algorithm, choice.best.settings)
     elif program is None:
         name = ALGORITHM_ALIASES.get(operation, {}).get(algorithm, algorithm)
         fitting = chooser.resolve_settings(name)
@@ -266,8 +282,8 @@ def _load_program(
     program = load_program(file, "collective")
     if program.operation != operation:
         raise UserError(f"{file[1:]}: a program for {program.operation}, not for {operation}")
-    said = {"ranks": (ranks, program.ranks), "root": (root, program.root), "reduction": (reduction, program.reduction)}
-    for option, (wanted, has) in said.items():
+    given = {"ranks": (ranks, program.ranks), "root": (root, program.root), "reduction": (reduction, program.reduction)}
+    for option, (wanted, has) in given.items():
         if wanted not in (None, has):
             raise UserError(f"{file[1:]}: its {option} is {has}; leave out --{option} {wanted}")
     return program

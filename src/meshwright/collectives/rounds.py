@@ -34,19 +34,19 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 def run_together(parts: Iterable[Rounds]) -> Rounds:
     """Merge round generators (each adds one round's sends to the program, then yields) side by side: round i of the
     result has the sends of round i of all of them."""
-    under_way = list(parts)
-    while under_way := [part for part in under_way if not _write_next_round(part)]:
+    active = list(parts)
+    while active := [part for part in active if not _write_next_round(part)]:
         yield
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
     """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: the generator
     `parts[i]` starts in round i and runs beside those before it."""
-    under_way: list[Rounds] = []
+    active: list[Rounds] = []
     for part in parts:
-        under_way = [part for part in [*under_way, part] if not _write_next_round(part)]
+        active = [part for part in [*active, part] if not _write_next_round(part)]
         yield
-    yield from run_together(under_way)
+    yield from run_together(active)
 
 
 def run_in_sequence(*parts: Rounds) -> Rounds:

@@ -85,7 +85,7 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
         settings.latency.setdefault(tier, INNER_LATENCY if inner else LATENCY if latency is None else latency)
         settings.bandwidth.setdefault(tier, INNER_BANDWIDTH if inner else BANDWIDTH if bandwidth is None else bandwidth)
     if colon and name not in _SHAPED:
-        raise UserError(f'topology {name} has no shape: leave ":{shape}" out')
+        raise UserError(f'topology {name} has no shape: omit ":{shape}"')
     if name in _SHAPED:
         network = _SHAPED[name](_parse_sides(name, shape, ranks), settings)
     else:
@@ -123,7 +123,7 @@ def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _Settings:
         if not value[:1].isdigit():
             raise UserError(f"topology {name}: {unknown('setting', value, (*keys, *kind.flags))}")
         if not tier:
-            raise UserError(f"topology {name}: {value} of which links? Right would be {kind.example}")
+            raise UserError(f"topology {name}: {value} of which links? For example {kind.example}")
         given = settings.bandwidth if is_rate(value) else settings.latency
         if tier in given:
             raise UserError(f"topology {name}: {tier} has two {'bandwidths' if is_rate(value) else 'latencies'}")
@@ -159,22 +159,12 @@ def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
     except ValueError:
         sides = ()
     if not sides or min(sides) < 1:
-        raise UserError(f'topology {name}: "{shape}" is no shape; for {ranks} ranks, right would be {right}')
+        raise UserError(f'topology {name}: "{shape}" is not a shape; for {ranks} ranks, valid is {right}')
     if in_two and len(sides) == 1 and ranks % sides[0] == 0:
         sides = (ranks // sides[0], sides[0])
     if (in_two and len(sides) > 2) or math.prod(sides) != ranks:
-        raise UserError(f"topology {name}: {shape} does not make {ranks} ranks; right would be {right}")
+        raise UserError(f"topology {name}: {shape} does not give {ranks} ranks; valid is {right}")
     return sides
-
-
-def _build_torus(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a torus. sides: its dimensions. settings: latency and bandwidth of its links."""
-    return networks.build_torus(sides, settings.latency["link"], settings.bandwidth["link"])
-
-
-def _build_mesh(sides: tuple[int, ...], settings: _Settings) -> Network:
-    """Build a mesh. sides: its dimensions. settings: latency and bandwidth of its links."""
-    return networks.build_mesh(sides, settings.latency["link"], settings.bandwidth["link"])
 
 
 def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
@@ -183,9 +173,7 @@ def _build_nodes(sides: tuple[int, ...], settings: _Settings) -> Network:
     inner, outer = ((settings.latency[tier], settings.bandwidth[tier]) for tier in ("inner", "outer"))
     adapters = _get_whole_number(settings, "adapters")
     if adapters is not None and settings.flags:
-        raise UserError(
-            "topology nodes: with rails every device has an adapter of its own; leave out adapters or rails"
-        )
+        raise UserError("topology nodes: with rails every device has its own adapter; leave out adapters or rails")
     if adapters is not None and sides[1] % adapters:
         raise UserError(f"topology nodes: {adapters} adapters do not divide {sides[1]} devices of a node evenly")
     return networks.build_nodes(sides[0], sides[1], inner, outer, "rails" in settings.flags, adapters)
@@ -213,8 +201,8 @@ def _get_whole_number(settings: _Settings, key: str) -> int | None:
 
 _UNIFORM = {"switch": networks.build_switch, "ring": networks.build_ring, "full-mesh": networks.build_full_mesh}
 _SHAPED: dict[str, Callable[[tuple[int, ...], _Settings], Network]] = {
-    "torus": _build_torus,
-    "mesh": _build_mesh,
+    "torus": lambda sides, given: networks.build_torus(sides, given.latency["link"], given.bandwidth["link"]),
+    "mesh": lambda sides, given: networks.build_mesh(sides, given.latency["link"], given.bandwidth["link"]),
     "nodes": _build_nodes,
     "spine-leaf": _build_spine_leaf,
 }

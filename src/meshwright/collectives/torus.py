@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from meshwright.collectives import ring
-from meshwright.collectives.grid import list_axis_phases, resolve_sides
+from meshwright.collectives.grid import list_axis_phases, resolve_grid
 from meshwright.collectives.rounds import Rounds, build_from_rounds, run_in_sequence, run_together
 from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
@@ -29,7 +29,7 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     + (Y-1)/XY + ...] beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
-    name, shape = _resolve_shape(ranks, dims, dimensions)
+    name, shape = resolve_grid("torus", ranks, dims, dimensions)
     axes = range(len(shape))
     program = Builder("all-reduce", name, ranks, chunks=2 * len(shape) * ranks)
     grid = np.arange(ranks).reshape(shape)
@@ -59,7 +59,7 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
-    name, shape = _resolve_shape(ranks, dims, dimensions)
+    name, shape = resolve_grid("torus", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=2 * ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
     return build_from_rounds(
@@ -75,7 +75,7 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     """
-    name, shape = _resolve_shape(ranks, dims, dimensions)
+    name, shape = resolve_grid("torus", ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=2 * ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
     return build_from_rounds(
@@ -99,12 +99,3 @@ def _run_both_directions(
     half = count // 2
     backwards = own[..., ::-1] + half
     return run_together([rounds(program, lines, own, half), rounds(program, lines[..., ::-1], backwards, half)])
-
-
-def _resolve_shape(ranks: int, dims: Sequence[int] | None, dimensions: int | None) -> tuple[str, tuple[int, ...]]:
-    """Return (algorithm's name, such as `2d-torus`, sides of the grid) for a torus algorithm on `ranks` ranks.
-
-    dims: the sides, if given. dimensions: else the number of sides, made as equal as possible.
-    """
-    name = f"{dimensions}d-torus" if dimensions else "torus"
-    return name, resolve_sides(name, ranks, dims, dimensions)

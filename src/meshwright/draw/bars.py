@@ -12,7 +12,7 @@ from meshwright.draw.text_width import text_width
 
 WIDTH = 900
 FAR = 8
-"""A limit more than so many times the longest bar is written, not drawn."""
+"""A limit above this multiple of the longest bar is written, not drawn."""
 
 
 def draw_stacked_bars(
@@ -48,7 +48,7 @@ def draw_stacked_bars(
                 x += width
         if number % -(-14 // pitch) == 0:
             picture.text(4, round(y + pitch / 2 + 1), name)
-            # Beside the line, not across it.
+            # Next to the limit line, not across it.
             crossed = x - 6 < line < x + 12 + text_width(show(total))
             picture.text((line if crossed else x) + 6, y + pitch / 2 + 1, show(total), class_="dim")
     if limit and most >= limit[0]:

@@ -68,14 +68,14 @@ def _make_legend(program: CollectiveProgram) -> list[Markup]:
     entry for a cell's colour says that it is the stronger the more ranks have contributed."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
-        ("background:hsl(var(--whole) / .42)", "as the operation promises"),
+        ("background:hsl(var(--whole) / .42)", "final content"),
         ("border:2px solid var(--ink)", "new in this round"),
     ]
     if is_reduction(program):
         keys[0] = ("background:linear-gradient(90deg,hsl(var(--part) / .12),hsl(var(--part) / .6))",
-                   "more parts, stronger colour")  # fmt: skip
+                   "more contributions, stronger colour")  # fmt: skip
     spans = [element("span", element("i", style=style), words) for style, words in keys]
-    more = ("stripes: whose parts are in it", "arrows: in the sender's colour")
+    more = ("stripes: contributing ranks", "arrows: in the sender's colour")
     return [*spans, *(element("span", words) for words in more)]
 
 

@@ -11,7 +11,7 @@ from meshwright.draw.picture import Picture, read_size
 from meshwright.draw.text_width import text_width
 from meshwright.program.timeline import Span, Timeline
 
-# Kind of a step: its colour as hue, saturation, lightness; that of the second replica. Told apart by hue and by label.
+# Step kind -> (hue, saturation, lightness) of its colour, and of the second replica's; kinds differ in hue and label.
 COLOURS: dict[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "forward": ((214, 60, 46), (265, 42, 52)),
     "backward": ((24, 74, 46), (350, 50, 50)),
@@ -47,7 +47,7 @@ def draw_svg(
         needed = round(chart.end / shortest * (label + 1))
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
-    # The legend stays within `width`: the rest of a wider chart is reached by scrolling.
+    # The legend stays within `width`; a wider chart scrolls.
     chart.begin(min(total, width) - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")
     if alone:
         chart.picture.text(MARGIN, 20, timeline.title, class_="title")
@@ -77,7 +77,7 @@ def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> M
     row = pitch - (GAP if pitch > 12 else 1)
     chart = _Chart(timeline, spans, width, pitch)
     chart.begin(width - MARGIN, 19)
-    named = -(-14 // pitch)  # so many rows to a name
+    named = -(-14 // pitch)  # rows per written name
     for track, name in enumerate(timeline.tracks):
         chart.draw_row(track, name if track % named == 0 else "", row)
     paths: dict[str, list[str]] = {}
@@ -157,7 +157,7 @@ class _Chart:
             seen.setdefault((span.kind, span.shade, span.mirrored and len(set(COLOURS[span.kind])) > 1), span)
         entries: dict[tuple[str, str], list[str]] = {}  # kinds by colour: some share one
         for kind, shade, mirrored in sorted(seen, key=lambda key: (key[2], [*COLOURS].index(key[0]), key[1])):
-            words = ", from the other end" if mirrored else ""
+            words = ", opposite direction" if mirrored else ""
             chunks = sorted({key[1] for key in seen if key[0] == kind and key[2] == mirrored})
             if len(chunks) > 1:
                 words += f", chunk {chunks.index(shade) + 1}"

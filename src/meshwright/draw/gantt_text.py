@@ -23,7 +23,7 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
         return f"{timeline.title}: nothing to draw"
     labels = max(len(_format_label(span)) for span in spans)
     shortest = min(span.end - span.start for span in spans)
-    # Columns a unit of time: the shortest step shows its label, unless that makes the picture endless.
+    # Columns per unit of time: the shortest step shows its label, unless the drawing becomes too wide.
     scale = min((labels + 1) / shortest, MOST_COLUMNS / timeline.end)
     columns = math.ceil(timeline.end * scale) + 1
     prefix = max(len(name) for name in timeline.tracks) + 1
@@ -43,7 +43,7 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
     count = math.ceil(columns / room)
     shown = count if bands is None else min(count, bands)
     last = min(columns, shown * room) - (shown - 1) * room
-    beside = prefix + 1 + last + 2 + max(map(len, timeline.notes), default=0) <= width  # else the notes stand below
+    beside = prefix + 1 + last + 2 + max(map(len, timeline.notes), default=0) <= width  # else below
     for band in range(shown):
         begin, end = band * room, min(columns, (band + 1) * room)
         lines.append("" if shown == 1 else f"\ntime {begin / scale:.4g} to {min(end / scale, timeline.end):.4g}")

@@ -14,9 +14,9 @@ from meshwright.draw.picture import Picture, paint
 from meshwright.draw.text_width import text_width
 
 MOST_MARKED = 40
-"""Points of a series that are drawn as dots as well."""
+"""Maximum number of points of a series that are also drawn as dots."""
 BUCKETS = 720
-"""Columns of a chart: of a series with more than twice as many points, the extremes of each are drawn."""
+"""Columns of a chart: a series with more than twice as many points is drawn by the extremes in each column."""
 COLUMNS = 90
 """Maximum number of columns of a chart that show values on hover."""
 LINE = 15  # pixels from label to label
@@ -77,7 +77,7 @@ class Plot:
     right: float
     bottom: float
     top: float = 14.0
-    left: float = 0.0  # 0: as wide as the labels of the y axis need
+    left: float = 0.0  # 0: width of the labels of the y axis
 
     def __post_init__(self) -> None:
         self.picture = Picture()
@@ -92,7 +92,7 @@ class Plot:
                 continue
             if self.x_axis.logarithmic:
                 self.picture.line((at, self.top), (at, self.bottom), "grid")
-            place = min(at, self.right + 14 - half)  # not beyond the picture
+            place = min(at, self.right + 14 - half)  # inside the picture
             self.picture.text(place, self.bottom + 17, label, "middle", class_="dim")
             free = at + half + 6
         if self.x_axis.title:

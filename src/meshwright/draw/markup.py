@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import TypeAlias
 
-# Elements that are closed at once where they hold nothing.
+# Elements without a closing tag if they are empty.
 EMPTY = frozenset(("meta", "br", "rect", "line", "circle", "path", "polyline", "polygon", "use"))
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 

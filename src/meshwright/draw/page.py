@@ -9,7 +9,7 @@ from importlib.resources import files
 from meshwright.draw.markup import Content, Markup, element, join
 from meshwright.draw.picture import paint, picture_style
 
-# A quantity, or nothing: "42 µs", "75.65", "40.5%", "105 / 0.30", "-".
+# A quantity, or an empty cell: "42 µs", "75.65", "40.5%", "105 / 0.30", "-".
 _QUANTITY = re.compile(r"[-–+<]?[\d.,]+( ?[^\W\d_]{0,3}|%)( / [\d.,]+)?|[-–]?")
 
 

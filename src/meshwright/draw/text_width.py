@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
-# Widths in units of the font size, of DejaVu Sans, one of the widest that browsers choose for sans-serif.
+# Character widths as multiples of the font size, for DejaVu Sans, one of the widest sans-serif fonts of browsers.
 _NARROW = dict.fromkeys("ijlI.,:;'|![]()t f/\\\" -", 0.36)
 _WIDE = dict.fromkeys("mMwW@%—→", 0.9)
 

@@ -55,7 +55,7 @@ def draw_ring_all_reduce(ranks: int = 4) -> Markup:
     span = ranks * cell + gap
     picture.text(14, 22, f"Ring all-reduce on {ranks} ranks", class_="title")
     said = "ab is the sum of the contributions of ranks a and b; Σ, in green, of all ranks"
-    picture.text(14, 42, f"Four chunks a rank; {said}. An arrow carries one chunk to the next rank.", class_="dim")
+    picture.text(14, 42, f"Four chunks per rank; {said}. An arrow carries one chunk to the next rank.", class_="dim")
     for rank in range(ranks):
         middle = left + rank * span + ranks * cell / 2
         picture.text(middle, 68, f"rank {rank} (its own values: {LETTERS[rank]})", "middle", class_="strong")
@@ -122,7 +122,7 @@ def format_heading(report: ScheduleReport) -> str:
     """Return one line of text on a simulated schedule: name, numbers of ranks and micro-batches, makespan, bubble, peak
     activations."""
     program, timing = report.program, report.timing
-    chunks = f", {program.chunks} chunks a rank" if program.chunks > 1 else ""
+    chunks = f", {program.chunks} chunks per rank" if program.chunks > 1 else ""
     low, high = timing.peak_activations.min(), timing.peak_activations.max()
     peaks = f"{low:g}" if low == high else f"{low:g} to {high:g}"
     return (

@@ -232,7 +232,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "bubble-interleaved": Example(
         "Bubble of interleaved 1F1B",
-        "(p − 1)/(v m) of the ideal time with v chunks a rank, for v times the transfers.",
+        "(p − 1)/(v m) of the ideal time with v chunks per rank, for v times the transfers.",
         f"{NARAYANAN}, section 2.2.2",
         pipelines.show_interleaved,
         ("meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --text",),

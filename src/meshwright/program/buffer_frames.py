@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.program import contract
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import LOCAL, CollectiveProgram, Kind
+from meshwright.program.columns import count_in_runs
 from meshwright.program.contributions import ContributionTracker, build_local_moves, build_transfer_moves
 from meshwright.program.order import Integers, PostingOrder
 
@@ -75,13 +76,13 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
     program = checked.program
     for what, number, most in (
         ("ranks", program.ranks, MOST_RANKS),
-        ("slots a rank", program.slots, MOST_SLOTS),
+        ("slots per rank", program.slots, MOST_SLOTS),
         ("rounds", checked.rounds, MOST_ROUNDS),
     ):
         if number > most:
             raise UserError(
-                f"the buffers of {program.operation} {program.algorithm} cannot be drawn: {number} {what}, and a "
-                f"picture has room for {most}; draw the same algorithm smaller"
+                f"the buffers of {program.operation} {program.algorithm} cannot be drawn: {number} {what}, more than "
+                f"the maximum of {most}; use fewer ranks or chunks"
             )
     order, width = _align_levels_with_rounds(checked)
     s = program.steps
@@ -125,12 +126,10 @@ def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder,
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
     is_local[s.group_index[s.has_kind(LOCAL)]] = True
-    place = np.zeros(len(is_local), np.int64)
-    for i in range(1, len(is_local)):
-        if is_local[i - 1] and s.group_rank[i] == s.group_rank[i - 1]:
-            place[i] = place[i - 1] + 1
+    follows_local = np.append(False, is_local[:-1] & (np.diff(s.group_rank) == 0))[: len(is_local)]
+    place = count_in_runs(~follows_local)  # number of local groups that directly precede each group on its rank
     chain = int(place[is_local].max(initial=0)) + 1
-    # Local groups at the end of a short chain wait for the longest: their frame is drawn once.
+    # Local groups at the end of a short chain are drawn with those of the longest chain, in one frame.
     level: Integers = rounds * (chain + 1) + np.where(is_local, place, chain)
     return PostingOrder(level, rounds, checked.order.depth), chain + 1
 
@@ -223,6 +222,6 @@ def format_legend(program: CollectiveProgram) -> str:
         f", {LETTERS[program.ranks - 1]} rank {program.ranks - 1}" * (program.ranks > 1)
     )
     if program.operation == "barrier":
-        return f"{ranks}; a rank may go on when it has heard, directly or not, from all."
+        return f"{ranks}; a rank leaves the barrier when it has signals, directly or indirectly, from all ranks."
     total = "; Σ0 has the parts of all ranks" if is_reduction(program) and program.ranks > 1 else ""
     return f"{ranks}; {LETTERS[0]}0 is rank 0's part of chunk 0{total}."

@@ -8,7 +8,6 @@ sends; updates apply every gradient once.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,15 +15,8 @@ import numpy as np
 from meshwright.program import pipeline_memory
 from meshwright.program.dataflow import GRADIENT, OUTPUT, Dataflow
 from meshwright.program.durations import Floats
-from meshwright.program.order import (
-    Deadlock,
-    Integers,
-    Mask,
-    ProgramError,
-    UnmatchedTransfer,
-    find_posting_order,
-    match_transfers,
-)
+from meshwright.program.matching import match_steps, order_steps
+from meshwright.program.order import Integers, Mask, ProgramError
 from meshwright.program.pipeline import (
     ARRIVING,
     COMPUTING,
@@ -33,8 +25,9 @@ from meshwright.program.pipeline import (
     Component,
     Kind,
     PipelineProgram,
+    find_placement_error,
 )
-from meshwright.program.progress import find_remote_reads, locate_step, make_step_error, run_groups
+from meshwright.program.progress import find_remote_reads, run_groups
 
 _WHOLE_STEP = 1 << Component.WHOLE
 _ALL_COMPONENTS = sum(1 << part for part in Component if part)
@@ -91,21 +84,9 @@ def _check_placement(program: PipelineProgram) -> None:
     if ranks < 1 or program.micro_batches < 1 or stages < 1:
         counts = f"{ranks} ranks, {program.micro_batches} micro-batches, {stages} stages"
         raise ProgramError(0, 0, "placement", f"{counts}; a program has at least one of each")
-    for replica, homes in enumerate(program.placement):
-        for stage, rank in enumerate(homes):
-            if not 0 <= rank < ranks:
-                reason = f"stage {stage} of replica {replica} is there; ranks are 0 to {ranks - 1}"
-                raise ProgramError(rank, 0, "placement", reason)
-        if len(homes) != stages:
-            reason = f"replica {replica} has {len(homes)} stages, replica 0 has {stages}"
-            raise ProgramError(homes[-1] if homes else 0, 0, "placement", reason)
-        held = Counter(homes)  # not a table by rank: a file may say that there are any number of them
-        if len(held) < ranks or len(set(held.values())) > 1:
-            rank = next(rank for rank in range(ranks) if not held[rank] or held[rank] != held[0])
-            reason = (
-                f"holds {held[rank]} stages of replica {replica}, of {stages} for {ranks} ranks; right is equally many"
-            )
-            raise ProgramError(rank, 0, "placement", reason)
+    if error := find_placement_error(program.placement, ranks):
+        rank, reason = error
+        raise ProgramError(rank, 0, "placement", reason)
 
 
 def _check_steps(program: PipelineProgram) -> None:
@@ -113,31 +94,25 @@ def _check_steps(program: PipelineProgram) -> None:
     runs on another rank than its stage."""
     p, s = program, program.steps
 
-    def refuse(bad: Mask, reason: str) -> None:
-        """Raise `ProgramError` with `reason` for the first step for which `bad` [steps] is True, if any."""
-        if bad.any():
-            step = int(np.argmax(bad))
-            words = {name: int(getattr(s, name)[step]) for name in ("rank", "kind", "stage", "replica", "micro_batch")}
-            try:
-                what = program.describe(step)
-            except ValueError:
-                what = f"kind {s.kind[step]}, component {s.component[step]}"
-            raise ProgramError(int(s.rank[step]), int(s.group[step]), what, reason.format(**words))
-
-    refuse((s.kind < 0) | (s.kind >= len(Kind)), "there is no step of kind {kind}")
-    refuse((s.component < 0) | (s.component >= len(Component)), "there is no such part of a layer")
-    refuse((s.rank < 0) | (s.rank >= p.ranks), f"there is no rank {{rank}}; ranks are 0 to {p.ranks - 1}")
-    refuse((s.replica < 0) | (s.replica >= p.replicas), f"there is no replica {{replica}} of {p.replicas}")
-    refuse((s.stage < 0) | (s.stage >= p.stages), f"there is no stage {{stage}}; stages are 0 to {p.stages - 1}")
-    outside = (s.micro_batch < 0) | (s.micro_batch >= p.micro_batches)
-    refuse(outside, f"there is no micro-batch {{micro_batch}}; micro-batches are 0 to {p.micro_batches - 1}")
+    program.refuse((s.kind < 0) | (s.kind >= len(Kind)), "there is no step of kind {kind}")
+    program.refuse((s.component < 0) | (s.component >= len(Component)), "there is no such component of a layer")
+    for column, size, what in (
+        (s.rank, p.ranks, "rank"),
+        (s.replica, p.replicas, "replica"),
+        (s.stage, p.stages, "stage"),
+        (s.micro_batch, p.micro_batches, "micro-batch"),
+    ):
+        number = f"{{{what.replace('-', '_')}}}"
+        allowed = f"{what}{'es' * (what == 'micro-batch') or 's'} are 0 to {size - 1}"
+        program.refuse((column < 0) | (column >= size), f"there is no {what} {number}; {allowed}")
     home = np.asarray(p.placement)[s.replica, s.stage]
     elsewhere = home != s.rank
-    refuse(elsewhere, f"rank {{rank}} does not hold the stage; rank {home[np.argmax(elsewhere)] if len(s) else 0} does")
+    holder = home[np.argmax(elsewhere)] if len(s) else 0
+    program.refuse(elsewhere, f"rank {{rank}} does not hold the stage; rank {holder} does")
     ahead = s.has_kind((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
-    refuse(ahead & (s.stage == p.stages - 1), "there is no stage after the last one")
+    program.refuse(ahead & (s.stage == p.stages - 1), "there is no stage after the last one")
     back = s.has_kind((Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD))
-    refuse(back & (s.stage == 0), "there is no stage before the first one")
+    program.refuse(back & (s.stage == 0), "there is no stage before the first one")
 
 
 def _check_groups(program: PipelineProgram) -> None:
@@ -156,12 +131,8 @@ def _check_groups(program: PipelineProgram) -> None:
     forward, weights = s.kind == Kind.FORWARD, s.kind == Kind.WEIGHT_GRADIENT
     backward = computes & ~forward & ~weights
     twice = (count(whole & forward) > 1) | (count(whole & backward) > 1) | (count(whole & weights) > 1)
-    for bad, reason in (
-        (sorts > 1, "its group mixes computation, updates and transfers; each belongs in groups of its own"),
-        (twice & computes, "its group computes two forwards, two backwards or two weight gradients at once"),
-    ):
-        if bad.any():
-            raise make_step_error(program, int(np.argmax(bad)), reason)
+    program.refuse(sorts > 1, "its group mixes computation, updates and transfers; use separate groups for each")
+    program.refuse(twice & computes, "its group computes two forwards, two backwards or two weight gradients together")
 
 
 def _check_micro_batches(program: PipelineProgram) -> None:
@@ -199,7 +170,7 @@ def _check_micro_batches(program: PipelineProgram) -> None:
         bad: mask [replicas, stages, micro-batches].
         """
         if bad.any():
-            raise make_step_error(program, find_first(kinds, bad)[3], reason)
+            raise program.make_error(find_first(kinds, bad)[3], reason)
 
     def refuse_missing(bad: Mask, kind: Kind) -> None:
         """Raise `ProgramError` if `bad` has a True entry: the rank of that stage has no step of `kind` for that
@@ -218,15 +189,15 @@ def _check_micro_batches(program: PipelineProgram) -> None:
 
     both = (backward & inputs) != 0
     gradient = backward | inputs
-    cut = "its parts are not attention, dispatch, MLP and combine, once each, nor is it whole"
-    refuse(both, (Kind.INPUT_GRADIENT,), "computed twice: there is a backward of it too")
+    cut = "its components must be attention, dispatch, MLP and combine, once each, or it must be whole"
+    refuse(both, (Kind.INPUT_GRADIENT,), "computed twice: a full backward computes it too")
     enters = ((forward | gradient | weights) != 0).any(axis=1)  # [replica, micro-batch]
     twice = enters.sum(axis=0) > 1
     if twice.any():
         micro_batch = int(np.argmax(twice))
         replica = int(np.flatnonzero(enters[:, micro_batch])[1])
         step = int(np.argmax((s.micro_batch == micro_batch) & (s.replica == replica)))
-        raise make_step_error(program, step, f"micro-batch {micro_batch} runs through another replica too")
+        raise program.make_error(step, f"micro-batch {micro_batch} also runs through another replica")
     runs = np.broadcast_to(enters[:, np.newaxis], forward.shape)
     refuse_missing(runs & (forward == 0), Kind.FORWARD)
     refuse((forward > _WHOLE_STEP) & (forward != _ALL_COMPONENTS), (Kind.FORWARD,), cut)
@@ -235,9 +206,9 @@ def _check_micro_batches(program: PipelineProgram) -> None:
 
     wanted = np.where(inputs == _WHOLE_STEP, _WITH_WEIGHTS, inputs & _WITH_WEIGHTS)
     refuse_missing((inputs != 0) & (weights == 0) & (wanted != 0), Kind.WEIGHT_GRADIENT)
-    refuse((inputs == 0) & (weights != 0), (Kind.WEIGHT_GRADIENT,), "computed twice: the backward of it holds it too")
+    refuse((inputs == 0) & (weights != 0), (Kind.WEIGHT_GRADIENT,), "computed twice: the full backward computes it too")
     wrong = (weights != 0) & (weights != _WHOLE_STEP) & (weights != wanted)
-    refuse(wrong, (Kind.WEIGHT_GRADIENT,), "its parts are not those of the input gradient that have weights")
+    refuse(wrong, (Kind.WEIGHT_GRADIENT,), "its components must be those of the input gradient that have weights")
 
 
 def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
@@ -251,7 +222,7 @@ def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, v
     if len(again):
         at = again[np.argmin(steps[order][again + 1])]
         former, later = int(steps[order][at]), int(steps[order][at + 1])
-        raise make_step_error(program, later, f"{verb} twice, before as step {program.steps.group[former]}")
+        raise program.make_error(later, f"{verb} twice, first in step {program.steps.group[former]}")
 
 
 def _check_transfers(flow: Dataflow) -> None:
@@ -270,17 +241,15 @@ def _check_transfers(flow: Dataflow) -> None:
         inside = homes[s.replica[steps], other] == s.rank[steps]
         if inside.any():
             at = int(np.argmax(inside))
-            reason = f"stage {other[at]} is on this rank as well; nothing is {verb} within a rank"
-            raise make_step_error(program, int(steps[at]), reason)
+            reason = f"stage {other[at]} is on the same rank; values are not {verb} within a rank"
+            raise program.make_error(int(steps[at]), reason)
         maker = s.stage[steps] if verb == "sent" else other
         unknown = flow.last_step[flow.compute_value_index(what, s.replica[steps], maker, s.micro_batch[steps])] < 0
         if unknown.any():
             step = int(steps[np.argmax(unknown)])
             reason = f"micro-batch {s.micro_batch[step]} does not run through replica {s.replica[step]}"
-            raise make_step_error(program, step, reason)
-        _check_unique(
-            program, steps, flow.compute_value_index(what, s.replica[steps], s.stage[steps], s.micro_batch[steps]), verb
-        )
+            raise program.make_error(step, reason)
+        _check_unique(program, steps, flow.index_values(what, steps), verb)
 
 
 def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
@@ -293,54 +262,15 @@ def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers
     ahead = s.has_kind((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))
     other = np.where(is_send | is_receive, s.stage + np.where(ahead, 1, -1), s.stage)
     peer = np.asarray(program.placement)[s.replica, other]
-    try:
-        sends, receives = match_transfers(s.rank, peer, is_send, is_receive)
-    except UnmatchedTransfer as unmatched:
-        lacks = "receive" if unmatched.is_send else "send"
-        reason = f"rank {peer[unmatched.step]} has no {lacks} for it"
-        raise make_step_error(program, unmatched.step, reason) from None
+    sends, receives = match_steps(program, peer, is_send, is_receive)
     same = (s.kind[receives] == s.kind[sends] + 1) & (s.replica[sends] == s.replica[receives])
     same &= (s.micro_batch[sends] == s.micro_batch[receives]) & (other[sends] == s.stage[receives])
     if not same.all():
         at = int(np.argmin(same))
-        meets = locate_step(program, int(sends[at]))
-        reason = f"meets {meets}: messages between two ranks are received in the order in which they are sent"
-        raise make_step_error(program, int(receives[at]), reason)
-    try:
-        order = find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])
-    except Deadlock as deadlock:
-        raise _make_deadlock_error(program, deadlock.groups, sends, receives) from None
+        reason = f"is matched with {program.locate(int(sends[at]))}: two ranks must receive in the order of the sends"
+        raise program.make_error(int(receives[at]), reason)
+    order = order_steps(program, sends, receives)
     return sends, receives, np.argsort(order.level, kind="stable")
-
-
-def _make_deadlock_error(
-    program: PipelineProgram, circle: tuple[int, ...], sends: Integers, receives: Integers
-) -> ProgramError:
-    """Return the error for a deadlock under synchronous sends; its message lists the ranks of the cycle and awaited
-    steps.
-
-    circle: indices of the groups of the cycle, each of which waits for the next: the group before it on its own rank,
-    or a group of another rank that exchanges with it. sends, receives: [transfers], step indices of matched transfers.
-    """
-    s = program.steps
-    links = []
-    for group, awaited in zip(circle, (*circle[1:], circle[0]), strict=True):
-        if s.group_rank[group] != s.group_rank[awaited]:
-            # This group's predecessor on the rank has transfers with the awaited group.
-            links.append((group, awaited))
-    words = []
-    for group, awaited in links:
-        met = (s.group_index[sends] == awaited) & (s.group_index[receives] == group - 1)
-        step = int(sends[np.argmax(met)]) if met.any() else -1
-        if step < 0:
-            met = (s.group_index[receives] == awaited) & (s.group_index[sends] == group - 1)
-            step = int(receives[np.argmax(met)])
-        words.append(
-            f"rank {s.group_rank[group]} waits at step {s.group[np.searchsorted(s.group_index, group - 1)]} "
-            f"for {locate_step(program, step)}"
-        )
-    first = int(np.searchsorted(s.group_index, links[0][0] - 1))
-    return make_step_error(program, first, "with blocking sends, ranks wait in a circle: " + "; ".join(words))
 
 
 def _check_updates(program: PipelineProgram) -> None:
@@ -353,7 +283,7 @@ def _check_updates(program: PipelineProgram) -> None:
     for replica in range(replicas):
         of_replica = updates[s.replica[updates] == replica]
         if len(of_replica) and not (s.replica[final] == replica).any():
-            raise make_step_error(program, int(of_replica[0]), f"no micro-batch runs through replica {replica}")
+            raise program.make_error(int(of_replica[0]), f"no micro-batch runs through replica {replica}")
         expected: list[int] | None = None
         for stage in range(stages):
             rank = program.placement[replica][stage]
@@ -370,23 +300,21 @@ def _check_updates(program: PipelineProgram) -> None:
             nothing = np.flatnonzero(np.diff(applied, prepend=0) <= 0)
             if len(nothing):
                 at = int(nothing[0])
-                before = "its gradients were applied by an update before"
+                before = "its gradients were applied by an earlier update"
                 none = f"no micro-batch up to {until[at]} runs through its stage"
-                raise make_step_error(program, int(mine[at]), before if applied[:at].any() else none)
+                raise program.make_error(int(mine[at]), before if applied[:at].any() else none)
             early = np.flatnonzero(latest[applied - 1] >= s.group[mine])
             if len(early):
                 at = early[0]
                 late = int(gradients[order][np.flatnonzero(groups >= s.group[mine[at]])[0]])
-                reason = (
-                    f"applies gradients that are not there yet: {program.describe(late)} comes as step {s.group[late]}"
-                )
-                raise make_step_error(program, int(mine[at]), reason)
+                reason = f"applies gradients too early: {program.describe(late)} runs in step {s.group[late]}"
+                raise program.make_error(int(mine[at]), reason)
             missed = applied[-1] if len(applied) else 0
             if missed < len(numbers):
                 reason = f"no update of rank {rank} applies this gradient"
-                raise make_step_error(program, int(gradients[order][missed]), reason)
+                raise program.make_error(int(gradients[order][missed]), reason)
             expected = until.tolist() if expected is None else expected
             unlike = [i for i, pair in enumerate(zip(until.tolist(), expected, strict=False)) if pair[0] != pair[1]]
             if unlike:
                 reason = f"stage 0 is not updated after micro-batch {until[unlike[0]]}"
-                raise make_step_error(program, int(mine[unlike[0]]), reason)
+                raise program.make_error(int(mine[unlike[0]]), reason)

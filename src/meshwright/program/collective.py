@@ -17,7 +17,8 @@ from numpy.typing import ArrayLike
 
 from meshwright.errors import UserError
 from meshwright.names import OPERATIONS, REDUCTIONS
-from meshwright.program.columns import StepColumns, renumber_groups
+from meshwright.program.columns import StepColumns, StepProgram, renumber_groups
+from meshwright.program.matching import match_steps
 from meshwright.program.order import Integers
 
 
@@ -45,6 +46,17 @@ class Kind(IntEnum):
 SENDING = (Kind.SEND, Kind.SIGNAL)
 ARRIVING = (Kind.RECEIVE, Kind.REDUCE, Kind.WAIT)
 LOCAL = (Kind.COPY, Kind.COMBINE)
+
+# Text of a step of each kind.
+STEP_FORMS: dict[int, str] = {
+    Kind.SEND: "send {slots} to {peer}",
+    Kind.RECEIVE: "receive {slots} from {peer}",
+    Kind.REDUCE: "reduce {slots} from {peer}",
+    Kind.COPY: "copy {source} into {slots}",
+    Kind.COMBINE: "combine {source} into {slots}",
+    Kind.SIGNAL: "signal {peer}",
+    Kind.WAIT: "wait for {peer}",
+}
 
 # Limits of generated programs: a few gigabytes of memory and half a minute.
 MAX_STEPS = 20_000_000
@@ -81,7 +93,7 @@ class Steps(StepColumns):
 
 
 @dataclass(frozen=True)
-class CollectiveProgram:
+class CollectiveProgram(StepProgram):
     """Algorithm of one collective operation, written out as the steps (send, receive, reduce, copy) of every rank.
 
     operation: such as `all-reduce`. algorithm: such as `ring`. ranks: number of ranks. chunks: number of equal chunks
@@ -159,23 +171,29 @@ class CollectiveProgram:
         kind: a `Kind`. slot, count: slots read (send) or written. peer: other rank of a transfer. source: first slot
             read by a local step.
         """
-        match kind:
-            case Kind.SEND:
-                return f"send {self.format_slots(slot, count)} to {peer}"
-            case Kind.RECEIVE:
-                return f"receive {self.format_slots(slot, count)} from {peer}"
-            case Kind.REDUCE:
-                return f"reduce {self.format_slots(slot, count)} from {peer}"
-            case Kind.COPY:
-                return f"copy {self.format_slots(source, count)} into {self.format_slots(slot, count)}"
-            case Kind.COMBINE:
-                return f"combine {self.format_slots(source, count)} into {self.format_slots(slot, count)}"
-            case Kind.SIGNAL:
-                return f"signal {peer}"
-            case Kind.WAIT:
-                return f"wait for {peer}"
-            case _:
-                return f"kind {kind}"
+        form = STEP_FORMS.get(kind, "kind {kind}")
+        slots = self.format_slots(slot, count)
+        if kind in LOCAL:
+            return form.format(source=self.format_slots(source, count), slots=slots)
+        return form.format(kind=kind, slots=slots, peer=peer)
+
+
+@dataclass(frozen=True)
+class MatchedCollective:
+    """Collective program whose sends are matched with its receives, as the simulator takes it; it may be unverified.
+
+    sends, receives: [transfers], indices of the send and receive step of each transfer.
+    """
+
+    program: CollectiveProgram
+    sends: Integers
+    receives: Integers
+
+    @classmethod
+    def from_program(cls, program: CollectiveProgram) -> MatchedCollective:
+        """Match the sends of a program with its receives; raises `ProgramError` for a step without a counterpart."""
+        s = program.steps
+        return cls(program, *match_steps(program, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING)))
 
 
 @dataclass
@@ -207,7 +225,9 @@ class Builder:
 
     def __post_init__(self) -> None:
         if self.ranks * self.chunks > MAX_CHUNKS:
-            raise self._make_size_error(f"{self.chunks:,} chunks on each rank, {MAX_CHUNKS:,} on all are the most")
+            raise self._make_size_error(
+                f"{self.chunks:,} chunks on each rank, {MAX_CHUNKS:,} on all ranks together are the maximum"
+            )
 
     def _make_size_error(self, why: str) -> UserError:
         """Return the error for a program that exceeds a size limit; `why` is the part of its message about the

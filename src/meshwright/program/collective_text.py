@@ -21,12 +21,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.errors import UserError
 from meshwright.names import OPERATIONS, unknown
 from meshwright.program.collective import CollectiveProgram, Kind, Steps
 from meshwright.program.contract import check_header
+from meshwright.program.text_form import ProgramParser
 
-_HEADER = ("collective", "ranks", "chunks", "root", "scratch", "reduction")
 _MEMORY = ("data", "output", "scratch")
 _STEPS = {
     "send": (Kind.SEND, "to"),
@@ -46,7 +45,6 @@ _STEP_EXAMPLES = {
     "signal": "signal 1",
     "wait": "wait for 0",
 }
-_NUMBER = re.compile(r"[0-9]{1,9}")
 _SLOTS = re.compile(r"([a-z]+)\[([0-9]{1,9})(?::([0-9]{1,9}))?\]")
 
 Row = tuple[int, int, int, int, int, int, int]  # rank, group, kind, slot, count, peer, source
@@ -60,8 +58,8 @@ def format_collective(program: CollectiveProgram) -> str:
         f"ranks {program.ranks}",
         f"chunks {program.chunks}",
     ]
-    for name, value, usual in (("root", program.root, 0), ("scratch", program.scratch, 0)):
-        if value != usual:
+    for name, value in (("root", program.root), ("scratch", program.scratch)):
+        if value:
             lines.append(f"{name} {value}")
     if program.reduction != "sum":
         lines.append(f"reduction {program.reduction}")
@@ -90,92 +88,63 @@ def parse_collective(text: str, where: str = "program") -> CollectiveProgram:
     return _Parser(where).parse(text)
 
 
-class _Parser:
-    """Parser of the text form of a collective program; keeps header and current line number.
+class _Parser(ProgramParser):
+    """Parser of the text form of a collective program.
 
     where: prefix of error messages, such as the file's name.
     """
 
+    forms = {
+        "collective": "collective OPERATION ALGORITHM ...", "ranks": "ranks NUMBER", "chunks": "chunks NUMBER",
+        "root": "root NUMBER", "scratch": "scratch NUMBER", "reduction": "reduction OPERATOR",
+    }  # fmt: skip
+    optional = ("root", "scratch", "reduction")
+
     def __init__(self, where: str) -> None:
-        self.where, self.line = where, 0
-        self.header: dict[str, tuple[str, ...]] = {}
+        super().__init__(where)
         self.operation, self.algorithm, self.reduction = "", "", "sum"
-        self.numbers = {"ranks": 0, "chunks": 0, "root": 0, "scratch": 0}
+        self.numbers = {"root": 0, "scratch": 0}
         self.memory: dict[str, tuple[int, int]] = {}  # first slot and number of slots
-        self.known: dict[str, tuple[int, int, int, int, int]] = {}  # steps seen before
+        self.known: dict[str, tuple[int, int, int, int, int]] = {}  # parsed steps
 
     def parse(self, text: str) -> CollectiveProgram:
         """Parse the text form of a collective program and return it; raises `UserError` with the line number."""
         rows: list[Row] = []
-        rank, seen = -1, set[int]()
-        for self.line, line in enumerate(text.splitlines(), 1):
-            line = line.partition("#")[0].strip()
-            if not line:
-                continue
-            if line.split(None, 1)[0] == "rank":
-                if not self.memory:
-                    self._finish_header()
-                rank = self._parse_rank(line.split()[1:])
-                if rank in seen:
-                    raise self._make_error(f"rank {rank} has a section already")
-                seen.add(rank)
-            elif rank < 0:
-                self._parse_header(line.split())
-            else:
-                for step in line.split("|"):
-                    rows.append((rank, self.line, *self._parse_step(step.strip())))
-        self.line += 1
-        if not self.memory:
-            self._finish_header()
+        for rank, line in self.read_steps(text):
+            rows += [(rank, self.line, *self._parse_step(step.strip())) for step in line.split("|")]
         names = ("rank", "group", "kind", "slot", "count", "peer", "source")
         columns = np.array(rows, np.int64).reshape(-1, 7).T
         steps = Steps.from_unsorted(**dict(zip(names, columns, strict=True)))
-        n = self.numbers
         return CollectiveProgram(
-            self.operation, self.algorithm, n["ranks"], n["chunks"], steps, n["root"], n["scratch"], self.reduction
+            operation=self.operation, algorithm=self.algorithm, steps=steps, reduction=self.reduction, **self.numbers
         )
 
-    def _parse_header(self, words: Sequence[str]) -> None:
-        """Store the value of one header line, given the line's words, such as `ranks 8`."""
-        name = words[0]
-        if name not in _HEADER:
-            if name in _STEPS:
-                raise self._make_error(
-                    f'"{" ".join(words)}" stands before the first line "rank R"; steps belong to a rank'
-                )
-            raise self._make_error(unknown("line", name, (*_HEADER, "rank")))
-        if name in self.header:
-            raise self._make_error(f'a second line "{name}"')
-        if not self.header and name != "collective":
-            raise self._make_error(f'a program starts with "collective OPERATION ALGORITHM", not with "{name}"')
-        self.header[name] = tuple(words)
-        if name == "collective":
-            if len(words) < 3:
-                raise self._make_error(f'write "collective OPERATION ALGORITHM", not "{" ".join(words)}"')
-            self.operation, self.algorithm = words[1], " ".join(words[2:])
-            if self.operation not in OPERATIONS:
-                raise self._make_error(unknown("operation", self.operation, OPERATIONS))
-        elif len(words) != 2:
-            raise self._make_error(f'write "{name}" and one word, not "{" ".join(words)}"')
-        elif name == "reduction":
-            self.reduction = words[1]
-        else:
-            self.numbers[name] = self._parse_number(words[1])
+    def is_step(self, word: str) -> bool:
+        """Return True if `word` is the verb of a step."""
+        return word in _STEPS
 
-    def _finish_header(self) -> None:
+    def store_header(self, name: str, words: Sequence[str]) -> None:
+        """Store the value of the header line `name`, given the words after the name."""
+        if name == "collective":
+            self.operation, self.algorithm = words[0], " ".join(words[1:])
+            if self.operation not in OPERATIONS:
+                raise self.make_error(unknown("operation", self.operation, OPERATIONS))
+        elif name == "reduction":
+            self.reduction = words[0]
+        else:
+            self.numbers[name] = self.parse_number(words[0])
+
+    def finish_header(self) -> None:
         """Raise `UserError` unless the header is complete and valid; then compute where data, output and scratch slots
         begin."""
-        for name in ("collective", "ranks", "chunks"):
-            if name not in self.header:
-                raise self._make_error(f'the line "{name} ..." is missing before the first rank')
-        n = self.numbers
-        where = f"{self.where}, line {self.line}"
-        check_header(self.operation, n["ranks"], n["chunks"], n["root"], n["scratch"], self.reduction, where)
-        both = self.operation == "all-to-all"
-        self.memory["data"] = (0, n["chunks"])
-        if both:
-            self.memory["output"] = (n["chunks"], n["chunks"])
-        self.memory["scratch"] = (n["chunks"] * (1 + both), n["scratch"])
+        super().finish_header()
+        where, chunks = f"{self.where}, line {self.line}", self.numbers["chunks"]
+        check_header(self.operation, reduction=self.reduction, where=where, **self.numbers)
+        has_output = self.operation == "all-to-all"
+        self.memory["data"] = (0, chunks)
+        if has_output:
+            self.memory["output"] = (chunks, chunks)
+        self.memory["scratch"] = (chunks * (1 + has_output), self.numbers["scratch"])
 
     def _parse_step(self, text: str) -> tuple[int, int, int, int, int]:
         """Parse one step such as `send data[3] to 1` into (kind, first slot, count, peer, source); cached, as most
@@ -188,66 +157,42 @@ class _Parser:
         """Parse the words of one step into (kind, first slot, number of slots, peer rank, source slot); -1 for unused
         fields."""
         if not words:
-            raise self._make_error('a step is missing beside "|"')
+            raise self.make_error('a step is missing before or after "|"')
         if words[0] not in _STEPS:
-            if words[0] in _HEADER:
-                raise self._make_error(f'"{" ".join(words)}" belongs before the first line "rank R"')
-            raise self._make_error(unknown("step", words[0], _STEPS))
+            if words[0] in self.forms:
+                raise self.make_error(f'"{" ".join(words)}" belongs above the first line "rank R"')
+            raise self.make_error(unknown("step", words[0], _STEPS))
         kind, link = _STEPS[words[0]]
         form = _STEP_EXAMPLES[words[0]].split()
         if len(words) != len(form):
-            raise self._make_error(f'"{" ".join(words)}" is not of the form "{_STEP_EXAMPLES[words[0]]}"')
+            raise self.make_error(f'"{" ".join(words)}" is not of the form "{_STEP_EXAMPLES[words[0]]}"')
         if link and words[-2] != link:
-            raise self._make_error(f'"{words[-2]}" in "{" ".join(words)}" should be "{link}"')
+            raise self.make_error(f'"{words[-2]}" in "{" ".join(words)}" should be "{link}"')
         if kind in (Kind.SIGNAL, Kind.WAIT):
-            return int(kind), 0, 0, self._parse_rank(words[-1:]), -1
+            return int(kind), 0, 0, self.parse_rank(words[-1:]), -1
         slot, count = self._parse_slots(words[1])
         if kind not in (Kind.COPY, Kind.COMBINE):
-            return int(kind), slot, count, self._parse_rank(words[-1:]), -1
+            return int(kind), slot, count, self.parse_rank(words[-1:]), -1
         target, room = self._parse_slots(words[3])
         if room != count:
-            raise self._make_error(f"{words[1]} has {count} slots and {words[3]} has {room}; they have to be as many")
+            raise self.make_error(f"{words[1]} has {count} slots and {words[3]} has {room}; the numbers must be equal")
         return int(kind), target, count, -1, slot
 
     def _parse_slots(self, word: str) -> tuple[int, int]:
         """Return (first slot number, number of slots) for a word such as `data[3]` or `data[0:4]`."""
         found = _SLOTS.fullmatch(word)
         if not found:
-            raise self._make_error(f'"{word}" should be slots such as data[3] or data[0:4]')
+            raise self.make_error(f'"{word}" should be slots such as data[3] or data[0:4]')
         name, start, end = found[1], int(found[2]), int(found[3] or int(found[2]) + 1)
         if name not in self.memory:
             if name in _MEMORY:
-                raise self._make_error(
-                    f'"{word}": {self.operation} has no {name}; its result takes the place of its data'
-                )
-            raise self._make_error(unknown("memory", name, self.memory))
+                raise self.make_error(f'"{word}": {self.operation} works in place and has no {name}')
+            raise self.make_error(unknown("memory", name, self.memory))
         first, room = self.memory[name]
         if start >= end:
-            raise self._make_error(f'"{word}" has no slots: the end has to be greater than the start')
+            raise self.make_error(f'"{word}" has no slots: the end must be greater than the start')
         if end > room:
             has = f"{name}[0:{room}]" if room else f"no {name}"
-            hint = ' (the line "scratch N" makes room)' if name == "scratch" else ""
-            raise self._make_error(f'"{word}" is beyond the slots of a rank, which has {has}{hint}')
+            hint = ' (add the line "scratch NUMBER")' if name == "scratch" else ""
+            raise self.make_error(f'"{word}" is beyond the slots of a rank, which has {has}{hint}')
         return first + start, end - start
-
-    def _parse_rank(self, words: Sequence[str]) -> int:
-        """Return the rank that a line such as `rank 3` begins, given the words after `rank`.
-
-        Raises UserError if there is no such rank.
-        """
-        if len(words) != 1:
-            raise self._make_error(f'write "rank R", not "{" ".join(["rank", *words])}"')
-        rank, ranks = self._parse_number(words[0]), self.numbers["ranks"]
-        if rank >= ranks:
-            raise self._make_error(f"there is no rank {rank}; ranks are 0 to {ranks - 1}")
-        return rank
-
-    def _parse_number(self, word: str) -> int:
-        """Return the non-negative integer of up to 9 digits that `word` spells; raise UserError for any other word."""
-        if not _NUMBER.fullmatch(word):
-            raise self._make_error(f'"{word}" should be a number')
-        return int(word)
-
-    def _make_error(self, reason: str) -> UserError:
-        """Return a UserError with the message `reason` about the current line."""
-        return UserError(f"{self.where}, line {self.line}: {reason}")

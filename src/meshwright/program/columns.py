@@ -1,4 +1,4 @@
-"""Columns that the steps of collective programs and of pipeline programs share."""
+"""Common parts of collective and pipeline programs: step columns, and errors that name a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.program.order import Integers, Mask
+from meshwright.program.order import Integers, Mask, ProgramError
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,42 @@ class StepColumns:
         return np.isin(self.kind, list(kinds))
 
 
+class StepProgram:
+    """Base class of collective and pipeline programs: the steps of all ranks, and errors that name one of them."""
+
+    steps: StepColumns
+
+    def describe(self, step: int) -> str:
+        """Return the text of the step with index `step`, also for a step with invalid values."""
+        raise NotImplementedError
+
+    def locate(self, step: int) -> str:
+        """Return text such as `rank 2, step 7 (1F3)` for the step with index `step`: rank, group number, step."""
+        return f"rank {self.steps.rank[step]}, step {self.steps.group[step]} ({self.describe(step)})"
+
+    def make_error(self, step: int, reason: str) -> ProgramError:
+        """Return a `ProgramError` with message `reason` that names rank and text of the step with index `step`."""
+        return ProgramError(int(self.steps.rank[step]), int(self.steps.group[step]), self.describe(step), reason)
+
+    def refuse(self, bad: Mask, reason: str) -> None:
+        """Raise `ProgramError` for the first step for which `bad` [steps] is True, if any.
+
+        reason: message; names of step columns in braces, such as `{rank}`, are replaced by the values of that step.
+        """
+        if bad.any():
+            step = int(np.argmax(bad))
+            values = {column.name: getattr(self.steps, column.name)[step] for column in fields(self.steps)}
+            raise self.make_error(step, reason.format(**values))
+
+
+def count_in_runs(starts: Mask) -> Integers:
+    """Return the position of each entry in its run of consecutive entries, counted from 0. starts: True for the first
+    entry of each run; the first entry starts one."""
+    index = np.arange(len(starts))
+    position: Integers = index - np.maximum.accumulate(np.where(starts, index, 0))
+    return position
+
+
 def renumber_groups(rank: Integers, group: Integers) -> Integers:
     """Return the group number of each step [steps], renumbered so that each rank's groups count from 0 without gaps.
 
@@ -67,6 +103,5 @@ def renumber_groups(rank: Integers, group: Integers) -> Integers:
     """
     new_rank = np.diff(rank, prepend=-1) != 0
     number = np.cumsum(new_rank | (np.diff(group, prepend=-1) != 0)) - 1
-    first = np.flatnonzero(new_rank)
-    counted: Integers = number - np.repeat(number[first], np.diff(np.append(first, len(rank))))
+    counted: Integers = number - np.maximum.accumulate(np.where(new_rank, number, 0))
     return counted

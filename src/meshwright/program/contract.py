@@ -29,13 +29,13 @@ def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: in
         raise UserError(f"{where}: {unknown('reduction', reduction, REDUCTIONS)}")
     for name, value, least in (("ranks", ranks, 1), ("chunks", chunks, 1), ("scratch", scratch, 0)):
         if value < least:
-            raise UserError(f"{where}: {name} is {value}; it has to be at least {least}")
+            raise UserError(f"{where}: {name} is {value}; it must be at least {least}")
     if not 0 <= root < ranks:
         raise UserError(f"{where}: root is {root}; ranks are 0 to {ranks - 1}")
     if operation == "all-to-all" and chunks % ranks:
         raise UserError(
-            f"{where}: all-to-all gives every rank an equal share of the chunks, and {ranks} ranks do not divide "
-            f"{chunks} chunks; write a multiple of {ranks}"
+            f"{where}: all-to-all gives every rank an equal share of the chunks, but {ranks} ranks do not divide "
+            f"{chunks} chunks; use a multiple of {ranks}"
         )
     slots = chunks * (2 if operation == "all-to-all" else 1) + scratch
     if ranks * slots * (-(-ranks // 64) * 8 + 4) > _MAX_MEMORY:
@@ -78,9 +78,9 @@ def make_full_set(ranks: int) -> NDArray[np.uint64]:
     return np.asarray(np.bitwise_or.reduce(make_single_rank_sets(np.arange(ranks), ranks), axis=0))
 
 
-def find_receiver(program: CollectiveProgram) -> int:
-    """Return the destination rank of a send-receive program: the last rank, or rank 0 if the last one is the root."""
-    return program.ranks - 1 if program.root != program.ranks - 1 else 0
+def find_receiver(ranks: int, root: int) -> int:
+    """Return the destination rank of a send-receive: the last of `ranks` ranks, or rank 0 if the last is the root."""
+    return ranks - 1 if root != ranks - 1 else 0
 
 
 def build_initial_memory(program: CollectiveProgram) -> Memory:
@@ -142,7 +142,7 @@ def build_required_slots(program: CollectiveProgram) -> RequiredSlots:
         case "scatter":
             kept, origin = owner == rank, np.full(len(rank), root)
         case "send-receive":
-            kept, origin = rank == find_receiver(program), np.full(len(rank), root)
+            kept, origin = rank == find_receiver(ranks, root), np.full(len(rank), root)
         case "all-to-all":
             # The output is ordered by sender: share s holds the data of rank s for this rank.
             share = chunks // ranks

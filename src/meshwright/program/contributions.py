@@ -1,7 +1,7 @@
 """Symbolic execution of a collective program: which chunk, with whose contributions, each slot holds after each level.
 
-Levels (`order.PostingOrder`) run in order, all transfers of a level at once. A transfer runs at the higher level of its
-two groups; reductions are applied when the last transfer of their group has arrived.
+Levels (`order.PostingOrder`) run in order, all transfers of a level together. A transfer runs at the higher level of
+its two groups; reductions are applied when the last transfer of their group has arrived.
 """
 
 from __future__ import annotations
@@ -15,25 +15,11 @@ from numpy.typing import NDArray
 
 from meshwright.program import contract
 from meshwright.program.collective import LOCAL, CollectiveProgram, Kind
-from meshwright.program.order import Integers, Mask, PostingOrder, ProgramError, concatenate_ranges
+from meshwright.program.columns import count_in_runs
+from meshwright.program.order import Integers, Mask, PostingOrder, expand_ranges
 
 Chunks: TypeAlias = NDArray[np.int32]
 Sets: TypeAlias = NDArray[np.uint64]
-
-
-def make_step_error(program: CollectiveProgram, step: int, reason: str) -> ProgramError:
-    """Return a `ProgramError` with message `reason` that names rank and text of the step with index `step`."""
-    s = program.steps
-    return ProgramError(int(s.rank[step]), int(s.group[step]), program.describe(step), reason)
-
-
-def expand_ranges(first: Integers, count: Integers) -> tuple[Integers, Integers]:
-    """List the integers of the ranges [first[i], first[i] + count[i]) of all i, one range after the other.
-
-    Returns two arrays [sum of count]: the index i of the range, and the integer. first [3, 7], count [2, 1] give [0, 0,
-    1] and [3, 4, 7].
-    """
-    return np.repeat(np.arange(len(first)), count), concatenate_ranges(first, first + count)
 
 
 @dataclass(frozen=True)
@@ -77,10 +63,11 @@ def build_transfer_moves(
     data = np.flatnonzero((s.count[sends] > 0) | barrier)
     data = data[np.lexsort((s.kind[receives[data]] == Kind.REDUCE, read_level[data]))]
     sends, receives, read_level = sends[data], receives[data], read_level[data]
-    write_level = np.zeros(len(order.level), np.int64)  # of a group: when its last transfer is over
+    write_level = np.zeros(len(order.level), np.int64)  # by group: level of its last transfer
     for steps in (sends, receives):
         np.maximum.at(write_level, s.group_index[steps], read_level)
-    which, source = expand_ranges(s.rank[sends] * slots + s.slot[sends], np.maximum(s.count[sends], 1))
+    first = s.rank[sends] * slots + s.slot[sends]
+    which, source = expand_ranges(first, first + np.maximum(s.count[sends], 1))
     away = (s.rank[receives] - s.rank[sends]) * slots + s.slot[receives] - s.slot[sends]
     writer, target = receives[which], source + away[which]
     reduces = (s.kind[writer] == Kind.REDUCE) | barrier
@@ -108,8 +95,7 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
     index = np.flatnonzero(reduces)
     index = index[np.lexsort((group[index], target[index]))]
     new = (np.diff(target[index], prepend=-1) != 0) | (np.diff(group[index], prepend=-1) != 0)
-    first = np.flatnonzero(new)
-    turn[index] = np.arange(len(index)) - np.repeat(first, np.diff(np.append(first, len(index))))
+    turn[index] = count_in_runs(new)
     return turn
 
 
@@ -122,7 +108,8 @@ def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMo
     s, slots = program.steps, program.slots
     step = np.flatnonzero(s.has_kind(LOCAL))
     step = step[np.lexsort((s.kind[step] == Kind.COMBINE, order.level[s.group_index[step]]))]
-    which, source = expand_ranges(s.rank[step] * slots + s.source[step], s.count[step])
+    first = s.rank[step] * slots + s.source[step]
+    which, source = expand_ranges(first, first + s.count[step])
     target = source + (s.slot[step] - s.source[step])[which]
     step = step[which]
     level, reduces = order.level[s.group_index[step]], s.kind[step] == Kind.COMBINE
@@ -192,8 +179,8 @@ class ContributionTracker:
         chunk = self._chunk[moves.source]
         if (chunk < 0).any():
             move = _find_first_failure(chunk < 0, moves.reader)
-            raise make_step_error(
-                self.program, int(moves.reader[move]), f"{self._format_slot(moves.source[move])} holds nothing yet"
+            raise self.program.make_error(
+                int(moves.reader[move]), f"{self._format_slot(moves.source[move])} is still empty"
             )
         return chunk, self._sets[moves.source]
 
@@ -204,7 +191,7 @@ class ContributionTracker:
         [moves, 64-bit words] that they have read.
         """
         chunk, sets = self._read_slots(moves)
-        reduces = int(np.searchsorted(moves.reduces, True))  # what overwrites stands before what reduces
+        reduces = int(np.searchsorted(moves.reduces, True))  # overwriting moves come first
         self._chunk[moves.target[:reduces]], self._sets[moves.target[:reduces]] = chunk[:reduces], sets[:reduces]
         return moves.select(slice(reduces, None)), chunk[reduces:], sets[reduces:]
 
@@ -227,22 +214,20 @@ class ContributionTracker:
         chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read. Raises
         `ProgramError` for an empty target, one with another chunk, or one that already has a contribution.
         """
-        there, held = self._chunk[moves.target], self._sets[moves.target]
-        if self.program.operation != "barrier":  # hearing twice does no harm
-            wrong, twice = there != chunk, (held & sets).any(axis=1)
+        present, held = self._chunk[moves.target], self._sets[moves.target]
+        if self.program.operation != "barrier":  # a repeated signal is harmless
+            wrong, twice = present != chunk, (held & sets).any(axis=1)
             if wrong.any() or twice.any():
                 move = _find_first_failure(wrong | twice, moves.writer)
                 step, slot = int(moves.writer[move]), self._format_slot(moves.target[move])
-                if there[move] < 0:
-                    raise make_step_error(self.program, step, f"reduces into {slot}, which holds nothing yet")
-                if wrong[move]:
-                    raise make_step_error(
-                        self.program, step, f"reduces chunk {chunk[move]} into chunk {there[move]} in {slot}"
-                    )
-                parts = format_owners(contract.list_ranks(held[move] & sets[move]))
-                raise make_step_error(
-                    self.program, step, f"adds {parts} part of chunk {chunk[move]} to {slot} a second time"
-                )
+                if present[move] < 0:
+                    reason = f"reduces into {slot}, which is still empty"
+                elif wrong[move]:
+                    reason = f"reduces chunk {chunk[move]} into chunk {present[move]} in {slot}"
+                else:
+                    owners = format_owners(contract.list_ranks(held[move] & sets[move]))
+                    reason = f"adds {owners} part of chunk {chunk[move]} to {slot} a second time"
+                raise self.program.make_error(step, reason)
         self._sets[moves.target] = held | sets
 
     def _format_slot(self, slot: np.int64) -> str:

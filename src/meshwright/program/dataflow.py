@@ -13,13 +13,12 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.program.order import Integers, Mask
-from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
+from meshwright.program.pipeline import COMPUTING, Component, Kind, PipelineProgram
 
 # Value that a compute step produces: an output, an input gradient, a weight gradient. A full backward produces both
 # gradients; other steps read only the input gradient.
 OUTPUT, GRADIENT, WEIGHTS = 0, 1, 2
 _MAKES = np.array([OUTPUT, GRADIENT, GRADIENT, WEIGHTS])
-_COMPONENTS = 5
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,17 @@ class Dataflow:
         p = self.program
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
 
+    def index_values(self, what: Integers | int, steps: Integers) -> Integers:
+        """Return the index (see `compute_value_index`) of the values `what` of the stages and micro-batches of `steps`,
+        which are step indices."""
+        s = self.program.steps
+        return self.compute_value_index(what, s.replica[steps], s.stage[steps], s.micro_batch[steps])
+
     @cached_property
     def produced(self) -> Integers:
         """Index (see `compute_value_index`) of the value that each compute step produces: [compute steps]. Steps split
         into layer components produce one value together."""
-        s, c = self.program.steps, self.computing
-        return self.compute_value_index(_MAKES[s.kind[c]], s.replica[c], s.stage[c], s.micro_batch[c])
+        return self.index_values(_MAKES[self.program.steps.kind[self.computing]], self.computing)
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
@@ -108,10 +112,8 @@ class Dataflow:
         p = self.program
         table = np.full(3 * p.replicas * p.stages * p.micro_batches, -1, np.int64)
         order, chosen = self._ordered_components[0], self._ordered_components[which]
-        steps, s = order[chosen], p.steps
-        table[
-            self.compute_value_index(_MAKES[s.kind[steps]], s.replica[steps], s.stage[steps], s.micro_batch[steps])
-        ] = steps
+        steps = order[chosen]
+        table[self.index_values(_MAKES[p.steps.kind[steps]], steps)] = steps
         return table
 
     @cached_property
@@ -155,19 +157,9 @@ class Dataflow:
         """
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]
-        have = (
-            self.compute_value_index(GRADIENT, s.replica[gradients], s.stage[gradients], s.micro_batch[gradients])
-            * _COMPONENTS
+        table = np.full(
+            (3 * self.program.replicas * self.program.stages * self.program.micro_batches, len(Component)), -1
         )
-        have = have + s.component[gradients]
-        want = (
-            self.compute_value_index(GRADIENT, s.replica[weights], s.stage[weights], s.micro_batch[weights])
-            * _COMPONENTS
-        )
-        want = want + s.component[weights]
-        by_number = np.argsort(have, kind="stable")
-        at = np.searchsorted(have[by_number], want)
-        found = (at < len(have)) & (have[by_number[np.minimum(at, len(have) - 1)]] == want) if len(have) else at < 0
-        result = whole.copy()
-        result[found] = gradients[by_number[at[found]]]
-        return result
+        table[self.index_values(GRADIENT, gradients), s.component[gradients]] = gradients
+        found = table[self.index_values(GRADIENT, weights), s.component[weights]]
+        return np.where(found < 0, whole, found)

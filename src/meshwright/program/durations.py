@@ -88,8 +88,8 @@ class Durations:
             if array.shape == (ranks,):
                 by_replica = np.asarray(array[np.asarray(placement)] / chunks, np.float64)
                 return by_replica if len(placement) > 1 else by_replica[0]
-            counts = f"{ranks} (one a rank)" + (f" or {stages} (one a stage)" if stages != ranks else "")
-            raise UserError(f"{name}: {array.size} values; right is 1 or {counts}")
+            counts = f"{ranks} (one per rank)" + (f" or {stages} (one per stage)" if stages != ranks else "")
+            raise UserError(f"{name}: {array.size} values; expected 1 or {counts}")
 
         return replace(
             self,
@@ -110,9 +110,9 @@ class Durations:
         columns = program.stages - (name == "transfer")
         if (array.ndim and array.shape[-1] != columns) or array.ndim > 2:
             each = "boundary between stages" if name == "transfer" else "stage"
-            raise UserError(f"{name.replace('_', ' ')}: {array.size} values; right is 1 or {columns} (one a {each})")
+            raise UserError(f"{name.replace('_', ' ')}: {array.size} values; expected 1 or {columns} (one per {each})")
         if not np.isfinite(array).all() or (array < 0).any():
-            raise UserError(f"{name.replace('_', ' ')}: a duration is a finite number that is not negative")
+            raise UserError(f"{name.replace('_', ' ')}: durations must be finite and not negative")
         return np.broadcast_to(array, (program.replicas, columns))
 
     def component_shares(self) -> Floats:
@@ -120,7 +120,7 @@ class Durations:
         whole steps. Kinds and components are indexed by the values of `Kind` and `Component`."""
         parts = np.asarray(self.parts, np.float64)
         if parts.shape not in ((4,), (4, 4)):
-            raise UserError(f"parts: {parts.size} values; right is 4, or 4 for each of the 4 kinds of steps")
+            raise UserError(f"parts: {parts.size} values; expected 4, or 4 for each of the 4 step kinds")
         shares = np.ones((len(Kind), len(Component)))
         shares[: len(COMPUTING), 1:] = parts
         if parts.ndim == 1:
@@ -130,7 +130,7 @@ class Durations:
 
 
 EQUAL_DURATIONS = Durations()
-"""Forward, input gradient and weight gradient take one unit of time each, transfers none."""
+"""One unit of time each for forward, input gradient and weight gradient; zero for transfers."""
 
 StageDurations: TypeAlias = Callable[[int], Durations | None]
 """Function from a number of stages to the durations of a model split into them, one a stage; None if that is

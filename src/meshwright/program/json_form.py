@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -93,52 +94,34 @@ def from_json_dict(value: object, where: str = "program") -> Program:
     return _build_pipeline(header, columns, where)
 
 
-def _build_collective(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> CollectiveProgram:
+def _build_collective(header: Mapping[str, Any], columns: dict[str, Integers], where: str) -> CollectiveProgram:
     """Build a collective program from the header and step columns of its JSON form; raises `UserError` for invalid
     values.
 
     header: keys such as `operation` and `ranks`. columns: column name -> array [steps]. where: prefix of errors.
     """
-    fields: dict[str, str | int] = {k: v for k, v in header.items() if isinstance(v, str | int)}
-    ranks, algorithm = int(fields["ranks"]), str(fields["algorithm"])
+    values = dict(header)
+    algorithm = values.pop("algorithm")
     if algorithm != " ".join(algorithm.split()) or "#" in algorithm or not algorithm:
         raise UserError(
             f'{where}: "algorithm" should be a name on one line without "#", not {_format_value(algorithm)}'
         )
-    check_header(
-        str(fields["operation"]),
-        ranks,
-        int(fields["chunks"]),
-        int(fields["root"]),
-        int(fields["scratch"]),
-        str(fields["reduction"]),
-        where,
-    )
-    _check_range(columns, "rank", ranks, where)
+    check_header(**values, where=where)
+    _check_range(columns, "rank", values["ranks"], where)
     _check_group_order(columns, where)
-    return CollectiveProgram(
-        str(fields["operation"]),
-        algorithm,
-        ranks,
-        int(fields["chunks"]),
-        collective.Steps.from_unsorted(**columns),
-        int(fields["root"]),
-        int(fields["scratch"]),
-        str(fields["reduction"]),
-    )
+    return CollectiveProgram(**values, algorithm=algorithm, steps=collective.Steps.from_unsorted(**columns))
 
 
-def _build_pipeline(header: Mapping[str, object], columns: dict[str, Integers], where: str) -> PipelineProgram:
+def _build_pipeline(header: Mapping[str, Any], columns: dict[str, Integers], where: str) -> PipelineProgram:
     """Build a pipeline program from the header and step columns of its JSON form; raises `UserError` for invalid
     values.
 
     header: keys such as `name` and `placement`. columns: column name -> array [steps]. where: prefix of errors.
     """
     name, ranks, micro_batches = header["name"], header["ranks"], header["micro_batches"]
-    assert isinstance(name, str) and isinstance(ranks, int) and isinstance(micro_batches, int)
     for key, number in (("ranks", ranks), ("micro_batches", micro_batches)):
         if number < 1:
-            raise UserError(f'{where}: "{key}" is {number}; it has to be at least 1')
+            raise UserError(f'{where}: "{key}" is {number}; it must be at least 1')
     placement = _parse_placement(header["placement"], ranks, f'{where}: "placement"')
     for column, size in (
         ("rank", ranks),
@@ -161,14 +144,11 @@ def _parse_placement(value: object, ranks: int, where: str) -> pipeline.Placemen
     form = "should be one list of ranks for each replica, one entry a stage"
     if not isinstance(value, list) or not value or not all(isinstance(stages, list) and stages for stages in value):
         raise UserError(f"{where} {form}, not {_format_value(value)}")
-    for stages in value:
-        for rank in stages:
-            if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
-                raise UserError(f"{where}: {_format_value(rank)} is no rank; ranks are 0 to {ranks - 1}")
-        if len(stages) != len(value[0]):
-            raise UserError(
-                f"{where}: the replicas have {len(value[0])} and {len(stages)} stages; equal numbers needed"
-            )
+    for rank in chain.from_iterable(value):
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise UserError(f"{where}: {_format_value(rank)} is not a rank; ranks are 0 to {ranks - 1}")
+    if error := pipeline.find_placement_error(value, ranks):
+        raise UserError(f"{where}: {error[1]}")
     return tuple(tuple(stages) for stages in value)
 
 
@@ -188,24 +168,19 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
             raise UserError(f"{at} should be a list with one entry a step, not {_format_value(column)}")
         if words := _WORDS.get((dialect, name)):
             numbers = {word: number for number, word in _list_words(words).items()}
-            for entry in _find_unknown_words(column, numbers):
-                raise UserError(f"{at}, entry {column.index(entry)}: {unknown(name, str(entry), numbers)}")
+            for number, entry in enumerate(column):
+                if not isinstance(entry, str) or entry not in numbers:
+                    raise UserError(f"{at}, entry {number}: {unknown(name, str(entry), numbers)}")
             column = [numbers[word] for word in column]
         wrong = next(
             (i for i, n in enumerate(column) if type(n) is not int or not -_MAX_INTEGER <= n <= _MAX_INTEGER), None
         )
         if wrong is not None:
-            raise UserError(f"{at}, entry {wrong} should be a whole number, not {_format_value(column[wrong])}")
+            raise UserError(f"{at}, entry {wrong} should be an integer, not {_format_value(column[wrong])}")
         columns[name] = np.array(column, np.int64)
         if len(column) != len(columns[names[0]]):
             raise UserError(f'{at} has {len(column)} entries and "{names[0]}" has {len(columns[names[0]])}')
     return columns
-
-
-def _find_unknown_words(column: Iterable[object], known: Mapping[str, int]) -> list[object]:
-    """Return the first entry of `column` that is not a key of `known` as a list of one, or an empty list if all are
-    keys."""
-    return [entry for entry in column if not isinstance(entry, str) or entry not in known][:1]
 
 
 def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: str) -> None:
@@ -231,8 +206,8 @@ def _check_group_order(columns: Mapping[str, Integers], where: str) -> None:
     back = (np.diff(group, prepend=0) < 0) & (np.diff(rank, prepend=-1) == 0)
     if back.any():
         raise UserError(
-            f'{where}: "steps": "group", entry {by_rank[int(np.argmax(back))]} is lower than that of the step of '
-            "its rank before it; steps stand in the order in which a rank takes them"
+            f'{where}: "steps": "group", entry {by_rank[int(np.argmax(back))]} is lower than that of the '
+            "previous step of its rank; list the steps of a rank in execution order"
         )
 
 
@@ -260,7 +235,7 @@ def _require_type(value: object, like: T, where: str) -> T:
 
     where: name of the value in the message.
     """
-    kind, words = {int: (int, "a whole number"), str: (str, "a text")}.get(type(like), (list, "a list"))
+    kind, words = {int: (int, "an integer"), str: (str, "a string")}.get(type(like), (list, "a list"))
     if type(value) is not kind or (isinstance(value, int) and abs(value) > _MAX_INTEGER):
         raise UserError(f"{where} should be {words}, not {_format_value(value)}")
     return value  # type: ignore[return-value]

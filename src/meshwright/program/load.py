@@ -35,7 +35,7 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
     except json.JSONDecodeError as error:
         raise UserError(f"{name}, line {error.lineno}: not JSON: {error.msg}") from None
     except ValueError as error:
-        raise UserError(f"{name}: not JSON that a program has: {error}") from None
+        raise UserError(f"{name}: not the JSON form of a program: {error}") from None
     program = from_json_dict(value, name)
     if isinstance(program, CollectiveProgram) != (dialect == "collective"):
         other = "pipeline" if dialect == "collective" else "collective"
@@ -55,15 +55,15 @@ def read_program_text(path: str | Path) -> str:
     try:
         text = read_file(path, "program_bytes", pipe=True).decode("utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file") from None
+        raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: a directory; a program file is wanted") from None
+        raise UserError(f"{path}: is a directory, not a program file") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not text; a program file has the text form or the JSON form of a program") from None
+        raise UserError(f"{path}: not text; a program file has the text or the JSON form of a program") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     if "\0" in text:
-        raise UserError(f"{path}: not text; a program file has the text form or the JSON form of a program")
+        raise UserError(f"{path}: not text; a program file has the text or the JSON form of a program")
     if not text.strip():
-        raise UserError(f"{path}: the file is empty; a program starts with a line that says what it is")
+        raise UserError(f'{path}: the file is empty; a program starts with a line "collective ..." or "pipeline ..."')
     return text

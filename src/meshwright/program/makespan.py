@@ -1,9 +1,9 @@
-"""Makespans (total times) of one pipeline program under many sets of step durations at once.
+"""Makespans (total times) of one pipeline program under many sets of step durations together.
 
 The order in which groups (steps run together on a rank) can run does not depend on their durations. The groups are
-sorted once into waves, each of which reads only what earlier waves produce; a wave is then computed at once for all its
-ranks and all sets of durations. Every time is the sum of the same numbers in the same order as in `simulate_pipeline`,
-so results are bitwise equal.
+sorted once into waves, each of which reads only what earlier waves produce; a wave is then computed for all its ranks
+and all sets of durations together. Every time is the sum of the same numbers in the same order as in
+`simulate_pipeline`, so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
         begun = bound
     found: Floats = end.max(axis=0)
     if not np.isfinite(found).all():
-        raise UserError("durations: they add up to more than a number can hold; take another unit of time")
+        raise UserError("durations: their sum overflows; use a larger unit of time")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshwright.program.order import Integers, concatenate_ranges
+from meshwright.program.order import Integers, expand_ranges
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -58,8 +58,8 @@ class Routes:
     def select_links(self, routes: Integers) -> tuple[Integers, Integers]:
         """Return all hops of the routes with numbers `routes`, as two arrays [hops]: position of the hop's route in
         `routes`, and link number."""
-        start, end = self.first[routes], self.first[routes + 1]
-        return np.repeat(np.arange(len(routes)), end - start), self.link[concatenate_ranges(start, end)]
+        position, hop = expand_ranges(self.first[routes], self.first[routes + 1])
+        return position, self.link[hop]
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Network:
         """Return the text of link number `link`: `rank 3 → rank 4`, with a number if several links join the same
         vertices."""
         ends = (self.link_from == self.link_from[link]) & (self.link_to == self.link_to[link])
-        beside = np.flatnonzero(ends)
-        number = f" (link {np.searchsorted(beside, link)})" if len(beside) > 1 else ""
+        parallel = np.flatnonzero(ends)
+        number = f" (link {np.searchsorted(parallel, link)})" if len(parallel) > 1 else ""
         return (
             f"{self.format_vertex(int(self.link_from[link]))} → {self.format_vertex(int(self.link_to[link]))}{number}"
         )

@@ -1,6 +1,6 @@
 """Matching of sends with receives, and the order in which groups can be posted, for both kinds of programs.
 
-The steps of a rank form groups. A rank posts a group at once, waits for all of its transfers, then posts the next
+The steps of a rank form groups. A rank posts a group together, waits for all of its transfers, then posts the next
 group. A transfer completes when both ends have posted it, as if sends were synchronous (`MPI_Ssend`): a program that
 ends under this rule ends with any amount of buffering.
 """
@@ -57,7 +57,7 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
     differs = np.flatnonzero(a[:shorter] != b[:shorter])
     if len(differs) or len(a) != len(b):
         at = int(differs[0]) if len(differs) else shorter
-        # The channel with the lower number has run out on the other side.
+        # The other side has no transfer left on the channel with the lower number.
         if at >= len(b) or (at < len(a) and a[at] < b[at]):
             raise UnmatchedTransfer(int(sends[by_send[at]]), True)
         raise UnmatchedTransfer(int(receives[by_receive[at]]), False)
@@ -128,6 +128,14 @@ def find_posting_order(rank: Integers, group_a: Integers, group_b: Integers) -> 
         raise Deadlock(_find_cycle(before[order], after, waiting > 0))
     deepest = np.maximum(rounds[group_a], rounds[group_b]).max(initial=-1)
     return PostingOrder(level, rounds, int(deepest) + 1)
+
+
+def expand_ranges(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
+    """List the integers starts[i] .. ends[i] - 1 of all ranges, one range after the other.
+
+    Returns two arrays with one entry per integer: the index of its range, and the integer.
+    """
+    return np.repeat(np.arange(len(starts)), ends - starts), concatenate_ranges(starts, ends)
 
 
 def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:

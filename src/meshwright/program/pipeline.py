@@ -7,7 +7,8 @@ through one of them. `placement[replica][stage]` is the rank of a stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -16,7 +17,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshwright.program.columns import StepColumns, renumber_groups
+from meshwright.program.columns import StepColumns, StepProgram, renumber_groups
 from meshwright.program.order import Integers
 
 Placement = tuple[tuple[int, ...], ...]
@@ -90,7 +91,7 @@ class Steps(StepColumns):
 
 
 @dataclass(frozen=True)
-class PipelineProgram:
+class PipelineProgram(StepProgram):
     """Pipeline schedule of one training step (of several steps if asynchronous), written out as steps for every rank.
 
     name: such as `1f1b`. ranks: number of pipeline ranks. micro_batches: total over all replicas, numbered from 0; each
@@ -155,9 +156,33 @@ class PipelineProgram:
         Examples: `2F5`, `0SEND_F3`; `2'F5` on the second replica; `2F5.attention` for a layer component.
         """
         s = self.steps
+        kind, component = int(s.kind[step]), int(s.component[step])
+        if kind not in LETTERS or not 0 <= component < len(Component):
+            return f"kind {kind}, component {component}"
+        part = f".{Component(component).name.lower()}" if component else ""
         tick = "'" * int(s.replica[step])
-        part = f".{Component(int(s.component[step])).name.lower()}" if s.component[step] else ""
-        return f"{s.stage[step]}{tick}{LETTERS[Kind(int(s.kind[step]))]}{s.micro_batch[step]}{part}"
+        return f"{s.stage[step]}{tick}{LETTERS[Kind(kind)]}{s.micro_batch[step]}{part}"
+
+
+def find_placement_error(placement: Sequence[Sequence[int]], ranks: int) -> tuple[int, str] | None:
+    """Return (rank, reason) of the first violation of the rules for placements, or None: stages are on existing ranks,
+    replicas have equally many stages, and all ranks hold equally many stages of each replica.
+
+    placement: rank of each stage, by replica and stage.
+    """
+    for replica, homes in enumerate(placement):
+        for stage, rank in enumerate(homes):
+            if not 0 <= rank < ranks:
+                return rank, f"stage {stage} of replica {replica} is on rank {rank}; ranks are 0 to {ranks - 1}"
+        stages = len(placement[0])
+        if len(homes) != stages:
+            return homes[-1] if homes else 0, f"replica {replica} has {len(homes)} stages, replica 0 has {stages}"
+        held = Counter(homes)  # not a table by rank: a file may claim any number of ranks
+        if len(held) < ranks or len(set(held.values())) > 1:
+            rank = next(rank for rank in range(ranks) if not held[rank] or held[rank] != held[0])
+            counts = f"rank {rank} holds {held[rank]} of the {stages} stages of replica {replica}"
+            return rank, f"{counts}; all {ranks} ranks must hold equally many"
+    return None
 
 
 def place_cyclically(ranks: int, chunks: int = 1) -> tuple[int, ...]:
@@ -242,7 +267,7 @@ class RankBuilder:
 
         group: steps with equal numbers run together. kind: a `Kind` each. stage, replica, micro_batch: indices from 0.
         """
-        assert not self.rows, "steps are appended one by one or set at once, not both"
+        assert not self.rows, "steps are appended one by one or set together, not both"
         self._table = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])
 
     def to_table(self) -> Integers:

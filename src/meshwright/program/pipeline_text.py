@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from meshwright.errors import UserError
 from meshwright.names import unknown
-from meshwright.program.pipeline import LETTERS, Component, PipelineProgram, build_program
+from meshwright.program.pipeline import LETTERS, Component, PipelineProgram, build_program, find_placement_error
+from meshwright.program.text_form import ProgramParser
 
-_HEADER = ("pipeline", "ranks", "micro-batches", "placement")
 _KINDS = {letters: int(kind) for kind, letters in LETTERS.items()}
 _COMPONENTS = {"": 0} | {f".{part.name.lower()}": int(part) for part in Component if part}
-_NUMBER = re.compile(r"[0-9]{1,9}")
 _STEP = re.compile(r"([0-9]{1,9})('*)([A-Z_]+)([0-9]{1,9})(\.[a-z]+)?")
 _STEP_FORM = f"a step is stage, one of {' '.join(_KINDS)}, and micro-batch: 0F3, 2'B5, 0SEND_F3"
 
@@ -77,57 +75,40 @@ def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
     return _Parser(where).parse(text)
 
 
-class _Parser:
-    """Parser of the text form of a pipeline program; keeps header and current line number.
+class _Parser(ProgramParser):
+    """Parser of the text form of a pipeline program.
 
     where: prefix of error messages, such as the file's name.
     """
 
+    forms = {
+        "pipeline": "pipeline NAME ...", "ranks": "ranks NUMBER", "micro-batches": "micro-batches NUMBER",
+        "placement": "placement RANK ...",
+    }  # fmt: skip
+    repeated = ("placement",)
+
     def __init__(self, where: str) -> None:
-        self.where, self.line = where, 0
+        super().__init__(where)
         self.name = ""
-        self.numbers: dict[str, int] = {}
         self.placement: list[tuple[int, ...]] = []
 
     def parse(self, text: str) -> PipelineProgram:
         """Parse the text form of a pipeline program and return it; raises `UserError` with the line number."""
         rows = array("q")  # seven numbers a step, the columns of `build_program`
-        rank, seen = -1, set[int]()
-        stages = replicas = micro_batches = 0
-        for self.line, line in enumerate(text.splitlines(), 1):
-            if "#" in line:
-                line = line.partition("#")[0]
-            line = line.strip()
-            if not line:
-                continue
-            if line.startswith("rank") and line.split(None, 1)[0] == "rank":
-                if not seen:
-                    self._finish_header()
-                    stages, replicas = len(self.placement[0]), len(self.placement)
-                    micro_batches = self.numbers["micro-batches"]
-                rank = self._parse_rank(line.split()[1:])
-                if rank in seen:
-                    raise self._make_error(f"rank {rank} has a section already")
-                seen.add(rank)
-                continue
-            if rank < 0:
-                self._parse_header(line.split())
-                continue
+        for rank, line in self.read_steps(text):
+            stages, replicas, micro_batches = len(self.placement[0]), len(self.placement), self.numbers["micro-batches"]
             for step in line.split("|"):
                 found = _STEP.fullmatch(step.strip())
                 if not found:
-                    raise self._make_error(f'"{step.strip()}" is not a step; {_STEP_FORM}')
+                    raise self.make_error(f'"{step.strip()}" is not a step; {_STEP_FORM}')
                 stage_word, ticks, letters, number, part = found.groups("")
                 kind, component = _KINDS.get(letters), _COMPONENTS.get(part)
                 if kind is None or component is None:
-                    raise self._make_error(self._describe_unknown_word(step.strip(), letters if kind is None else part))
+                    raise self.make_error(self._describe_unknown_word(step.strip(), letters if kind is None else part))
                 stage, micro_batch, replica = int(stage_word), int(number), len(ticks)
                 if stage >= stages or micro_batch >= micro_batches or replica >= replicas:
-                    raise self._make_error(self._describe_out_of_range(step.strip(), stage, replica, micro_batch))
+                    raise self.make_error(self._describe_out_of_range(step.strip(), stage, replica, micro_batch))
                 rows.extend((rank, self.line, kind, stage, replica, micro_batch, component))
-        self.line += 1
-        if not seen:
-            self._finish_header()
         return build_program(
             self.name, self.numbers["ranks"], self.numbers["micro-batches"], tuple(self.placement), rows
         )
@@ -135,93 +116,35 @@ class _Parser:
     def _describe_unknown_word(self, step: str, word: str) -> str:
         """Return the error message for `word`, which is no kind or component, in the step text `step`."""
         if word.startswith("."):
-            return f'"{step}": {unknown("part of a layer", word[1:], [part[1:] for part in _COMPONENTS if part])}'
+            return f'"{step}": {unknown("component of a layer", word[1:], [part[1:] for part in _COMPONENTS if part])}'
         return f'"{step}": {unknown("step", word, _KINDS)}'
 
     def _describe_out_of_range(self, step: str, stage: int, replica: int, micro_batch: int) -> str:
         """Return the error message for the step text `step`, whose stage, replica or micro-batch does not exist."""
-        stages, micro_batches = len(self.placement[0]), self.numbers["micro-batches"]
-        if stage >= stages:
-            return f'"{step}": there is no stage {stage}; the placement has {_format_count("stage", stages)}'
-        if micro_batch >= micro_batches:
-            counted = _format_count("micro-batch", micro_batches)
-            return f'"{step}": there is no micro-batch {micro_batch}; the program has {counted}'
-        has = f'the program has {len(self.placement)}, one for each line "placement"'
-        return f'"{step}": there is no replica {replica}; {has}'
+        for what, several, number, size in (
+            ("stage", "stages", stage, len(self.placement[0])),
+            ("micro-batch", "micro-batches", micro_batch, self.numbers["micro-batches"]),
+            ("replica", 'replicas (lines "placement")', replica, len(self.placement)),
+        ):
+            if number >= size:
+                return f'"{step}": there is no {what} {number}; {several} are 0 to {size - 1}'
+        raise AssertionError(step)
 
-    def _parse_header(self, words: list[str]) -> None:
-        """Store the value of one header line, given the line's words, such as `micro-batches 8`."""
-        name = words[0]
-        if name not in _HEADER:
-            if _STEP.fullmatch(name):
-                raise self._make_error(
-                    f'"{" ".join(words)}" stands before the first line "rank R"; steps belong to a rank'
-                )
-            raise self._make_error(unknown("line", name, (*_HEADER, "rank")))
-        if not self.name and name != "pipeline":
-            raise self._make_error(f'a program starts with "pipeline NAME", not with "{name}"')
-        if name == "placement":
-            if "ranks" not in self.numbers:
-                raise self._make_error('the line "ranks" comes before "placement"')
-            self.placement.append(tuple(self._parse_number(word) for word in words[1:]))
-            self._check_placement(self.placement[-1])
-            return
-        if name in self.numbers or (name == "pipeline" and self.name):
-            raise self._make_error(f'a second line "{name}"')
-        if len(words) < 2 or (len(words) > 2 and name != "pipeline"):
-            raise self._make_error(f'write "{name}" and one word, not "{" ".join(words)}"')
+    def is_step(self, word: str) -> bool:
+        """Return True if `word` is a step, such as `0F3`."""
+        return _STEP.fullmatch(word) is not None
+
+    def store_header(self, name: str, words: Sequence[str]) -> None:
+        """Store the value of the header line `name`, given the words after the name."""
         if name == "pipeline":
-            self.name = " ".join(words[1:])
-            return
-        self.numbers[name] = self._parse_number(words[1])
-        if not self.numbers[name]:
-            raise self._make_error(f'"{name} 0": a program has at least 1')
-
-    def _check_placement(self, stages: tuple[int, ...]) -> None:
-        """Raise `UserError` unless `stages` (rank of each stage of one replica) has as many stages as the first
-        replica, only existing ranks, and each of them equally often."""
-        ranks = self.numbers["ranks"]
-        if len(stages) != len(self.placement[0]):
-            counts = f"{_format_count('stage', len(stages))}, the line before has {len(self.placement[0])}"
-            raise self._make_error(f"placement: {counts}")
-        for rank in stages:
-            if rank >= ranks:
-                raise self._make_error(f"placement: there is no rank {rank}; {_format_count('rank', ranks)}")
-        held = Counter(stages)
-        if len(held) < ranks or len(set(held.values())) > 1:
-            raise self._make_error(f"placement: every one of the {ranks} ranks holds as many stages as the others")
-
-    def _finish_header(self) -> None:
-        """Raise `UserError` if the program's header lacks a required line, such as `ranks`."""
-        for name in _HEADER:
-            there = {"pipeline": self.name, "placement": self.placement}.get(name, self.numbers.get(name))
-            if not there:
-                raise self._make_error(f'the line "{name}" is missing; a program starts with {", ".join(_HEADER)}')
-
-    def _parse_rank(self, words: list[str]) -> int:
-        """Return the rank that a line such as `rank 3` begins, given the words after `rank`.
-
-        Raises UserError if there is no such rank.
-        """
-        if len(words) != 1:
-            raise self._make_error(f'write "rank" and its number, not "{" ".join(["rank", *words])}"')
-        rank = self._parse_number(words[0])
-        if rank >= self.numbers["ranks"]:
-            raise self._make_error(f"there is no rank {rank}; ranks are 0 to {self.numbers['ranks'] - 1}")
-        return rank
-
-    def _parse_number(self, word: str) -> int:
-        """Return the non-negative integer of up to 9 digits that `word` spells; raise UserError for any other word."""
-        if not _NUMBER.fullmatch(word):
-            raise self._make_error(f'"{word}" is not a number from 0 to 999999999')
-        return int(word)
-
-    def _make_error(self, reason: str) -> UserError:
-        """Return a UserError with the message `reason` about the current line."""
-        return UserError(f"{self.where}, line {self.line}: {reason}")
-
-
-def _format_count(what: str, count: int) -> str:
-    """Return a count with its index range, such as `4 stages (0 to 3)`. what: noun in the singular, such as `stage`."""
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{count} {what if count == 1 else plural} (0{f' to {count - 1}' if count > 1 else ''})"
+            self.name = " ".join(words)
+        elif name == "placement":
+            if "ranks" not in self.numbers:
+                raise self.make_error('the line "ranks" must come before "placement"')
+            self.placement.append(tuple(map(self.parse_number, words)))
+            if error := find_placement_error(self.placement, self.numbers["ranks"]):
+                raise self.make_error(f"placement: {error[1]}")
+        else:
+            self.numbers[name] = self.parse_number(words[0])
+            if not self.numbers[name]:
+                raise self.make_error(f'"{name} 0": a program has at least 1')

@@ -8,20 +8,9 @@ import numpy as np
 
 from meshwright.program.dataflow import GRADIENT, OUTPUT, Dataflow
 from meshwright.program.durations import Floats
-from meshwright.program.order import Integers, ProgramError
+from meshwright.program.matching import make_deadlock_error
+from meshwright.program.order import Integers
 from meshwright.program.pipeline import Kind, PipelineProgram
-
-
-def make_step_error(program: PipelineProgram, step: int, reason: str) -> ProgramError:
-    """Return a `ProgramError` with message `reason` that names rank and text of the step with index `step`."""
-    s = program.steps
-    return ProgramError(int(s.rank[step]), int(s.group[step]), program.describe(step), reason)
-
-
-def locate_step(program: PipelineProgram, step: int) -> str:
-    """Return text such as `rank 2, step 7 (1F3)` for the step with index `step`: rank, group number, notation."""
-    s = program.steps
-    return f"rank {s.rank[step]}, step {s.group[step]} ({program.describe(step)})"
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
         reader = int(needs.reader[at])
         tick, letter = "'" * int(s.replica[reader]), "F" if needs.what[at] == OUTPUT else "B"
         value = f"{needs.stage[at]}{tick}{letter}{s.micro_batch[reader]}"
-        raise make_step_error(program, reader, f"waits for {value}, which no step makes")
+        raise program.make_error(reader, f"waits for {value}, which no step produces")
     crosses = s.rank[needs.reader] != s.rank[needs.maker]
     _check_order(program, needs.maker[~crosses | ~needs.between_stages], needs.reader[~crosses | ~needs.between_stages])
     crosses &= needs.between_stages
@@ -68,7 +57,7 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
         if (steps < 0).any():
             at = int(np.argmax(steps < 0))
             value = program.describe(int(maker[at]))
-            raise make_step_error(program, int(reader[at]), f"waits for {value}, which rank {rank[at]} never {verb}")
+            raise program.make_error(int(reader[at]), f"waits for {value}, which rank {rank[at]} never {verb}")
     _check_order(program, maker, leaves)
     _check_order(program, arrives, reader)
     return RemoteReads(reader, maker, leaves, arrives, boundary)
@@ -86,7 +75,7 @@ def find_transfers(
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))
     table = np.full(2 * program.replicas * program.stages * program.micro_batches, -1, np.int64)
     made = np.where(s.kind[steps] == kind, OUTPUT, GRADIENT)
-    table[flow.compute_value_index(made, s.replica[steps], s.stage[steps], s.micro_batch[steps])] = steps
+    table[flow.index_values(made, steps)] = steps
     return table[flow.compute_value_index(what, replica, stage, micro_batch)]
 
 
@@ -103,8 +92,8 @@ def _check_order(program: PipelineProgram, earlier: Integers, later: Integers) -
         elif s.group[a] == s.group[b]:
             where = "which is in the same group"
         else:
-            where = f"which comes after it, as step {s.group[a]}"
-        raise make_step_error(program, b, f"needs {program.describe(a)}, {where}")
+            where = f"which runs later, in step {s.group[a]}"
+        raise program.make_error(b, f"needs {program.describe(a)}, {where}")
 
 
 def run_groups(
@@ -123,7 +112,7 @@ def run_groups(
     order = np.argsort(waiting, kind="stable")
     makers, delays = s.group_index[wait.leaves[order]], delay[order]
     ends = np.searchsorted(waiting[order], np.arange(groups + 1))
-    # Most groups wait for at most one value: `need` has the first, `more` the others of the few that have several.
+    # Most groups wait for at most one value: `need` has the first, `more` the others of groups with several.
     first, count = ends[:-1], np.diff(ends)
     none = np.zeros(1, np.int64)
     need = np.where(count > 0, np.append(makers, none)[first], -1).tolist()
@@ -167,36 +156,12 @@ def run_groups(
             group += 1
         position[rank], clock[rank] = group, now
     if blocked:
-        raise _make_deadlock_error(
-            program, position, {rank: group for group, ranks in blocked.items() for rank in ranks}
-        )
+        awaits = {rank: group for group, ranks in blocked.items() for rank in ranks}
+        rank, path = min(awaits), list[int]()
+        while rank not in path:
+            path.append(rank)
+            rank = int(s.group_rank[awaits[rank]])
+        waits = [(position[rank], awaits[rank]) for rank in path[path.index(rank) :]]
+        first_steps = np.searchsorted(s.group_index, waits).tolist()
+        raise make_deadlock_error(program, "deadlock", [(step, awaited) for step, awaited in first_steps])
     return start, end, done
-
-
-def _make_deadlock_error(program: PipelineProgram, position: list[int], awaits: dict[int, int]) -> ProgramError:
-    """Return the error for a deadlock; its message has each rank of the cycle with the step it waits for, lowest rank
-    first.
-
-    position: [ranks], index of the group at which each rank is blocked. awaits: blocked rank -> index of the group that
-        it waits for.
-    """
-    s = program.steps
-    rank, path = min(awaits), list[int]()
-    while rank not in path:
-        path.append(rank)
-        rank = int(s.group_rank[awaits[rank]])
-    circle = path[path.index(rank) :]
-    lowest = circle.index(min(circle))
-    circle = circle[lowest:] + circle[:lowest]
-
-    def find_step(group: int) -> int:
-        """Return the index of the first step of the group with index `group`."""
-        return int(np.searchsorted(s.group_index, group))
-
-    links = [
-        f"{'' if i == 0 else f'{locate_step(program, find_step(position[rank]))} '}waits for {program.describe(maker)} "
-        f"of rank {s.rank[maker]}"
-        for i, rank in enumerate(circle)
-        for maker in [find_step(awaits[rank])]
-    ]
-    return make_step_error(program, find_step(position[circle[0]]), "waits in a circle: " + "; ".join(links))

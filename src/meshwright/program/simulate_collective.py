@@ -13,57 +13,16 @@ import heapq
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
-from meshwright.program.collective import ARRIVING, SENDING, CollectiveProgram, Kind
+from meshwright.program.collective import Kind, MatchedCollective
+from meshwright.program.columns import count_in_runs
 from meshwright.program.flows import FairSharing
 from meshwright.program.network import Floats, Network, sum_by_index
-from meshwright.program.order import Integers, concatenate_ranges, match_transfers
+from meshwright.program.order import Integers, concatenate_ranges
 
 _SAME_TIME = 1e-11  # relative tolerance within which events are simultaneous
-
-
-class MatchedCollective(Protocol):
-    """Interface of a collective program whose sends and receives are matched, as the simulator takes it.
-
-    sends, receives: [transfers], step indices of the two ends of each transfer.
-    """
-
-    @property
-    def program(self) -> CollectiveProgram:
-        """The collective program whose sends and receives are matched."""
-        ...
-
-    @property
-    def sends(self) -> Integers:
-        """Step index of the send of each transfer: [transfers]."""
-        ...
-
-    @property
-    def receives(self) -> Integers:
-        """Step index of the receive of each transfer, in the order of `sends`: [transfers]."""
-        ...
-
-
-@dataclass(frozen=True)
-class UncheckedCollective:
-    """Collective program with matched sends and receives that is not verified; for programs of the library's
-    generators.
-
-    sends, receives: [transfers], step indices of the two ends of each transfer.
-    """
-
-    program: CollectiveProgram
-    sends: Integers
-    receives: Integers
-
-    @classmethod
-    def from_program(cls, program: CollectiveProgram) -> UncheckedCollective:
-        """Match the sends of a collective program with its receives and return both, without verifying the program."""
-        s = program.steps
-        return cls(program, *match_transfers(s.rank, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING)))
 
 
 @dataclass(frozen=True)
@@ -131,7 +90,7 @@ class CollectiveSimulator:
         self._latency = self._latency * (1 + network.gap * self._count_messages_ahead(checked))
         self._sharing = FairSharing(self._routes, network.bandwidth)
 
-        # Of each group: its messages, its successor, the bytes it reduces at the end.
+        # For each group: its messages, its successor, and the bytes that it reduces at the end.
         ends = np.concatenate([self._sender, self._receiver])
         self._of_group = np.argsort(ends, kind="stable") % max(len(key), 1)
         self._messages_in = np.bincount(ends, minlength=groups)
@@ -149,10 +108,9 @@ class CollectiveSimulator:
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]
         order = np.lexsort((first_step, line))
-        new = np.flatnonzero(np.diff(line[order], prepend=-1) != 0)
-        place = np.empty(len(line), np.int64)
-        place[order] = np.arange(len(line)) - np.repeat(new, np.diff(np.append(new, len(line))))
-        return place
+        ahead = np.empty(len(line), np.int64)
+        ahead[order] = count_in_runs(np.diff(line[order], prepend=-1) != 0)
+        return ahead
 
     def run(self, total_bytes: float) -> CollectiveTiming:
         """Simulate the collective program for a full vector of `total_bytes` bytes; return start and end of every
@@ -195,7 +153,7 @@ class _SimulationState:
         self.now = self.last = 0.0
         self.events: list[
             tuple[float, int, _EventKind, Integers]
-        ] = []  # moment, a number that is never equal, kind, which
+        ] = []  # time, unique number (to break ties), kind, indices
         self.pushed = 0
         self.in_flight = np.zeros(0, np.int64)
         self.bytes_left, self.rate = np.zeros(0), np.zeros(0)
@@ -231,7 +189,7 @@ class _SimulationState:
             for which in groups:
                 self._finish_groups(which)
             self._finish_messages(np.concatenate(done))
-        assert not np.isnan(self.end).any(), "a checked program came to a halt"
+        assert not np.isnan(self.end).any(), "a checked program stalled"
         return self.start, self.end, self.last
 
     def _finish_messages(self, messages: Integers) -> None:
@@ -250,9 +208,9 @@ class _SimulationState:
         Groups without reductions end at once.
         """
         local = self.local_seconds[groups]
-        at_once = local == 0
-        self._finish_groups(groups[at_once])
-        self._schedule_events(groups[~at_once], local[~at_once], _EventKind.GROUPS_END)
+        is_zero = local == 0
+        self._finish_groups(groups[is_zero])
+        self._schedule_events(groups[~is_zero], local[~is_zero], _EventKind.GROUPS_END)
 
     def _finish_groups(self, groups: Integers) -> None:
         """End the groups with indices `groups` now, and post the next group of each of their ranks."""

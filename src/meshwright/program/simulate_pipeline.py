@@ -150,7 +150,7 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
     delay = transfer[s.replica[wait.maker], wait.boundary]
     group_start, group_end, order = run_groups(program, wait, compute_group_durations(program, durations), delay)
     if group_end and not np.isfinite(max(group_end)):
-        raise UserError("durations: they add up to more than a number can hold; take another unit of time")
+        raise UserError("durations: their sum overflows; use a larger unit of time")
     start, end = np.array(group_start, np.float64)[s.group_index], np.array(group_end, np.float64)[s.group_index]
     if program.has_transfers:
         end[wait.leaves] = start[wait.leaves] + delay
@@ -181,9 +181,9 @@ def compute_group_durations(program: PipelineProgram, durations: Durations) -> F
     groups = len(s.group_rank)
     if s.component.any():
         of_step = of_step * durations.component_shares()[s.kind, s.component]
-        beside = np.isin(s.component, (Component.DISPATCH, Component.COMBINE))
-        computes = np.bincount(s.group_index, np.where(beside, 0.0, of_step), groups)
-        result = np.maximum(computes, np.bincount(s.group_index, np.where(beside, of_step, 0.0), groups))
+        is_all_to_all = np.isin(s.component, (Component.DISPATCH, Component.COMBINE))
+        computes = np.bincount(s.group_index, np.where(is_all_to_all, 0.0, of_step), groups)
+        result = np.maximum(computes, np.bincount(s.group_index, np.where(is_all_to_all, of_step, 0.0), groups))
     else:
         result = np.bincount(s.group_index, of_step, groups)
     if durations.overlapped is not None:

@@ -74,7 +74,7 @@ class Timeline:
     arrows: Sequence[Arrow] = ()
     levels: Mapping[int, Sequence[tuple[float, float]]] = field(default_factory=dict)
     level_name: str = ""
-    notes: tuple[str, ...] = ()  # one a track, beside it
+    notes: tuple[str, ...] = ()  # one per track, drawn next to it
 
     @property
     def end(self) -> float:

@@ -21,9 +21,7 @@ def build_chrome_trace(
     lanes: dict[int, int] = {}
     for span in timeline.spans:
         lanes[span.track] = max(lanes.get(span.track, 1), span.lanes)
-    widest = max(
-        lanes.values(), default=1
-    )  # slices of one thread must nest: spans that overlap get threads of their own
+    widest = max(lanes.values(), default=1)  # slices of one thread must nest, so overlapping spans get separate threads
     for track, name in enumerate(timeline.tracks):
         for lane in range(lanes.get(track, 1)):
             words = name if lane == 0 else f"{name}, overlapped"

@@ -41,7 +41,7 @@ def refuse_memory(name: str, memory: float | None, option: str = "memory") -> No
     error message.
     """
     if memory is not None and name != "auto":
-        raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto looks for a program that fits")
+        raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto searches within a memory limit")
 
 
 def schedule(
@@ -87,12 +87,12 @@ def schedule(
         raise UserError(f"schedule: takes a name or @FILE, not {name!r}")
     if not name.startswith("@"):
         if name not in SCHEDULES:
-            raise UserError(unknown("schedule", name, SCHEDULES) + "; a file is written @FILE")
+            raise UserError(unknown("schedule", name, SCHEDULES) + "; write @FILE for a file")
         missing = [word for word, value in (("stages", stages), ("micro_batches", micro_batches)) if value is None]
         if missing:
             raise UserError(f"schedule {name}: {' and '.join(missing)} missing, such as stages=4, micro_batches=8")
     refuse_memory(name, memory)
     whole_passes = [each for each in durations if each != "transfer" and durations.get(each) is not None]
     if parts is not None and whole_passes:
-        raise UserError(f"parts: hold the durations of forward and both gradients; leave out {whole_passes[0]}")
+        raise UserError(f"parts: already sets the durations of forward and both gradients; leave out {whole_passes[0]}")
     return report_schedule(name, stages, micro_batches, chunks, Durations(**durations), memory, parts)

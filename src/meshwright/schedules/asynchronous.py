@@ -8,6 +8,7 @@ from __future__ import annotations
 from meshwright.errors import UserError
 from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
 from meshwright.schedules.interleaved import split_into_rounds
+from meshwright.schedules.synchronous import generate_1f1b
 
 
 def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
@@ -22,17 +23,7 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: p - r on rank r
     - transfers: those of 1F1B
     """
-    program = Builder("pipedream", ranks, micro_batches, (place_cyclically(ranks),))
-    for rank in program.ranks:
-        warm_up = min(ranks - 1 - rank.rank, micro_batches)
-        for m in range(warm_up):
-            rank.forward(m)
-        for m in range(micro_batches):
-            if warm_up + m < micro_batches:
-                rank.forward(warm_up + m)
-            rank.backward(m)
-            rank.update(m)
-    return program.build()
+    return generate_1f1b("pipedream", ranks, micro_batches, update_each=True)
 
 
 def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
@@ -54,7 +45,7 @@ def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
     if micro_batches < ranks:
         raise UserError(
             f"pipedream-2bw on {ranks} ranks needs at least {ranks} micro-batches, not {micro_batches}: "
-            f"with smaller batches two versions of the weights would not do"
+            "smaller batches would need more than two versions of the weights"
         )
     batches = split_into_rounds(ranks, micro_batches)
     switch = {later[0]: batch[-1] for batch, later in zip(batches, batches[2:], strict=False)}

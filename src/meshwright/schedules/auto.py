@@ -8,11 +8,11 @@ by local search. The result is the best of all candidates, so never worse than a
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
+from operator import itemgetter
 from random import Random
 from typing import TypeAlias
 
@@ -38,19 +38,11 @@ from meshwright.schedules.orders import (
 from meshwright.schedules.steady_pattern import build_periodic_orders, compute_shortest_period
 
 Timed: TypeAlias = tuple[float, list[Order]]  # makespan and orders
+_get_makespan = itemgetter(0)
 
-
-@dataclass(frozen=True)
-class SearchBudget:
-    """Limits of a schedule search.
-
-    effort: approximate number of task runs (one pass of one micro-batch on one stage) to simulate for each placement.
-    seconds: wall time until which the best schedule is improved further; None: no such phase, so that equal arguments
-    give equal programs.
-    """
-
-    effort: int = 4_000_000  # one to two seconds
-    seconds: float | None = None
+EFFORT = 4_000_000
+"""Default number of task runs (one pass of one micro-batch on one stage) that the search simulates for each placement,
+approximately: one to two seconds."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +100,9 @@ class SearchResult:
         won = f"{self.winner.name} wins: makespan {self.makespan:.6g}"
         if others:
             ratio = others[0].makespan / self.makespan if self.makespan else 1.0
-            won += f", {ratio:.4f} times as fast as the best other named one, {others[0].name}"
+            won += f", {ratio:.4f} times as fast as the best other named schedule, {others[0].name}"
         if self.gap is not None:
-            won += f"; at most {100 * self.gap:.2f} % above the least possible (bound {self.lower_bound:.6g})"
+            won += f"; at most {100 * self.gap:.2f} % above the lower bound ({self.lower_bound:.6g})"
         return "\n".join([*lines, won])
 
 
@@ -121,7 +113,7 @@ def search_schedule(
     memory: ArrayLike | None = None,
     chunks: int | None = None,
     weight_copies: int = 1,
-    budget: SearchBudget = SearchBudget(),
+    effort: int = EFFORT,
 ) -> SearchResult:
     """Search for a synchronous pipeline program (steps of every rank) with a small makespan; durations may differ by
     rank or stage.
@@ -131,14 +123,13 @@ def search_schedule(
     or a function from the number of stages to `Durations`.
     memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
     no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two
-    replicas. budget: limits of the search.
+    replicas. effort: approximate number of task runs to simulate for each placement.
     Raises UserError for invalid numbers and for a memory below the minimum. After Qi et al. 2024, arXiv 2401.10241,
     section 3, and arXiv 2405.15362.
     """
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
     limits = _check_memory(ranks, memory)
-    deadline = inf if budget.seconds is None else time.monotonic() + budget.seconds
 
     candidates, refused = [], {}
     for name, count in _list_named_schedules(counts, weight_copies):
@@ -164,12 +155,10 @@ def search_schedule(
             for one in candidates
             if one.fits and one.program.placement == (problem.placement,)
         ]
-        makespan, orders = _search_placement(problem, seeds, best, budget.effort)
+        makespan, orders = _search_placement(problem, seeds, best, effort)
         finished.append((makespan, name, orders))
         best = min(best, makespan)
-    finished.sort(key=lambda item: item[0])
-    if budget.seconds is not None and finished:
-        finished[0] = _improve_until(problems, finished[0], deadline)
+    finished.sort(key=_get_makespan)
     for _, name, orders in finished:
         program = build_program_from_orders("auto", problems[name], orders)
         candidates.append(_simulate_candidate(name, program, timed[problems[name].chunks], limits))
@@ -194,7 +183,7 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
     return SearchResult(replace(winner.program, name="auto"), winner, tuple(ranked), refused, bound)
 
 
-# What is allowed
+# Arguments
 
 
 def _tabulate_durations(
@@ -211,13 +200,13 @@ def _tabulate_durations(
         ("chunks", 1 if chunks is None else chunks),
     ):
         if number < 1:
-            raise UserError(f"auto with {number} {what}: give it 1 or more")
+            raise UserError(f"auto with {number} {what}: at least 1 is needed")
     free = (1, 2) if ranks > 1 else (1,)
     if callable(durations):
         tried = free if chunks is None else (chunks,)
         timed = {count: found for count in tried if (found := durations(ranks * count)) is not None}
         if not timed:
-            raise UserError(f"auto on {ranks} ranks: the model cannot be cut into {ranks * tried[0]} stages")
+            raise UserError(f"auto on {ranks} ranks: the model cannot be split into {ranks * tried[0]} stages")
         return timed
     settled = set() if chunks is None else {chunks}
     for name in ("forward", "input_gradient", "weight_gradient", "transfer"):
@@ -227,10 +216,12 @@ def _tabulate_durations(
             continue
         if array.ndim > 1 or stages % ranks:
             right = f"1, {ranks - 1} or {2 * ranks - 1}" if name == "transfer" else f"1, {ranks} or {2 * ranks}"
-            raise UserError(f"{name.replace('_', ' ')}: {array.size} values for {ranks} ranks; right is {right}")
+            raise UserError(f"{name.replace('_', ' ')}: {array.size} values for {ranks} ranks; expected {right}")
         settled.add(stages // ranks)
     if len(settled) > 1:
-        raise UserError(f"durations by stage are for {' and '.join(map(str, sorted(settled)))} chunks a rank; give one")
+        raise UserError(
+            f"durations by stage are for {' and '.join(map(str, sorted(settled)))} chunks per rank; use one number"
+        )
     return dict.fromkeys(settled or free, durations)
 
 
@@ -242,13 +233,13 @@ def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
     """
     array = np.asarray(inf if memory is None else memory, np.float64)
     if array.shape not in ((), (1,), (ranks,)):
-        raise UserError(f"memory: {array.size} values; right is 1 or {ranks} (one a rank)")
+        raise UserError(f"memory: {array.size} values; expected 1 or {ranks} (one per rank)")
     limits = tuple(np.broadcast_to(array, (ranks,)).tolist())
     for rank, limit in enumerate(limits):
         if not limit >= 1:
             raise UserError(
-                f"memory: {limit:g} micro-batches on rank {rank} are too little for any schedule; the least is 1, "
-                "as every stage has to run forward before the first backward"
+                f"memory: {limit:g} micro-batches on rank {rank} are too few for any schedule; the minimum is 1,  "
+                "because every stage runs forward before the first backward"
             )
     return limits
 
@@ -326,11 +317,6 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
     return min(starts, key=_get_makespan)
 
 
-def _get_makespan(timed: Timed) -> float:
-    """Return the makespan of a pair (makespan, task orders of all ranks); sort key."""
-    return timed[0]
-
-
 def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
     """Build up to `trials` candidate schedules by greedy list scheduling, each with other parameters; return (makespan,
     task orders of all ranks) of each. A task is one pass on one stage.
@@ -372,21 +358,3 @@ def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
         if all(is_feasible(problem, rank, order) for rank, order in enumerate(orders)):
             found.append((time_orders(problem, orders).makespan, orders))
     return found
-
-
-def _improve_until(
-    problems: dict[str, Problem], best: tuple[float, str, list[Order]], deadline: float
-) -> tuple[float, str, list[Order]]:
-    """Improve the best schedule found so far by local search until the deadline, or until it reaches its lower bound;
-    return it in the form of `best`.
-
-    problems: candidate name -> its scheduling problem. best: (makespan, candidate name, task orders of all ranks).
-    deadline: value of `time.monotonic()`, in seconds.
-    """
-    makespan, name, orders = best
-    problem, seed = problems[name], 1
-    stop: Callable[[], bool] = lambda: time.monotonic() >= deadline  # noqa: E731
-    while not stop() and makespan > problem.lower_bound * (1 + 1e-9):
-        makespan, orders = improve_orders(problem, orders, 1000, seed, stop)
-        seed += 1
-    return makespan, name, orders

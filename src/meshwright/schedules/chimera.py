@@ -31,10 +31,10 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
     - transfers: those of 1F1B
     """
     if ranks < 2 or ranks % 2:
-        raise UserError(f"chimera on {ranks} ranks: it pairs the ranks from both ends; take an even number of ranks")
+        raise UserError(f"chimera on {ranks} ranks: the number of ranks must be even")
     if micro_batches < 2 or micro_batches % 2:
         raise UserError(
-            f"chimera with {micro_batches} micro-batches: half of them run in each direction; take an even number"
+            f"chimera with {micro_batches} micro-batches: half of them run in each direction; the number must be even"
         )
     placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("chimera", ranks, micro_batches, placement)

@@ -145,18 +145,18 @@ def simulate_components(program: PipelineProgram, durations: ComponentDurations)
     lasts = np.zeros(len(s))
     parts = s.component > 0
     lasts[parts] = durations.tabulate()[s.kind[parts], s.component[parts] - 1]
-    beside = np.isin(s.component, _ALL_TO_ALL)
+    is_all_to_all = np.isin(s.component, _ALL_TO_ALL)
     start = timing.start.copy()
     # Steps of one stream in a group run one after the other.
-    for stream in (parts & beside, parts & ~beside):
+    for stream in (parts & is_all_to_all, parts & ~is_all_to_all):
         steps = np.flatnonzero(stream)
         turns = np.cumsum(lasts[steps]) - lasts[steps]
         first = np.searchsorted(s.group_index[steps], s.group_index[steps])
         start[steps] += turns - turns[first]
     end = np.where(parts, start + lasts, timing.end)
     groups = len(s.group_rank)
-    computes = np.bincount(s.group_index[parts & ~beside], lasts[parts & ~beside], groups)
-    communicates = np.bincount(s.group_index[beside], lasts[beside], groups)
+    computes = np.bincount(s.group_index[parts & ~is_all_to_all], lasts[parts & ~is_all_to_all], groups)
+    communicates = np.bincount(s.group_index[is_all_to_all], lasts[is_all_to_all], groups)
     uncovered = np.maximum(communicates - computes, 0.0)
     exposed, all_to_all = (
         np.bincount(s.group_rank, each, program.ranks).astype(np.float64) for each in (uncovered, communicates)

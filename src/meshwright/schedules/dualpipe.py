@@ -23,11 +23,11 @@ def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
     - transfers: those of 1F1B
     """
     if ranks < 2 or ranks % 2:
-        raise UserError(f"dualpipe on {ranks} ranks: it pairs the ranks from both ends; take an even number of ranks")
+        raise UserError(f"dualpipe on {ranks} ranks: the number of ranks must be even")
     if micro_batches % 2 or micro_batches < 2 * ranks:
         raise UserError(
             f"dualpipe with {micro_batches} micro-batches on {ranks} ranks: half of them run in each direction; "
-            f"take an even number from {2 * ranks} (2 a rank) on"
+            f"the number must be even and at least {2 * ranks} (2 per rank)"
         )
     placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("dualpipe", ranks, micro_batches, placement)
@@ -54,7 +54,7 @@ def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
     order.write("F0 F1", depth + 1)  # 2
     order.write("I1 W F1", to_the_middle)  # 3
     main = len(chunks[0].micro_batches) - 2 * half + depth + 1
-    if to_the_middle == 0:  # 4; the first pair of the middle does not overlap: others wait for its forward
+    if to_the_middle == 0:  # 4; the first pair is not overlapped, because other ranks wait for its forward
         order.write("F0 B1 F1&B0")
         main -= 1
     order.write("F0&B1 F1&B0", main)

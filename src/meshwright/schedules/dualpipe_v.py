@@ -27,7 +27,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
     if micro_batches < 2 * ranks:
         raise UserError(
             f"dualpipe-v with {micro_batches} micro-batches on {ranks} ranks: "
-            f"too few to fill it; take at least {2 * ranks} (2 a rank)"
+            f"at least {2 * ranks} (2 per rank) are needed"
         )
     program = Builder("dualpipe-v", ranks, micro_batches, (place_in_v_shape(ranks),))
     for rank in program.ranks:

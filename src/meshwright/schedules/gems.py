@@ -23,7 +23,7 @@ def gems(ranks: int, micro_batches: int) -> PipelineProgram:
     """
     if micro_batches < 2 or micro_batches % 2:
         raise UserError(
-            f"gems with {micro_batches} micro-batches: half of them run in each direction; take an even number"
+            f"gems with {micro_batches} micro-batches: half of them run in each direction; the number must be even"
         )
     placement = (place_cyclically(ranks), tuple(reversed(place_cyclically(ranks))))
     program = Builder("gems", ranks, micro_batches, placement)

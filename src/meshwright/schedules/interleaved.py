@@ -1,4 +1,4 @@
-"""Interleaved schedules: several chunks a rank in cyclic placement, which divides the bubble by the number of chunks.
+"""Interleaved schedules: several chunks per rank in cyclic placement, which divides the bubble by the number of chunks.
 
 Costs are in F, B, I and W, a rank's forward, full backward, input and weight gradient of one micro-batch over all of
 its chunks, for p ranks, m micro-batches and v chunks. A micro-batch crosses v p - 1 boundaries between ranks, not p -
@@ -7,9 +7,10 @@ its chunks, for p ranks, m micro-batches and v chunks. A micro-batch crosses v p
 
 from __future__ import annotations
 
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 
 from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclically
+from meshwright.schedules.placement import split_evenly
 
 Order = list[tuple[int, int]]  # micro-batch and stage
 
@@ -103,10 +104,7 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
     As many rounds of at least `ranks` micro-batches as possible, as equal as possible, longer ones first. If `ranks`
     divides `micro_batches`, these are Megatron's rounds of `ranks`; if all are equal, PyTorch's.
     """
-    count = max(1, micro_batches // ranks)
-    size, longer = divmod(micro_batches, count)
-    starts = [k * size + min(k, longer) for k in range(count + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
+    return split_evenly(micro_batches, max(1, micro_batches // ranks))
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:

@@ -34,7 +34,7 @@ def generate(
     accept, with valid ones.
     """
     if name == "@":
-        raise UserError("@: the name of the schedule's file is missing")
+        raise UserError("@: the file name of the schedule is missing")
     if name.startswith("@"):
         return _check_agreement(load_schedule(name[1:]), name, ranks, micro_batches, chunks)
     if name not in SCHEDULES:
@@ -55,7 +55,7 @@ def program_of(layout: Layout, durations: StageDurations | None = None) -> Pipel
     """
     version = None
     if layout.schedule.startswith("@"):
-        with suppress(OSError):  # reading it will say what is wrong
+        with suppress(OSError):  # loading the file reports the error
             state = Path(layout.schedule[1:]).stat()
             version = state.st_mtime_ns, state.st_size
     name = layout.schedule
@@ -68,10 +68,10 @@ def program_of(layout: Layout, durations: StageDurations | None = None) -> Pipel
         raise UserError(f'layout "{layout}": {error}') from None
     if program.asynchronous:
         raise UserError(
-            f'layout "{layout}": {name} updates weights while micro-batches are under way; that cannot run yet'
+            f'layout "{layout}": {name} updates weights asynchronously, which training does not support yet'
         )
     if program.steps.component.any():
-        raise UserError(f'layout "{layout}": {name} cuts layers into their parts; that cannot run yet')
+        raise UserError(f'layout "{layout}": {name} splits layers into components, which training does not support yet')
     return program
 
 
@@ -126,11 +126,11 @@ def _check_agreement(
 ) -> PipelineProgram:
     """Return `program`, loaded from a file, if it has the requested ranks, micro-batches and chunks (stages per rank;
     None: any number); raise UserError if not. name: the file, for the message."""
-    for what, asked, has in (
+    for what, requested, has in (
         ("ranks", ranks, program.ranks),
         ("micro-batches", micro_batches, program.micro_batches),
-        ("chunks a rank", chunks, program.chunks),
+        ("chunks per rank", chunks, program.chunks),
     ):
-        if asked is not None and asked != has:
-            raise UserError(f"schedule {name} is written for {has} {what}, not {asked}")
+        if requested is not None and requested != has:
+            raise UserError(f"schedule {name} is written for {has} {what}, not {requested}")
     return program

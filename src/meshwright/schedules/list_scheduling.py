@@ -73,7 +73,7 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
         heappush(turns, (end, rank))
         for reader in problem.successors[task]:
             other = problem.rank[reader]
-            if waits[other]:  # it now knows of one more task that it can wait for
+            if waits[other]:  # it has one more task to wait for
                 heappush(turns, (now, other))
     return (inf if left else max(free)), orders
 
@@ -131,7 +131,7 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
             if len(ends[s + x]) < m:
                 comes = state.find_input_time(s + x)
                 if comes <= now:
-                    gradient = s + x  # the latest stage's: its stages before wait for it
+                    gradient = s + x  # of the latest stage, because earlier stages wait for it
                 else:
                     gradient_comes = min(gradient_comes, comes)
         waiting = [2 * s + x for x in held if len(ends[2 * s + x]) < len(ends[s + x])]

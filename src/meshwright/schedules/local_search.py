@@ -9,7 +9,6 @@ problem). Weight gradients leave a block most easily, because nothing waits for 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from random import Random
 
 from meshwright.schedules.orders import Order, Problem, TaskTimes, is_feasible, time_orders
@@ -40,18 +39,12 @@ def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes
         k = orders[rank][:position].count(task)
         rank = problem.rank[needed]
         position = bisect_left(clock.by_rank[rank], clock.by_task[needed][k])
-        while orders[rank][position] != needed:  # tasks that take no time end together
+        while orders[rank][position] != needed:  # tasks of zero duration end at the same time
             position += 1
         last = position
 
 
-def improve_orders(
-    problem: Problem,
-    orders: list[Order],
-    runs: int,
-    seed: int = 0,
-    stop: Callable[[], bool] = lambda: False,
-) -> tuple[float, list[Order]]:
+def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[float, list[Order]]:
     """Improve task orders by local search; return (makespan, improved orders), with a makespan no larger than that of
     `orders`.
 
@@ -59,7 +52,7 @@ def improve_orders(
     moves; equal seeds give equal results. stop: called before each move; True ends the search, as does reaching the
     lower bound. Moves that leave the makespan unchanged may be accepted too, to leave plateaus.
     """
-    draw, middle = Random(seed), problem.micro_batches // 2
+    draw, middle = Random(0), problem.micro_batches // 2
     enough = problem.lower_bound * (1 + 1e-9)
 
     def compute_value(clock: TaskTimes) -> float:
@@ -76,7 +69,7 @@ def improve_orders(
     best, found, value = clock.makespan, now[:], compute_value(clock)
     blocks = find_critical_blocks(problem, now, clock)
     for _ in range(runs):
-        if best <= enough or stop():
+        if best <= enough:
             break
         rank, order = _draw_move(problem, now, blocks, draw)
         if order is None:
@@ -106,10 +99,10 @@ def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw:
         rank, first, last = blocks[int(draw.random() * len(blocks))]
         order = orders[rank]
         one, how = first + int(draw.random() * (last - first + 1)), draw.random()
-        if how < 0.4:  # out behind the last, or a little further
+        if how < 0.4:  # behind the last task of the block, or a little further
             to = last + (int(draw.random() * 8) if draw.random() < 0.3 else 0)
             to = min(to, len(order) - 1)
-        elif how < 0.8:  # out before the first, or a little further
+        elif how < 0.8:  # before the first task of the block, or a little further
             to = max(0, first - (int(draw.random() * 8) if draw.random() < 0.4 else 0))
         else:
             to = min(one + 1, last)

@@ -18,7 +18,7 @@ from meshwright.schedules.v_shape import v_half, v_min
 from meshwright.schedules.zb_v import zb_v
 from meshwright.schedules.zero_bubble import zb_h1, zb_h2
 
-# Each takes ranks and micro-batches and, where the number of chunks is free, chunks.
+# Each generator takes ranks, micro-batches and, if their number is free, chunks.
 SCHEDULES: dict[str, Callable[..., PipelineProgram]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -60,7 +60,7 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
     count = _check_chunks(name, chunks)
     if (steps := 3 * ranks * micro_batches * count) > MAX_STEPS:
         size = f"{ranks} ranks with {micro_batches} micro-batches has about {steps:,} steps"
-        raise UserError(f"{name} on {size}; programs have at most {MAX_STEPS:,}: take fewer micro-batches")
+        raise UserError(f"{name} on {size}; programs have at most {MAX_STEPS:,}; use fewer micro-batches")
     return ranks, micro_batches, count
 
 
@@ -72,7 +72,7 @@ def _check_positive(name: str, what: str, preposition: str, number: int | None) 
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")
     if number < 1:
-        raise UserError(f"{name} {preposition} {number} {what}: right is 1 or more")
+        raise UserError(f"{name} {preposition} {number} {what}: at least 1 is needed")
     return number
 
 
@@ -84,5 +84,5 @@ def _check_chunks(name: str, chunks: int | None) -> int:
         return default
     if chunks < least or (most is not None and chunks > most):
         right = f"exactly {least}" if least == most else f"at least {least}"
-        raise UserError(f"{name} with {chunks} chunk{'s' * (chunks != 1)} a rank: right is {right}")
+        raise UserError(f"{name} with {chunks} chunk{'s' * (chunks != 1)} per rank: it needs {right}")
     return chunks

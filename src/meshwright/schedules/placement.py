@@ -8,11 +8,11 @@ from meshwright.errors import UserError
 from meshwright.program.pipeline import PipelineProgram
 
 
-def split_layers(layers: int, stages: int) -> list[range]:
-    """Split the layers 0 to layers - 1 into `stages` contiguous stages whose sizes differ by at most one, larger ones
-    first; return the range of layers of each stage."""
-    short, longer = divmod(layers, stages)
-    starts = [stage * short + min(stage, longer) for stage in range(stages + 1)]
+def split_evenly(number: int, parts: int) -> list[range]:
+    """Split the layers (or micro-batches) 0 to number - 1 into `parts` contiguous ranges whose sizes differ by at most
+    one, larger ones first."""
+    size, longer = divmod(number, parts)
+    starts = [part * size + min(part, longer) for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
@@ -24,8 +24,8 @@ def format_placement(program: PipelineProgram, layers: int | None = None) -> str
     """
     layers = program.stages if layers is None else layers
     if layers < program.stages:
-        raise UserError(f"{layers} layers on {program.stages} stages: take at least {program.stages} layers")
-    held = split_layers(layers, program.stages)
+        raise UserError(f"{layers} layers on {program.stages} stages: at least {program.stages} layers are needed")
+    held = split_evenly(layers, program.stages)
     columns = [(replica, chunk) for replica in range(program.replicas) for chunk in range(program.chunks)]
     words = {replica: f"replica {replica}" if program.replicas > 1 else "" for replica in range(program.replicas)}
     rows = [["rank"] + [f"{words[r]} chunk {c}".strip() if program.chunks > 1 else words[r] for r, c in columns]]

@@ -104,7 +104,7 @@ def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -
     for rank, (_, stage, _) in computing:
         if home.setdefault(stage, rank) != rank:
             raise UserError(
-                f"{where}: stage {stage} is computed on rank {home[stage]} and on rank {rank}; right is one"
+                f"{where}: stage {stage} is computed on rank {home[stage]} and on rank {rank}; a stage has one rank"
             )
     if not home:
         raise UserError(f"{where}: no rank computes anything")
@@ -114,7 +114,7 @@ def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -
         raise UserError(f"{where}: no rank computes stage {absent} of {stages}")
     held = np.bincount(list(home.values()), minlength=ranks)
     if len(set(held.tolist())) > 1:
-        raise UserError(f"{where}: ranks hold {', '.join(map(str, held))} stages; right is the same number on each")
+        raise UserError(f"{where}: ranks hold {', '.join(map(str, held))} stages; all ranks must hold equally many")
     return (tuple(home[stage] for stage in range(stages)),)
 
 
@@ -158,11 +158,11 @@ def _check_expressible(program: PipelineProgram) -> None:
     s = program.steps
     why = None
     if program.replicas > 1:
-        why = f"it has {program.replicas} replicas, and PyTorch has one rank a stage"
+        why = f"it has {program.replicas} replicas, and PyTorch has one rank per stage"
     elif program.asynchronous:
-        why = "it updates weights while micro-batches are under way, and PyTorch has no step for that"
+        why = "its weight updates are asynchronous, and PyTorch has no step for them"
     elif (s.component != Component.WHOLE).any():
-        why = "its steps are parts of layers, and PyTorch's are whole stages"
+        why = "its steps are layer components, and PyTorch's are whole stages"
     else:
         kinds_of_group: dict[int, list[int]] = {}
         for kind, group in zip(s.kind.tolist(), s.group_index.tolist(), strict=True):
@@ -171,7 +171,7 @@ def _check_expressible(program: PipelineProgram) -> None:
         for group, kinds in kinds_of_group.items():
             if len(kinds) > 1 and min(kinds) <= Kind.WEIGHT_GRADIENT and sorted(kinds) not in allowed:
                 rank = int(s.group_rank[group])
-                why = f"rank {rank} overlaps other steps than one forward and one backward"
+                why = f"rank {rank} overlaps steps other than one forward and one backward"
                 break
     if why:
         raise UserError(f"{program.name} cannot be written as PyTorch's CSV: {why}")

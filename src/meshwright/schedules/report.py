@@ -108,25 +108,26 @@ class ScheduleReport:
         """Return the report as a few lines of text, as `meshwright schedule` prints it."""
         program, timing = self.program, self.timing
         copies = float(timing.weight_copies.max())
-        chunks = f", {program.chunks} chunks a rank" if program.chunks > 1 else ""
+        chunks = f", {program.chunks} chunks per rank" if program.chunks > 1 else ""
         replicas = f", {program.replicas} replicas in opposite directions" if program.replicas > 1 else ""
         lines = [
             f"{program.name}: {program.ranks} ranks, {program.micro_batches} micro-batches{chunks}{replicas}; checked",
             f"makespan {timing.makespan:.6g}; bubble {100 * timing.bubble_fraction:.1f} % of it, "
-            f"{100 * timing.bubble_to_ideal:.1f} % on top of the mean work of a rank ({float(timing.busy.mean()):.6g})",
+            f"{100 * timing.bubble_to_ideal:.1f} % of the mean busy time of a rank ({float(timing.busy.mean()):.6g})",
         ]
         if program.asynchronous:
-            lines.append(f"weights change under way: bubble {100 * timing.steady_bubble_fraction:.1f} % while full")
+            steady = 100 * timing.steady_bubble_fraction
+            lines.append(f"asynchronous weight updates: bubble {steady:.1f} % while the pipeline is full")
         if self.parts is not None:
             lines.append(
-                f"all-to-all of a rank {_format_range(self.parts.all_to_all.tolist())}, of which nothing hides "
+                f"all-to-all per rank {_format_range(self.parts.all_to_all.tolist())}, exposed "
                 f"{_format_range(self.parts.exposed.tolist())}"
             )
         peak, messages, idle = (
             _format_range(values.tolist()) for values in (timing.peak_activations, timing.messages_sent, timing.idle)
         )
         lines.append(
-            f"peak activations {peak} micro-batches; weight copies {copies:g}; messages sent by a rank {messages}; "
+            f"peak activations {peak} micro-batches; weight copies {copies:g}; messages sent per rank {messages}; "
             f"idle {idle}"
         )
         if self.found is not None:
@@ -194,9 +195,9 @@ def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> Co
     all stage boundaries (UserError for a list).
     """
     if len(parts) != 4:
-        raise UserError(f"parts: {len(parts)} durations; right is 4: attention, dispatch, MLP, combine")
+        raise UserError(f"parts: {len(parts)} durations; expected 4: attention, dispatch, MLP, combine")
     if not isinstance(transfer, (int, float)):
-        raise UserError("parts: the transfer is then one number for all stages")
+        raise UserError("parts: requires one transfer time for all stages")
     attention, dispatch, mlp, combine = (part / chunks for part in parts)
     forward = (attention, dispatch, mlp, combine)
     return ComponentDurations(forward, forward, (attention, mlp), float(transfer))

@@ -38,7 +38,13 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: 1
     - transfers: those of GPipe
     """
-    program = Builder("1f1b", ranks, micro_batches, (place_cyclically(ranks),))
+    return generate_1f1b("1f1b", ranks, micro_batches)
+
+
+def generate_1f1b(name: str, ranks: int, micro_batches: int, update_each: bool = False) -> PipelineProgram:
+    """Generate the pipeline program called `name` with the steps of 1F1B. update_each: True for an optimizer step after
+    each backward."""
+    program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = min(ranks - 1 - rank.rank, micro_batches)
         for m in range(warm_up):
@@ -47,4 +53,6 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
             if warm_up + m < micro_batches:
                 rank.forward(warm_up + m)
             rank.backward(m)
+            if update_each:
+                rank.update(m)
     return program.build()

@@ -1,4 +1,4 @@
-"""V-Half and V-Min: two chunks a rank in a V shape, timed to bound the activation memory.
+"""V-Half and V-Min: two chunks per rank in a V shape, timed to bound the activation memory.
 
 Both use the method of Qi, Wan, Amar, Lin: Pipeline Parallelism with Controllable Memory, arXiv 2405.15362: choose a
 *building block*, the slots in which each rank works on one micro-batch; repeat it for every micro-batch; then remove
@@ -85,7 +85,7 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
             if micro_batch is not None:
                 stops_made[micro_batch] += 1
         before, left = left, sum(len(rank.waiting) for rank in states)
-        assert left < before, "nothing can go on: the block itself needs more memory"
+        assert left < before, "no step can run: the block itself needs more memory"
     return program.build()
 
 
@@ -152,7 +152,7 @@ class _RankState:
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held
         seen: set[int] = set()
-        looked_at = 1 if steady else sum(left > 0 for left in self.left)  # of each kind only the next can go
+        looked_at = 1 if steady else sum(left > 0 for left in self.left)  # only the next step of each kind can run
         for place, (_, step, micro_batch) in enumerate(self.waiting):
             if step not in seen:
                 if step in (W1, W0):

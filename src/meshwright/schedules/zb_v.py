@@ -1,4 +1,4 @@
-"""ZB-V: two chunks a rank in a V shape, with split backwards; near-zero bubble at the memory of 1F1B."""
+"""ZB-V: two chunks per rank in a V shape, with split backwards; near-zero bubble at the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
         order.write("F1 I1 W1", to_the_turn)
         # steady
         order.write("F0 I0 W0 F1 I1 W1", fills_the_pipeline - ranks)
-        # cool-down: input gradients first, others wait for them
+        # cool-down: input gradients first, because other ranks wait for them
         order.write("I0 I1", rank.rank)
         order.write("I0 W0", to_the_turn)
         order.write("W1", rank.rank)

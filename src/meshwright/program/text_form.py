@@ -1,0 +1,106 @@
+"""Base of the parsers of both text forms of programs: header lines, sections `rank R`, comments, numbered errors."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshwright.errors import UserError
+from meshwright.names import unknown
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+class ProgramParser(ABC):
+    """Parser of the text form of a program; keeps header numbers and the current line number.
+
+    where: prefix of error messages, such as the file's name.
+    """
+
+    forms: Mapping[str, str]
+    """Header line -> its form, such as `ranks NUMBER`; `...`: more words may follow. The first begins a program."""
+    optional: tuple[str, ...] = ()
+    """Header lines that may be missing."""
+    repeated: tuple[str, ...] = ()
+    """Header lines that may occur several times."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.line = where, 0
+        self.numbers: dict[str, int] = {}
+        self._given: set[str] = set()
+
+    def read_steps(self, text: str) -> Iterator[tuple[int, str]]:
+        """Parse header and sections; yield (rank, line) for every line with steps."""
+        rank, seen = -1, set[int]()
+        for self.line, line in enumerate(text.splitlines(), 1):
+            line = line.partition("#")[0].strip()
+            if not line:
+                continue
+            if line.startswith("rank") and line.split(None, 1)[0] == "rank":
+                if not seen:
+                    self.finish_header()
+                rank = self.parse_rank(line.split()[1:])
+                if rank in seen:
+                    raise self.make_error(f"rank {rank} has a section already")
+                seen.add(rank)
+            elif rank < 0:
+                self._parse_header(line.split())
+            else:
+                yield rank, line
+        self.line += 1
+        if not seen:
+            self.finish_header()
+
+    @abstractmethod
+    def is_step(self, word: str) -> bool:
+        """Return True if `word` begins a step, and so cannot begin a header line."""
+
+    @abstractmethod
+    def store_header(self, name: str, words: Sequence[str]) -> None:
+        """Store the value of the header line `name`. words: those that follow the name, as many as the form has."""
+
+    def _parse_header(self, words: Sequence[str]) -> None:
+        """Check and store one header line, given its words, such as `ranks 8`."""
+        name, line = words[0], " ".join(words)
+        first = next(iter(self.forms))
+        if name not in self.forms:
+            if self.is_step(name):
+                raise self.make_error(f'"{line}" is above the first line "rank R"; steps belong to a rank')
+            raise self.make_error(unknown("line", name, (*self.forms, "rank")))
+        if not self._given and name != first:
+            raise self.make_error(f'a program starts with "{self.forms[first]}", not with "{name}"')
+        if name in self._given and name not in self.repeated:
+            raise self.make_error(f'a second line "{name}"')
+        form = self.forms[name].split()
+        is_open = form[-1] == "..."
+        if len(words) < len(form) - is_open or (len(words) > len(form) and not is_open):
+            raise self.make_error(f'write "{self.forms[name]}", not "{line}"')
+        self._given.add(name)
+        self.store_header(name, words[1:])
+
+    def finish_header(self) -> None:
+        """Raise `UserError` unless the header is complete."""
+        required = [name for name in self.forms if name not in self.optional]
+        for name in required:
+            if name not in self._given:
+                raise self.make_error(f'the line "{name}" is missing; a program starts with {", ".join(required)}')
+
+    def parse_rank(self, words: Sequence[str]) -> int:
+        """Return the rank that `words`, the words after `rank`, name; raise `UserError` if there is no such rank."""
+        if len(words) != 1:
+            raise self.make_error(f'write "rank NUMBER", not "{" ".join(["rank", *words])}"')
+        rank, ranks = self.parse_number(words[0]), self.numbers["ranks"]
+        if rank >= ranks:
+            raise self.make_error(f"there is no rank {rank}; ranks are 0 to {ranks - 1}")
+        return rank
+
+    def parse_number(self, word: str) -> int:
+        """Return the non-negative integer of up to 9 digits that `word` spells; raise `UserError` for others."""
+        if not _NUMBER.fullmatch(word):
+            raise self.make_error(f'"{word}" is not a number from 0 to 999999999')
+        return int(word)
+
+    def make_error(self, reason: str) -> UserError:
+        """Return a `UserError` with the message `reason` about the current line."""
+        return UserError(f"{self.where}, line {self.line}: {reason}")
