@@ -226,7 +226,7 @@ def test_evaluation_uses_tokenizer_of_checkpoint_not_of_recipe(checkpoint, recip
 
 def test_recipe_without_validation_split_is_refused(checkpoint, recipe):
     recipe.write_text(recipe.read_text().replace("validation_fraction = 0.4", "validation_fraction = 0.0"))
-    with pytest.raises(UserError, match="data.validation_fraction is 0: there is nothing held out to evaluate on"):
+    with pytest.raises(UserError, match="data.validation_fraction is 0: there is no held-out data to evaluate on"):
         run_evaluation(checkpoint, str(recipe))
 
 

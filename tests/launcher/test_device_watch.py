@@ -44,6 +44,6 @@ def test_overdue_call_ends_the_process_after_the_report(monkeypatch: pytest.Monk
     assert ended[0] == 0, "the thread uses the rank's GPU"
     prefix = "reported: " * started_by_others
     assert str(ended[1]).startswith(
-        f"{prefix}the GPU of rank 0 was not through call 1 (all_reduce data.gradients over data) at "
+        f"{prefix}the GPU of rank 0 did not complete call 1 (all_reduce data.gradients over data) at "
     ) and str(ended[1]).endswith(" within 0.01 s")
     assert recorder.read().gave_up and communicator.calls is recorder

@@ -125,7 +125,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
     assert time.monotonic() - asked < 60
     assert line == (
         "meshwright: stopped by SIGTERM before a checkpoint was due; "
-        "there is no checkpoint yet: the same command begins again"
+        "there is no checkpoint yet: the same command starts from the beginning"
     )
     ranks = json.loads((tmp_path / "run/ranks.json").read_text()).values()
     assert not any(Path(f"/proc/{process}").exists() for process in ranks)

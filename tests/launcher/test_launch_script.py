@@ -74,8 +74,8 @@ def test_impossible_host_counts_are_refused_with_valid_ones(layout, nodes, devic
         ("tp8 dp2", 8, None),
         ("tp4 dp3", 4, None),
         ("dp16", 1, None),
-        ("tp8 dp2", 4, "tp4 would stay inside"),
-        ("tp4 dp3", 6, "tp2 would stay inside"),
+        ("tp8 dp2", 4, "tp4 would not"),
+        ("tp4 dp3", 6, "tp2 would not"),
         ("tp3 dp8", 8, "without tp they would not"),
         ("tp2", 1, "without tp they would not"),
     ],
@@ -102,7 +102,7 @@ def test_an_address_has_an_interface():
     assert find_interface("198.51.100.7") is None
     assert address_towards("localhost") in ("127.0.0.1", "::1")
     assert is_here("localhost") and not is_here("198.51.100.7")
-    with pytest.raises(UserError, match='"no.such.host.invalid" is no host'):
+    with pytest.raises(UserError, match='"no.such.host.invalid" cannot be resolved'):
         address_towards("no.such.host.invalid")
 
 
@@ -114,7 +114,7 @@ def test_rendezvous_host_resolving_to_loopback_finds_its_own_address(monkeypatch
     for name in ("node1", "node1.cluster"):
         assert hosts.main([name]) == 0 and capsys.readouterr().out == "192.0.2.5\n"
     for loopback in ("localhost", "127.0.0.1"):  # elsewhere they mean another host
-        assert hosts.main([loopback]) == 2 and "leads back to this host alone" in capsys.readouterr().err
+        assert hosts.main([loopback]) == 2 and "is a loopback address of this host" in capsys.readouterr().err
     ways[hosts._ELSEWHERE] = "127.0.0.1"  # no way out
     assert hosts.main(["node1"]) == 2
 
@@ -187,10 +187,10 @@ def test_launch_mistakes_are_one_error_line(recipe, command_line):
     mistakes = {
         "--torchrun or --slurm": [],
         "does not fill 3 hosts": ["--torchrun", "layout=dp2", "--nodes", 3],
-        "--time belongs to --slurm": ["--torchrun", "--time", "1:00"],
-        "--sbatch belongs to --slurm": ["--torchrun", "--sbatch=-p gpu"],
+        "--time needs --slurm": ["--torchrun", "--time", "1:00"],
+        "--sbatch needs --slurm": ["--torchrun", "--sbatch=-p gpu"],
         '--time "soon"': ["--slurm", "--time", "soon"],
-        "is no option of sbatch": ["--slurm", "--sbatch", "partition=gpu\nrm -r"],
+        "is not an option of sbatch": ["--slurm", "--sbatch", "partition=gpu\nrm -r"],
         "batch 4 is not a multiple": ["--slurm", "layout=dp3"],
     }
     for said, arguments in mistakes.items():

@@ -73,7 +73,7 @@ def test_killed_rank_ends_others_within_seconds_and_is_named(tmp_path):
     dead = processes(tmp_path)[1]
     assert str(caught.value) == (
         f"rank 1 (process {dead}) was killed by signal 9 (SIGKILL) after step 17; "
-        "there is no checkpoint yet: the same command begins again"
+        "there is no checkpoint yet: the same command starts from the beginning"
     )
     assert caught.value.exit_code == 3
     assert not any(map(alive, processes(tmp_path)))
@@ -152,7 +152,7 @@ def test_fault_shows_traceback_of_first_failing_rank(tmp_path, capfd):
 def test_restarts_continue_until_run_succeeds(tmp_path):
     log: list[str] = []
     assert start(tmp_path, "die twice", log=log, restarts=3) == {"deaths": 2}
-    assert len(log) == 2 and log[1].endswith("starting again (2 of 3)") and "(SIGKILL)" in log[1]
+    assert len(log) == 2 and log[1].endswith("restarting (2 of 3)") and "(SIGKILL)" in log[1]
     (tmp_path / "deaths").unlink()
     with pytest.raises(RankLost):
         start(tmp_path, "die twice", restarts=1)

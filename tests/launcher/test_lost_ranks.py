@@ -64,7 +64,7 @@ def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
         r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(_sum_over_data\); its last was call \d+ \(.*\), \d+\.\d "
         r"s ago, at training/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; "
-        r"the same command goes on from step-000002",
+        r"the same command resumes from step-000002",
         line,
     ), line
     report = (tmp_path / "run/rank-lost.txt").read_text()
@@ -84,7 +84,7 @@ def test_killed_rank_is_named_and_run_resumes(tmp_path):
     assert isinstance(result, dict) and result["step"] == 5
     assert re.fullmatch(
         r"rank 1 \(process \d+\) was killed by signal 9 \(SIGKILL\) after step 3, after call \d+ \(all_reduce "
-        r"data\.gradients over data\); the same command goes on from step-000002; starting again \(1 of 1\)",
+        r"data\.gradients over data\); the same command resumes from step-000002; restarting \(1 of 1\)",
         said[-1],
     ), said[-1]
     report = (tmp_path / "run/rank-lost.txt").read_text()

@@ -150,7 +150,7 @@ def test_every_rank_gets_its_own_gpu(seats, devices):
     [
         ("auto", [("one", None, ("GPU-a",)), ("one", None, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
         ("auto", [("one", 0, GPUS), ("one", 1, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
-        ("auto", [("one", None, GPUS)] * 3, "one has 2 CUDA devices, and rank 2, number 2 there, needs one of its own"),
+        ("auto", [("one", None, GPUS)] * 3, "one has 2 CUDA devices, and rank 2, number 2 there, needs its own"),
         ("auto", [("one", 0, GPUS), ("two", 0, ())], "two has no CUDA device, and rank 1, number 0 there, needs one"),
         ("cuda", [("one", 0, ()), ("one", 1, ())], "one has no CUDA device"),
     ],

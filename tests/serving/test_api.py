@@ -172,7 +172,7 @@ def test_tokenizer_larger_than_model_vocabulary_is_refused(copy: Path, tmp_path:
 
 
 def test_chat_without_template_asks_for_plain_prompt(model: mw.Model):
-    with pytest.raises(UserError, match=r"without a chat template: give a text to be continued \(without --chat\)"):
+    with pytest.raises(UserError, match=r"has no chat template: give a text to be continued \(without --chat\)"):
         model.generate("Q", chat=True)
 
 

@@ -17,7 +17,7 @@ def test_keys_are_the_lines_of_the_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"\n# none\n", "holds no key"), (b"\xff", "byte 0 is not UTF-8"), (None, "cannot be read")]
+    ("content", "said"), [(b"\n# none\n", "has no key"), (b"\xff", "byte 0 is not UTF-8"), (None, "cannot be read")]
 )
 def test_file_without_keys_is_one_line(tmp_path: Path, content: bytes | None, said: str):
     if content is not None:

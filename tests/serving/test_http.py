@@ -330,7 +330,7 @@ def test_foreign_tokens_and_unknown_models_are_refused(http: httpx.Client, clien
         assert answer.status_code == 400 and said in answer.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="the model 'other' is not served here"):
         client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="the model takes 512 tokens") as caught:
+    with pytest.raises(openai.BadRequestError, match="the maximum length is 512 tokens") as caught:
         client.completions.create(model="m", prompt="hello " * 400)
     assert caught.value.code == "context_length_exceeded"
 

@@ -71,7 +71,7 @@ def test_empty_prompt_is_refused(sentencepiece: Prompts):
 
 def test_oversized_text_is_refused_before_tokenization(prompts: Prompts, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompts, "_encoder", None)
-    with pytest.raises(UserError, match="10,000,000 characters, which are more than the 512 tokens"):
+    with pytest.raises(UserError, match="10,000,000 characters, more than the maximum length of 512 tokens"):
         prompts.encode("x" * 10**7)
     monkeypatch.setattr(prompts, "_chat", None)
     with pytest.raises(UserError, match="10,000,000 characters"):
@@ -92,7 +92,7 @@ def test_conversation_refused_by_template_is_user_error(prompts: Prompts):
 
 def test_model_without_template_cannot_chat(sentencepiece: Prompts):
     assert sentencepiece.chat_template is None
-    with pytest.raises(UserError, match="without a chat template"):
+    with pytest.raises(UserError, match="has no chat template"):
         sentencepiece.encode_chat([Message("user", "hi")])
 
 

@@ -149,7 +149,7 @@ def test_killed_rank_is_started_again_and_running_answers_continue(tmp_path: Pat
             await found
             assert replicas.state == "ready"
             assert [stats["restarts"] for stats in replicas.stats()] == [1]
-            assert len(lines) == 1 and "starting it again, 6 requests continue" in lines[0]
+            assert len(lines) == 1 and "restarting it, 6 requests continue" in lines[0]
 
     asyncio.run(run())
 

@@ -158,7 +158,7 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
             ([stories, "--memory", "900TiB"], "are available now"),
             ([stories, "--max-length", 0], "--max-length 0"),
             ([stories, "--max-sequences", 99, "--token-budget", 9], "--max-sequences 99"),
-            ([stories, "--api-key-file", empty_keys], "holds no key"),
+            ([stories, "--api-key-file", empty_keys], "has no key"),
             ([stories, "--api-key-file", tmp_path], "cannot be read"),
             ([stories, "--host", "300.1.1.1"], "cannot listen on 300.1.1.1"),
             ([stories, "--port", 70000], "--port"),

@@ -17,8 +17,8 @@ from meshwright.kernels.operations import Linear
 from meshwright.kernels.structures import BFLOAT16, Array, Float32, PackedMatrix
 
 _HUGE_PAGE = 2 << 20
-_CHUNK = 64 << 20  # bytes that small arrays are cut from
-_PACKED_ROWS = 256  # that a thread packs at once
+_CHUNK = 64 << 20  # bytes of a block from which small arrays are allocated
+_PACKED_ROWS = 256  # that a thread packs per task
 
 
 class Kernels:

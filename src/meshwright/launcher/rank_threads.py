@@ -46,7 +46,7 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
     if state is None or not same_layout(recipe.parsed_layout, state.get("layout")):
         return ThreadChoice(default)
     before = state.get("threads")
-    if not isinstance(before, int) or not 1 <= before <= limit_of("threads"):  # it may be a stranger's checkpoint
+    if not isinstance(before, int) or not 1 <= before <= limit_of("threads"):  # checkpoints are untrusted
         return ThreadChoice(default)
     if before == default:
         return ThreadChoice(before)
@@ -128,7 +128,7 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
         try:
             found = _threads_per_rank(recipe, 1, share)
         except UserError as error:
-            store.set("meshwright/threads", f"!{error}")  # the others wait for an answer
+            store.set("meshwright/threads", f"!{error}")  # which the other ranks wait for
             raise
         store.set("meshwright/threads", str(found.count))
         return found

@@ -58,7 +58,7 @@ class DeviceRunner:
         if self.config.positions == "rope":
             self._rotation = RotaryTable(self.config, torch.float32).up_to(limits.max_length, self._device)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        shape = ((limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim)  # the last block is padding's
+        shape = ((limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim)  # the last block is for padding tokens
         self._block_tables = block_tables(self.config, mesh.pp.size)
         self._cache = [
             (self._zeros(*shape, dtype=dtype), self._zeros(*shape, dtype=dtype))
@@ -118,7 +118,7 @@ class DeviceRunner:
             if not self._stage.last:
                 return found[:tokens].float().cpu().numpy()
             self._logits[:rows].copy_(found[:rows], non_blocking=True)
-            if self._device.type == "cuda":  # the logits are there, and the staged batch is read
+            if self._device.type == "cuda":  # until the logits are copied and the staged batch has been read
                 torch.cuda.current_stream(self._device).synchronize()
         return self._logits[:rows].numpy()
 
@@ -142,7 +142,7 @@ class DeviceRunner:
         model, delta_TH = self._model, None
         if x_TH is None:
             x_TH = self._tensor.leave(model.embedding(number[0, :tokens]), "embedding")
-            if model.positions is not None:  # a prompt's last token, where it is a target alone, may lie behind them
+            if model.positions is not None:  # a prompt's last token, if only a target, may be beyond them
                 x_TH = x_TH + model.positions(number[1, :tokens].clamp(max=self.config.max_positions - 1))
         for layer in self._stage.layers:
             block = model.layers[layer]
@@ -223,7 +223,7 @@ class DeviceRunner:
         up_NF = self._operations.grouped_product(x_TH.index_select(0, order_N // count), stacked[0], ends_E)
         y_NH = self._operations.grouped_product(self._activate(up_NF, experts.activation, True), stacked[1], ends_E)
         y_TKH = torch.empty_like(y_NH).index_copy_(0, order_N, y_NH).view(tokens, count, hidden).float()
-        total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one after the other: the order of torch's sum may depend on T
+        total_TH = y_TKH[:, 0] * weights_TK[:, :1]  # one by one: the order of torch's sum may depend on T
         for place in range(1, count):
             total_TH = total_TH + y_TKH[:, place] * weights_TK[:, place : place + 1]
         total_TH = total_TH.to(x_TH.dtype)

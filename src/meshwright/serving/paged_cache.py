@@ -96,7 +96,7 @@ class PagedCache:
         """Return the attention [N, D] of one token's queries `q_ND` over the KV-cache slots `slots_C`, computed in
         float32 or float64."""
         window = self._windows[layer]
-        if window is not None:  # blocks behind the window may be free: nothing there is read
+        if window is not None:  # blocks before the window may have been freed
             slots_C = slots_C[max(0, len(slots_C) - window) :]
         wide = at_least_float32(q_ND.dtype)
         k_KCD, v_KCD = (each[slots_C].transpose(0, 1).to(wide) for each in self._pairs[self._layers[layer][1]])

@@ -37,7 +37,7 @@ from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 
 HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
 _FIRST_BYTES = 4096
-"""Bytes of a message with token results; longer ones follow in a second message."""
+"""Size of the first message with token results in bytes; the rest follows in a second one."""
 
 Group = tuple[tuple[Kind, int], ...]
 """Steps that are posted together, each with its batch counted from the slot's."""
@@ -118,7 +118,7 @@ class PipelineEngine(Engine):
         if self._stage == self._stages - 1:
             self._results[number] = sample_batch(batch, found)
         else:
-            self._hidden[number] = torch.from_numpy(found.copy())  # the runner's next call overwrites it
+            self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
 
     def _publish(self, number: int, batch: StepBatch) -> list[Output]:
         """Record the sampled tokens of the batch of slot `number` in the scheduler, and return its outputs."""

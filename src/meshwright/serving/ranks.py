@@ -28,7 +28,7 @@ from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
 
 JOIN_SECONDS = 300.0
-"""How long ranks that others start wait for each other."""
+"""Time limit of the rendezvous of ranks that torchrun or SLURM started."""
 
 
 def serve_rank(plan: RankPlan, replica: int) -> None:
@@ -148,7 +148,7 @@ def _apply(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]
         if "add" in message:
             try:
                 engine.add(Request.from_json(message["add"]))
-            except UserError:  # the front checks requests: this one would never fit
+            except UserError:  # never for requests that the front has checked
                 refused.append(Output(message["add"]["id"], [], "cancelled"))
         elif "cancel" in message:
             engine.cancel(message["cancel"])

@@ -25,7 +25,7 @@ COUNTERS = {
 }
 """Figures of a replica that count from the start of its ranks, by their names in a step's report."""
 PREDICTION_SECONDS = 0.1
-"""For which a prediction of the queue holds: a long one takes milliseconds, and many ask."""
+"""Age up to which a prediction of the queue is reused: for a long queue it takes milliseconds."""
 
 
 class Stream(AsyncIterator[Output]):
@@ -136,7 +136,7 @@ class Replica:
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
         self.heard, self.sent = 0.0, 0
-        self._predicted, self._admissions = -math.inf, list[float]()  # of the queue, predicted at that time
+        self._predicted, self._admissions = -math.inf, list[float]()  # time of the last prediction, and its result
 
     def lose(self, reason: str) -> None:
         """Mark the replica as lost, so that its ranks are ended and restarted. reason: one line for the log."""

@@ -85,7 +85,7 @@ class Scheduler:
         self._ages = 0
         self._answers = AnswerShare()
         self._state: AdmissionState | None = None  # of this step
-        self._refused: tuple[Sequence, int] | None = None  # head of the queue, and the pool's releases then
+        self._refused: tuple[Sequence, int] | None = None  # head of the queue, and `pool.releases` at that time
         self._rows = list(range(limits.max_sequences - 1, -1, -1))
         shape = len(self.windows), limits.max_sequences, count_blocks(limits.max_length)
         self._tables: Integers = np.zeros(shape, np.int32)
@@ -311,7 +311,7 @@ class Scheduler:
         """Record `count` computed tokens of a sequence, and the results of its output rows; return the output for its
         request, None if there is nothing new."""
         if any(result.token < 0 for result in results):
-            self._finish(sequence, "error")  # what it computed stays out of the prefix cache
+            self._finish(sequence, "error")  # its blocks are not registered in the prefix cache
             return Output(sequence.request.id, [], "error", sequence.cached_tokens)
         ends = sequence.computed + count == len(sequence.tokens)
         self._store(sequence, count)

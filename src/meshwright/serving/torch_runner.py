@@ -21,8 +21,8 @@ from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
 
 TILE_TOKENS = 16
-"""Tokens of every product on a CPU: kernels are chosen by shape, so that one shape makes a token's result independent
-of the number of tokens."""
+"""Rows of every product on a CPU. torch chooses kernels by shape, so a fixed shape makes a token's result independent of
+the number of tokens."""
 
 
 class OrderedTensorParallel(TensorParallel):
@@ -105,7 +105,7 @@ class TorchRunner:
         first stage."""
         numbers = np.zeros((2, 1, size), np.int64)
         numbers[0, 0, : end - begin] = batch.tokens[begin:end]
-        # A prompt's last token, where it is a target alone, may lie behind the last position: nothing reads its state.
+        # A prompt's last token, if only a target, may be beyond the last position: nothing reads its state.
         numbers[1, 0, : end - begin] = np.minimum(batch.positions[begin:end], self.config.max_positions - 1)
         tokens_BS, positions_BS = torch.from_numpy(numbers).to(self._device)
         x_BSH = None
