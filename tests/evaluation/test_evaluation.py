@@ -132,7 +132,7 @@ def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
     assert len(echoed) == result["tokens"] and math.fsum(echoed) / len(echoed) == result["loss"]
 
 
-def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
+def test_every_byte_and_document_end_is_counted_once(place, checkpoint):
     """Rows as long as the documents' framing allows: nothing is cut, so the targets are all bytes and all ends."""
     path = place / "one.txt"
     path.write_text("Twelve bytes")
@@ -161,7 +161,7 @@ def test_held_out_text_is_never_encoded_with_end_token(place, checkpoint, tmp_pa
     assert stream.tolist() == [1, *(tokenizer.token_to_id(letter) for letter in "a </s> b"), 1]
 
 
-def test_xz_is_measured_on_the_very_bytes(place, checkpoint):
+def test_xz_compresses_the_same_bytes(place, checkpoint):
     import lzma
 
     result = run_evaluation(checkpoint, str(place / "texts.jsonl"))
@@ -185,7 +185,7 @@ def test_documents_lossy_in_tokenizer_are_counted_with_warning(place, checkpoint
     assert "warning        2 of these documents are not what their tokens decode to" in said
 
 
-def test_a_row_is_no_longer_than_the_model(place, checkpoint):
+def test_row_length_is_bounded_by_model_positions(place, checkpoint):
     assert run_evaluation(checkpoint, str(place / "texts.jsonl"))["sequence"] == 40
     assert run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=1000)["sequence"] == 40
 
@@ -206,7 +206,7 @@ def recipe(place, tiny_recipe) -> Path:
     return tiny_recipe
 
 
-def test_of_a_recipe_the_validation_split_counts(place, checkpoint, recipe):
+def test_recipe_is_evaluated_on_its_validation_split(place, checkpoint, recipe):
     result = run_evaluation(checkpoint, str(recipe))
     held_out = list(prepare(load_recipe(recipe).data).iterate_documents("validation"))
     assert 0 < len(held_out) < 5 and set(held_out) < set(TEXTS)
@@ -233,7 +233,7 @@ def test_recipe_without_validation_split_is_refused(checkpoint, recipe):
 # --- checkpoints that do not fit
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(place, checkpoint, tmp_path):
+def test_tokenizer_larger_than_model_is_refused(place, checkpoint, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
     bpe = prepare(
@@ -247,7 +247,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(place, checkpoint, tmp_pat
         run_evaluation(other, str(place / "texts.jsonl"))
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(place, checkpoint, tmp_path):
+def test_checkpoint_without_tokenizer_is_refused(place, checkpoint, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
     (other / "tokenizer.json").unlink()

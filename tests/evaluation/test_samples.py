@@ -59,7 +59,7 @@ learning_rate = 1e-3
     return run
 
 
-def test_samples_continue_the_beginnings_of_the_runs_documents(run: Path):
+def test_samples_continue_beginnings_of_documents(run: Path):
     samples = generate_samples(run)
     assert len(samples) == 2 and [sample["text"] for sample in generate_samples(run, 1)] == [samples[0]["text"]]
     for sample in samples:
@@ -84,7 +84,7 @@ def test_prompt_of_an_example_ends_before_the_answer(tmp_path: Path):
     assert all("Ask" in prompt and prompt.endswith("### Response:\n") for prompt in prompts)
 
 
-def test_data_that_are_gone_are_one_error_line(run: Path, tmp_path: Path):
+def test_missing_prepared_data_are_one_error_line(run: Path, tmp_path: Path):
     text = (run / "recipe.resolved.toml").read_text().replace(f'"{run / "cache"}"', f'"{tmp_path / "empty"}"')
     for file in run.iterdir():
         if file.is_file():

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels import Attention, Kernels, LayerCache, RopeStore
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.operations import Attention, LayerCache, RopeStore
 from tests.kernels.conftest import Batch
 
 LENGTHS = (1, 16, 17, 65, 130, 200)

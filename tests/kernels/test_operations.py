@@ -9,17 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels import (
-    Activation,
-    Embed,
-    Experts,
-    ExpertsWorkspace,
-    Gate,
-    Kernels,
-    Linear,
-    Norm,
-    TakeRows,
-)
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.operations import Activation, Embed, Experts, ExpertsWorkspace, Gate, Linear, Norm, TakeRows
 from meshwright.model.experts import Mixture
 from meshwright.spec.config import ModelConfig
 from tests.kernels.conftest import Batch, one_sequence

@@ -17,7 +17,7 @@ from meshwright.launcher import device_watch
 from meshwright.launcher.device_watch import watch_device_calls
 
 
-def test_watch_leaves_the_calls_of_cpus_alone():
+def test_device_watch_has_no_effect_on_cpu():
     communicator = Communicator("cpu")
     calls = communicator.calls
     with watch_device_calls(communicator, None):

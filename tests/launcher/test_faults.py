@@ -116,7 +116,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
     assert cases.trace(place) == cases.trace(whole)
 
 
-def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
+def test_signal_before_first_step_ends_run_immediately(tmp_path):
     running = begin(tmp_path)
     wait_until(lambda: (tmp_path / "run/ranks.json").exists(), running)
     os.kill(running.pid, signal.SIGTERM)

@@ -97,7 +97,7 @@ def test_ranks_per_host_follow_torchrun_or_slurm():
     assert per_host(started | srun | {"WORLD_SIZE": "32"}) is None  # srun started something else
 
 
-def test_an_address_has_an_interface():
+def test_interface_is_found_by_its_address():
     assert find_interface("127.0.0.1") in ("lo", "lo0") and find_interface("127.0.1.1") == find_interface("127.0.0.1")
     assert find_interface("198.51.100.7") is None
     assert address_towards("localhost") in ("127.0.0.1", "::1")
@@ -183,7 +183,7 @@ def test_slurm_script_requests_resources_of_recipe(recipe):
     assert (made.nodes, made.devices_per_node) == (2, 8) and "#SBATCH --gpus-per-node=8\n" in made.script
 
 
-def test_launch_mistakes_are_one_error_line(recipe, command_line):
+def test_launch_errors_are_one_line(recipe, command_line):
     mistakes = {
         "--torchrun or --slurm": [],
         "does not fill 3 hosts": ["--torchrun", "layout=dp2", "--nodes", 3],

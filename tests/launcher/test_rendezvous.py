@@ -76,7 +76,7 @@ def test_slurm_environment_gives_rank_and_first_host_as_rendezvous():
         ("node1.example.org,node2.example.org", "node1.example.org"),
     ],
 )
-def test_the_first_host_of_a_node_list(nodes, host):
+def test_first_host_of_node_list(nodes, host):
     assert first_host(nodes) == host
 
 
@@ -90,12 +90,12 @@ def test_the_first_host_of_a_node_list(nodes, host):
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "[1-2"}, "names no host"),
     ],
 )
-def test_a_wrong_environment_is_named(environment, reason):
+def test_wrong_environment_variable_is_named(environment, reason):
     with pytest.raises(UserError, match=reason.replace("[", r"\[")):
         read_place(None, environment)
 
 
-def test_a_layout_for_another_number_of_ranks_is_refused():
+def test_layout_of_another_world_size_is_refused():
     check_world_size(read_place(None, TORCHRUN), Layout(dp=4))
     with pytest.raises(UserError, match=r'layout "dp2" needs 2 ranks, but 4 were started \(RANK=3 WORLD_SIZE=4\)'):
         check_world_size(read_place(None, TORCHRUN), Layout(dp=2))

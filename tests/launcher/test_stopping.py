@@ -34,7 +34,7 @@ def test_signal_is_recorded_and_previous_handler_restored(number):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_a_second_interrupt_does_not_wait(monkeypatch):
+def test_second_interrupt_raises_keyboard_interrupt(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
     with StopRequest() as stop:

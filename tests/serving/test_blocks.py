@@ -131,7 +131,7 @@ def test_free_cached_and_held_blocks_sum_to_pool(actions: list[tuple[str, int]])
             assert pool.owned[one, 0] == youngest.count(one)
 
 
-def test_a_lost_block_and_a_wrong_holder_are_noticed():
+def test_pool_check_detects_lost_block_and_wrong_holder():
     pool = BlockPool(3)
     block = pool.allocate(0)
     check_pool(pool, {0: [[block]]})

@@ -87,7 +87,7 @@ def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Calla
     assert len({token for each in expected for token in each}) > 3
 
 
-def test_padding_leaves_the_blocks_of_sequences_alone(directories: Callable[[str], Path]):
+def test_padding_does_not_touch_blocks_of_sequences(directories: Callable[[str], Path]):
     runner = make_runner(directories("llama-tiny"))
     runner.run(make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])]))
     keys = runner._cache[0][0][: LIMITS.blocks * 16].clone()
@@ -159,7 +159,7 @@ def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_predicted_memory_is_what_is_allocated(name: str, directories: Callable[[str], Path]):
+def test_predicted_memory_matches_allocation(name: str, directories: Callable[[str], Path]):
     memory, config = make_runner(directories(name)).memory(), small_config(name)
     check_memory(memory, device_ledger(config, Layout(), SIZES).stages[0])
     deep = 3 if len({config.layer_window(layer) for layer in range(3)}) == 1 else 1  # layers of a block
@@ -167,7 +167,9 @@ def test_predicted_memory_is_what_is_allocated(name: str, directories: Callable[
     assert memory["pinned"] == 64 * 257 * 4
 
 
-def test_what_a_gpu_cannot_serve_is_refused(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+def test_unsupported_configurations_on_gpu_are_refused(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
     mesh, directory = Mesh.single(device="cuda"), directories("llama-tiny")
     with pytest.raises(UserError, match="dtype float64: on a GPU serving takes float32, bfloat16, float16"):
         build_runner(RankPlan(str(directory), "dp1", "float64", LIMITS), mesh)
@@ -182,7 +184,7 @@ def test_what_a_gpu_cannot_serve_is_refused(directories: Callable[[str], Path], 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_step_runs_on_cuda_tensors_without_a_host_synchronisation(name: str, batch_invariant: bool):
+def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invariant: bool):
     """A tensor without memory has no values: what asks for one raises."""
     config, device = small_config(name), torch.device("cuda", 0)
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
@@ -237,7 +239,7 @@ class _Launches:
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen2-moe-tiny"])
-def test_tensors_of_a_step_fit_what_is_predicted_for_them(name: str):
+def test_tensors_of_a_step_fit_predicted_slack(name: str):
     config = small_config(name, hidden=256, vocabulary=997) if name == "llama-tiny" else small_config(name)
     device, budget = torch.device("cuda", 0), 512
     limits = StepLimits(blocks=48, token_budget=budget, max_sequences=6, max_length=64, logit_rows=256)

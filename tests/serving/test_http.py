@@ -138,7 +138,7 @@ def test_several_prompts_and_choices_are_numbered_in_order(http: httpx.Client, e
         assert [token for event in mine for token in event["token_ids"]] == choice["token_ids"]
 
 
-def test_echo_scores_the_prompt_as_lm_eval_asks(http: httpx.Client):
+def test_echo_scores_prompt_for_lm_eval(http: httpx.Client):
     """The fields that lm-eval's local-completions sends and reads."""
     body = {"model": "m", "prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
     (choice,) = http.post("/v1/completions", json={**body, "echo": True}).json()["choices"]
@@ -324,7 +324,7 @@ def test_body_without_json_object_is_answered_with_400(http: httpx.Client, body:
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
-def test_foreign_tokens_and_unknown_models_are_refused(http: httpx.Client, client: openai.OpenAI):
+def test_invalid_tokens_and_unknown_models_are_refused(http: httpx.Client, client: openai.OpenAI):
     for tokens, said in (([1, 10**6], "is not in the model's vocabulary"), ([-1], "[0] should be"), ([2**70], "[0]")):
         answer = http.post("/v1/completions", json={"prompt": tokens})
         assert answer.status_code == 400 and said in answer.json()["error"]["message"]
@@ -336,14 +336,14 @@ def test_foreign_tokens_and_unknown_models_are_refused(http: httpx.Client, clien
 
 
 @pytest.mark.parametrize(("model", "name"), [(DetokenizeBody, "tokens"), (CompletionBody, "prompt")])
-def test_list_of_wrong_values_is_refused_at_the_first(model: type[Body], name: str):
+def test_invalid_list_is_refused_at_first_wrong_value(model: type[Body], name: str):
     """An error for each of some millions would take gigabytes."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate({name: [-1] * 1000})
     assert caught.value.error_count() <= 4  # one for each type that the field may have
 
 
-def test_unknown_paths_and_methods_have_the_shape_of_errors(http: httpx.Client):
+def test_unknown_path_or_method_returns_error_object(http: httpx.Client):
     for answer, status in ((http.get("/nope"), 404), (http.get("/v1/completions"), 405), (http.put("/health"), 405)):
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -373,7 +373,7 @@ def test_cross_origin_pages_are_refused(http: httpx.Client):
         assert answer.headers.get("access-control-allow-origin") == allowed
 
 
-def test_full_queue_is_429_with_the_time_to_wait(client: openai.OpenAI, http: httpx.Client, engine: FakeEngine):
+def test_full_queue_returns_429_with_retry_after(client: openai.OpenAI, http: httpx.Client, engine: FakeEngine):
     engine.refusal = Refusal("tokens", 2.34)
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model="m", prompt="x", stream=True)
@@ -384,7 +384,7 @@ def test_full_queue_is_429_with_the_time_to_wait(client: openai.OpenAI, http: ht
     assert engine.requests == []
 
 
-def test_refused_request_is_known_again_by_key_path_and_body(http: httpx.Client, engine: FakeEngine):
+def test_retry_is_recognised_by_key_path_and_body(http: httpx.Client, engine: FakeEngine):
     engine.refusal = Refusal("requests", 1.0)
     body = {"prompt": "x" * 36}
     for path, change, headers in (
@@ -431,7 +431,7 @@ def test_body_beyond_its_limits_is_refused(http: httpx.Client, served: tuple[Fak
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("step_seconds", [0.01, None])
-def test_client_that_leaves_ends_its_requests(
+def test_client_disconnect_cancels_its_requests(
     served: tuple[FakeEngine, str], engine: FakeEngine, stream: bool, step_seconds: float | None
 ):
     engine.step_seconds = step_seconds
@@ -514,7 +514,7 @@ def test_timeout_ends_a_request(client: openai.OpenAI, engine: FakeEngine):
     assert not engine.running
 
 
-def test_many_streams_at_once_each_get_their_own_text(http: httpx.Client, engine: FakeEngine):
+def test_concurrent_streams_get_their_own_text(http: httpx.Client, engine: FakeEngine):
     engine.step_seconds = 0.001
     texts: dict[int, str] = {}
 

@@ -135,7 +135,7 @@ def test_ranks_can_be_reached_over_tcp(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layout", ["", "tp2"])
-def test_killed_rank_is_started_again_and_running_answers_continue(tmp_path: Path, layout: str):
+def test_killed_rank_is_restarted_and_running_answers_continue(tmp_path: Path, layout: str):
     """The request that ends a rank, others that run, and some that arrive meanwhile."""
 
     async def run() -> None:
@@ -206,7 +206,7 @@ def test_answers_survive_any_number_of_lost_ranks(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_server_gives_up_after_losses_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_server_ends_after_consecutive_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def run() -> None:
         monkeypatch.setattr(replicas_module, "FIRST_DELAY", 0.01)
         async with running(tmp_path, engine="build_once") as replicas:
@@ -231,7 +231,7 @@ def test_server_gives_up_after_losses_in_a_row(tmp_path: Path, monkeypatch: pyte
         ("build_unlike", "dp2", UserError, "computes with none .* same kind of processor"),
     ],
 )
-def test_ranks_that_cannot_start_are_an_error(
+def test_ranks_that_cannot_start_raise_their_error(
     tmp_path: Path, engine: str, layout: str, error: type[MeshwrightError], reason: str
 ):
     async def run() -> None:

@@ -103,7 +103,7 @@ def test_greedy_tokens_match_transformers(name: str, build: Build, directories: 
     assert len({token for answer in expected for token in answer}) > 3
 
 
-def test_plain_torch_computes_where_it_is_named(directories: Callable[[str], Path]):
+def test_plain_torch_runs_where_the_plan_names_it(directories: Callable[[str], Path]):
     """The front of a server without a compiler names it, so that no rank takes kernels of its own."""
     runner = build_runner(
         RankPlan(str(directories("llama-tiny")), "dp1", "float32", LIMITS, instruction_set=PLAIN_TORCH), Mesh.single()

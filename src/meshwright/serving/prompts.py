@@ -43,8 +43,7 @@ class Prompts:
         added = tokenizer.get_added_tokens_decoder()  # an end token may be an ordinary one, such as a newline
         named = find_named_in(directory) if directory is not None else set()
         named |= {added[token].content for token in {start, *self.ends} if token in added}
-        self.special = find_special_tokens(tokenizer, named)
-        self._encoder = make_text_encoder(tokenizer, self.special)
+        self._encoder = make_text_encoder(tokenizer, find_special_tokens(tokenizer, named))
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._token_bytes = _TokenBytes(tokenizer)
         self._chat = _load_chat(directory)
@@ -134,7 +133,8 @@ class Prompts:
         the longest kind."""
         if count > self.max_length * self._longest_token:
             raise UserError(
-                f"the prompt has {count:,} characters, more than the maximum length of {self.max_length:,} tokens can hold"
+                f"the prompt has {count:,} characters, more than the maximum length of {self.max_length:,} tokens can "
+                "hold"
             )
 
     def _require_chat(self) -> ExampleEncoder:

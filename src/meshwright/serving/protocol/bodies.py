@@ -175,7 +175,9 @@ class GenerationBody(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
     logit_bias: dict[BiasedToken, Bias] = Field({}, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: chosen at random, and returned")
-    min_tokens: int = Field(0, ge=0, le=2**30, description="tokens before a stop token or stop string can end the answer")
+    min_tokens: int = Field(
+        0, ge=0, le=2**30, description="tokens before a stop token or stop string can end the answer"
+    )
     stop: StopString | Annotated[list[StopString], Field(max_length=32)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = []
     include_stop_str_in_output: bool = False
@@ -188,7 +190,9 @@ class GenerationBody(Body):
     stream: bool = False
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="lower values are admitted first")
     timeout: float | None = Field(None, gt=0, le=1e6, description="seconds until the request is cancelled (408)")
-    cache_salt: str = Field("", max_length=256, description="share the prefix cache only with requests of the same salt")
+    cache_salt: str = Field(
+        "", max_length=256, description="share the prefix cache only with requests of the same salt"
+    )
 
     @property
     def alternatives(self) -> int | None:
