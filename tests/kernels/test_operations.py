@@ -1,4 +1,4 @@
-"""Claims on each operation of a step: equal to float64, and independent of what else is in the step."""
+"""Each operation of a step: results match float64 and do not depend on the rest of the batch."""
 
 from __future__ import annotations
 

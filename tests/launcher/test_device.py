@@ -1,4 +1,4 @@
-"""The GPUs of a server's ranks, counted without torch in this process."""
+"""GPUs of a server's ranks, queried without torch in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_failing_gpu_query_is_one_error_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "_has_driver", lambda: True)
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: busy\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(UserError, match=r"do not answer \(RuntimeError: busy\)"):
+    with pytest.raises(UserError, match=r"cannot be queried \(RuntimeError: busy\)"):
         device.devices_of_ranks("auto", 1)
 
 

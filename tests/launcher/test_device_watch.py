@@ -1,4 +1,4 @@
-"""Watch over the calls on a GPU: it ends with the work, and an overdue call ends the process after the report."""
+"""Watch over calls on a GPU: it ends with the work; an overdue call ends the process after the report is written."""
 
 from __future__ import annotations
 

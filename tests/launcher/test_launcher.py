@@ -1,4 +1,4 @@
-"""The launcher: ranks start, end together, and how they ended is said in one line by the right exit code."""
+"""The launcher: ranks start and end together, and their end is reported by one line and the right exit code."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_rendezvous_file_is_removed_afterwards(tmp_path):
     assert not Path(result["method"].removeprefix("file://")).parent.exists()
 
 
-# --- a launcher in a process of its own, which is then told, or killed
+# --- a launcher in its own process, which then gets a signal
 
 LAUNCHER = f"""
 import sys; sys.path.insert(0, {ROOT!r})
@@ -262,7 +262,7 @@ def test_second_run_in_same_directory_ends_with_one_line(tmp_path):
             start(tmp_path, "tell")
         assert f"{tmp_path} is in use by process {launcher.pid} on {socket.gethostname()} since 20" in str(caught.value)
         assert caught.value.exit_code == 2
-        assert all(map(alive, processes(tmp_path)))  # the first one's
+        assert all(map(alive, processes(tmp_path)))  # of the first launcher
         os.kill(processes(tmp_path)[0], signal.SIGKILL)
         assert "rank 0 (process" in launcher.communicate(timeout=100)[0]
     assert launcher.returncode == 3

@@ -1,4 +1,4 @@
-"""Training whose ranks part: one line names the rank, the call and the place, a report says the rest, and all end."""
+"""Training whose ranks diverge: one line names rank, call and code line, a report has details, all ranks end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def recipe_of(place: Path, layout: str) -> Recipe:
 
 
 def train(place: Path, layout: str, restarts: int = 0, **fault: Any) -> tuple[list[str], dict[str, Any] | str]:
-    """What the launcher of a run with a fault logs, and its result or the error line it ends with."""
+    """The launcher's log of a run with a fault, and its result or error line."""
     recipe = recipe_of(place, layout)
     said: list[str] = []
     description = {"recipe": recipe.to_toml(), "source": "recipe", "options": {"show_progress": False}}
@@ -104,7 +104,7 @@ def test_skipped_call_is_attributed_by_history_on_two_ranks(tmp_path):
 
 
 def test_wrong_shape_is_attributed_by_history_on_two_ranks(tmp_path):
-    """gloo ends the process that receives more than it wants: the innocent one."""
+    """gloo ends the process that receives more than it expects: not the one at fault."""
     _, line = train(tmp_path, "dp2 fp32", rank=0, does="shape", site="step.verdict", call=4)
     assert re.match(
         r"rank 0 passes float64\[9\] to call \d+ of ranks 0,1 \(all_reduce step\.verdict over world\) where rank 1 "

@@ -1,4 +1,4 @@
-"""Ranks that others started find each other: by torchrun's environment, SLURM's, a TCP address or a file."""
+"""Externally started ranks meet: by the environment of torchrun or SLURM, a TCP address or a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_externally_started_processes_are_detected_by_environment():
 
 def test_torchrun_environment_gives_rank_and_rendezvous():
     assert read_place(None, TORCHRUN) == Place(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
-    assert read_place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe says where
+    assert read_place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe's takes precedence
     assert read_place("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
 
 
@@ -121,7 +121,7 @@ def test_missing_device_is_one_error_line():
 
     assert device.choose_device("cpu", 3) == "cpu"
     count = torch.cuda.device_count()
-    with pytest.raises(UserError, match=rf'device "cuda": this machine has .* and rank {count} on it needs one'):
+    with pytest.raises(UserError, match=rf'device "cuda": this machine has .* and rank {count} on it needs its own'):
         device.choose_device("cuda", count)
     assert device.choose_device("auto", 0) == ("cuda:0" if count else "cpu")
 
@@ -134,7 +134,7 @@ GPUS = ("GPU-a", "GPU-b")
     [
         ([("one", None, GPUS), ("two", None, GPUS), ("one", None, GPUS), ("two", None, GPUS)], [0, 0, 1, 1]),
         ([("one", 1, GPUS), ("one", 0, GPUS)], [1, 0]),
-        ([("one", 0, GPUS), ("one", 0, GPUS)], [0, 1]),  # told by two scripts, each of its own
+        ([("one", 0, GPUS), ("one", 0, GPUS)], [0, 1]),  # numbered by two scripts, each for itself
         ([("one", None, GPUS), ("one", 0, GPUS)], [0, 1]),
         ([("one", 0, ("GPU-a",)), ("one", 1, ("GPU-b",))], [0, 0]),  # each bound to its own
         ([("one", None, ("GPU-a",)), ("two", None, ("GPU-a",))], [0, 0]),
@@ -151,7 +151,7 @@ def test_every_rank_gets_its_own_gpu(seats, devices):
         ("auto", [("one", None, ("GPU-a",)), ("one", None, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
         ("auto", [("one", 0, GPUS), ("one", 1, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
         ("auto", [("one", None, GPUS)] * 3, "one has 2 CUDA devices, and rank 2, number 2 there, needs its own"),
-        ("auto", [("one", 0, GPUS), ("two", 0, ())], "two has no CUDA device, and rank 1, number 0 there, needs one"),
+        ("auto", [("one", 0, GPUS), ("two", 0, ())], "two has no CUDA device, and rank 1, number 0 there, needs its own"),
         ("cuda", [("one", 0, ()), ("one", 1, ())], "one has no CUDA device"),
     ],
 )
@@ -170,7 +170,7 @@ def test_auto_device_is_cpu_without_gpus_on_any_host():
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
-    """Two ranks of one machine that nobody numbered: rank by rank; the same line for both where there is one GPU."""
+    """Two ranks of one host without local ranks: assigned in order of rank; with one GPU both get the same error."""
     from torch.distributed import FileStore, TCPStore
 
     def clients(name):
@@ -186,7 +186,7 @@ def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
             except UserError as error:
                 return str(error)
 
-        stores = clients(name)  # kept to the end: the first one's is the server
+        stores = clients(name)  # kept until the end, as the first one is the server
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(agreed, range(2), stores))
 
@@ -227,7 +227,7 @@ def test_ranks_meet_by_every_method(tmp_path):
     (tmp_path / "stale").write_bytes(b"left by ranks that were killed")
     methods = [
         ("environment", None, {}),
-        # A port of its own: a rank that comes early would find the server of the meeting before.
+        # A new port for each: an early rank would find the server of the previous rendezvous.
         (
             "SLURM",
             None,

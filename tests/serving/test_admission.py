@@ -48,8 +48,8 @@ def build(available: int, claims: Sequence[Claim]) -> AdmissionState:
 
 
 def can_end_in_order(available: int, claims: Sequence[Claim]) -> bool:
-    """By simulation: each sequence, oldest first, takes a block in each table again and again until its end, gives one
-    back first where it may own no more, and at its end gives all back, while the younger ones stand still."""
+    """By simulation: each sequence, oldest first, repeatedly allocates a block in each table until its end; it first
+    releases one where it may own no more, and at its end releases all. Younger ones do not run."""
     for remaining, owned, room in claims:
         left = list(room)
         for _ in range(remaining):
@@ -152,8 +152,8 @@ def test_block_shared_by_younger_sequence_is_not_reclaimed_before_window():
 
 
 def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[int, int, int]:
-    """Return steps, pauses and the most sequences that ran at once; `reserved`: only as many as can all
-    grow to their most at once (worst-case reservation)."""
+    """Return steps, pauses and the most sequences that ran concurrently; `reserved`: admit only as many as can all
+    grow to their most together (worst-case reservation)."""
     longest = max(-(-(request.longest - 1) // 16) for request in requests)
     scheduler = Scheduler(StepLimits(blocks, 64, blocks // longest if reserved else 16, 256))
     for request in requests:

@@ -105,7 +105,7 @@ def test_text_ends_at_the_models_last_position(model: mw.Model):
 
 def test_prompt_without_space_for_one_token_is_refused(model: mw.Model):
     assert len(model.generate("x" * 38).tokens) == 1
-    with pytest.raises(UserError, match="40 tokens with its start, and the model 40 positions"):
+    with pytest.raises(UserError, match="40 tokens with its start token, and the model 40 positions"):
         model.generate("x" * 39)
 
 

@@ -70,7 +70,7 @@ def answer(runner, budget: int) -> list[list[int]]:
 
 
 def run_prompts(engine: Engine) -> list[list[int]]:
-    """Greedy tokens of all prompts at once; 3 of the 4 decode together for a while, padded to 4."""
+    """Greedy tokens of all prompts in one batch; 3 of the 4 decode together for a while, padded to 4."""
     requests = [Request(str(n), tuple(each), Sampling(max_tokens=9 - 2 * n)) for n, each in enumerate(PROMPTS)]
     answers: list[list[int]] = [[] for _ in requests]
     for output in run_requests(engine, requests):
@@ -99,7 +99,7 @@ def test_padding_does_not_touch_blocks_of_sequences(directories: Callable[[str],
 def test_graphs_are_captured_for_padded_sizes_and_replayed(
     directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """With stand-ins for CUDA's: a replay computes what was captured into the same tensor."""
+    """With substitutes for CUDA graphs: a replay writes the captured computation's result to the same tensor."""
     replays = list[int]()
 
     class Graph:
@@ -185,7 +185,7 @@ def test_unsupported_configurations_on_gpu_are_refused(
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invariant: bool):
-    """A tensor without memory has no values: what asks for one raises."""
+    """A tensor without memory has no values: reading one raises an error."""
     config, device = small_config(name), torch.device("cuda", 0)
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
@@ -200,7 +200,7 @@ def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invar
 
 
 class _Peak(TorchDispatchMode):
-    """Bytes of the tensors that operators have made and that are alive: now, and at most so far."""
+    """Bytes of live tensors that operators have created: now, and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class _Peak(TorchDispatchMode):
 
 
 class _Launches:
-    """The operations of `device_operations` by what they allocate: their results."""
+    """The operations of `device_operations`, reduced to the allocation of their results."""
 
     VERSION, Tiles = "nothing", device_reference.Tiles
     add_norm = staticmethod(lambda x, delta, weight, epsilon: torch.empty_like(x))
@@ -256,7 +256,7 @@ def test_tensors_of_a_step_fit_predicted_slack(name: str):
 
 
 class _NoTensors:
-    """The weights of a rank, without any tensor to read."""
+    """Weights of a rank without tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.stage = config, whole_model(config)

@@ -1,4 +1,4 @@
-"""API keys are read from a file, one a line."""
+"""API keys are read from a file, one per line."""
 
 from __future__ import annotations
 

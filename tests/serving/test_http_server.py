@@ -73,13 +73,13 @@ def address(served: ServedApp) -> tuple[str, int]:
 
 
 def post(body: bytes, size: int | None = None, *headers: str) -> bytes:
-    """A request for text; `size`: what its header says of the body, if that is not yet whole."""
+    """A request for text; `size`: its Content-Length, if not that of `body`."""
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body) if size is None else size}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Everything until the connection ends, however it ends."""
+    """All data until the connection is closed or reset."""
     received = b""
     connection.settimeout(60)
     try:
@@ -164,7 +164,7 @@ def test_silent_refused_connection_is_closed_soon(
 
 
 def test_idle_connection_survives_header_timeout(address: tuple[str, int]):
-    """The time for headers does not count between requests, where the longer keep-alive time holds."""
+    """Between requests the longer keep-alive time applies instead of the time for headers."""
     with httpx.Client(base_url=f"http://{address[0]}:{address[1]}") as client:
         first = client.get("/health").extensions["network_stream"]
         time.sleep(0.8)
@@ -194,7 +194,7 @@ def test_connections_beyond_limit_get_429_and_others_are_served(address: tuple[s
 
 
 def test_connections_beyond_twice_the_limit_wait_for_an_answer(served: ServedApp, monkeypatch: pytest.MonkeyPatch):
-    """None of them is reset, though most come while the server accepts none."""
+    """None of them is reset, though most arrive while the server accepts none."""
     monkeypatch.setattr(http_server, "CROWDED_SECONDS", 60)
     request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     with ExitStack() as stack:
@@ -245,7 +245,7 @@ def test_disconnect_after_pipelined_request_cancels_first(address: tuple[str, in
 
 
 def test_body_after_upgrade_request_is_not_parsed_as_request(address: tuple[str, int]):
-    """The HTTP parser hands over all that follows such headers; Java's client asks for h2c with each first request."""
+    """The HTTP parser passes on all data after such headers; Java's client requests h2c with each first request."""
     with socket.create_connection(address) as connection:
         connection.sendall(post(b"", 40, "Connection: Upgrade\r\nUpgrade: h2c"))
         time.sleep(0.05)
@@ -350,8 +350,8 @@ def test_sigterm_finishes_requests_in_flight_and_refuses_new_ones(tmp_path: Path
                 thread = threading.Thread(target=lambda: refused.append(httpx.post(url, json=body)))
                 thread.start()
     thread.join()
-    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert told[-1]["choices"][0]["finish_reason"] == "length" and "data: [DONE]" in lines
+    streamed = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert streamed[-1]["choices"][0]["finish_reason"] == "length" and "data: [DONE]" in lines
     assert refused[0].status_code == 503 and refused[0].json()["error"]["code"] == "draining"
     assert process.stdout.read().split() == [str(int(signal.SIGTERM)), "0", "0"]
     process.stdout.close()

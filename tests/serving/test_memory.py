@@ -1,4 +1,4 @@
-"""`--memory`, and the KV blocks that it gives."""
+"""`--memory`, and the number of KV blocks that it allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: it has the fields that are read, and what is generated from it makes no server error."""
+"""The OpenAPI document lists all fields that are read, and requests generated from it cause no server error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_document_lists_all_fields_that_are_read(client: TestClient, path: str):
 
 
 def test_document_lists_429_for_all_but_health_checks(client: TestClient):
-    """Probes are answered whatever the load is."""
+    """Health checks are answered under any load."""
     paths = client.get("/openapi.json").json()["paths"]
     without = {
         path for path, operations in paths.items() for each in operations.values() if "429" not in each["responses"]

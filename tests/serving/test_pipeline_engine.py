@@ -1,4 +1,4 @@
-"""Pipeline ranks against one engine: the same answers, whatever the order in which batches pass the stages."""
+"""Pipeline ranks give the answers of a single engine for any order of batches in the stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCABULARY = 499
 
 
 class FakeRunner:
-    """A stage that passes on a function of tokens and positions, and checks that it gets that of its batch."""
+    """A stage that outputs a function of tokens and positions, and checks that its input is that of its batch."""
 
     instruction_set, version = "none", "fake"
 

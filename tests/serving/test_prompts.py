@@ -1,4 +1,4 @@
-"""Prompts: what becomes tokens, what is refused, and the bytes of a token."""
+"""Prompts: encoding, refused prompts, and the bytes of a token."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_rank_without_the_chosen_instruction_set_is_refused_by_name(monkeypatch:
 
 
 def test_externally_started_ranks_compute_on_agreed_devices(monkeypatch: pytest.MonkeyPatch):
-    """torchrun may not say the local rank, or show each rank a GPU of its own."""
+    """torchrun may leave the local rank unknown, or make one GPU visible to each rank."""
     taken = list[str]()
 
     class Stop(Exception): ...

@@ -1,4 +1,4 @@
-"""Replicas: requests reach ranks, lost ranks are started again, and answers continue token for token."""
+"""Replicas: requests reach ranks, lost ranks are restarted, and answers continue token for token."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def shared(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    """A server of two places whose queue takes 3 requests with 40 tokens, for tests that leave it as they find it."""
+    """A server of 2 sequences with a queue of 3 requests and 40 tokens, for tests that leave its state unchanged."""
     limits = QueueLimits(requests=3, tokens=40)
     server = running(tmp_path_factory.mktemp("shared"), "tp2", max_sequences=2, limits=limits)
     yield loop.run(server.__aenter__())
@@ -293,7 +293,7 @@ def test_queue_refuses_requests_beyond_its_limits(loop: asyncio.Runner, shared: 
 
 
 def test_replica_with_the_longest_cached_prefix_is_chosen(tmp_path: Path):
-    """The first of two idle replicas is chosen, but for prompts of which the other one has the beginning."""
+    """The first of two idle replicas is chosen, except for prompts whose prefix the other one has cached."""
 
     async def run() -> None:
         async with running(tmp_path, "dp2") as replicas:

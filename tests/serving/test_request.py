@@ -1,4 +1,4 @@
-"""Requests and outputs: checks, and JSON forms that lose nothing."""
+"""Requests and outputs: checks, and lossless JSON forms."""
 
 from __future__ import annotations
 

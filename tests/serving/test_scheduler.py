@@ -68,7 +68,7 @@ class Answer:
 
 
 def answer_alone(request: Request, windows: Windows = (None,)) -> Answer:
-    """The answer without any window in the scheduler: no block is given back before the end."""
+    """The answer without a window in the scheduler, where no block is released before the end."""
     blocks = 40 * len(windows)
     scheduler = Scheduler(StepLimits(blocks, 1000, max_sequences=1, max_length=640), [None] * len(windows))
     runner, answer = HashRunner(blocks, windows), Answer()
@@ -248,7 +248,7 @@ def test_cancelled_request_frees_blocks_by_next_step():
         scheduler.add(Request(name, prompt(40, ord(name)), Sampling(max_tokens=20)))
     scheduler.add(Request("c", prompt(300), Sampling(max_tokens=20)))
     step(scheduler, runner)
-    assert scheduler.cancel("a").finish_reason == "cancelled"  # between steps: at once
+    assert scheduler.cancel("a").finish_reason == "cancelled"  # between steps: immediately
     check_scheduler(scheduler)
     assert [scheduler.cancel(name) for name in ("a", "unknown")] == [None, None]
     batch = scheduler.schedule()
@@ -293,7 +293,7 @@ def test_blocks_before_the_window_are_freed(windows: Windows, most: int):
 
 def test_window_in_some_layers_lets_more_sequences_run():
     """Two tables take twice the blocks of half the size: 80 of them hold three sequences of 200 tokens, where each of
-    26 blocks leaves room for no more."""
+    26 blocks fit no further one."""
     most = {}
     for windows in ((None, None), (None, 20)):
         scheduler, runner = make(blocks=80, windows=windows)
@@ -326,7 +326,7 @@ def test_only_blocks_before_the_window_may_be_missing_from_cached_prefix(windows
 
 
 def evict(pool: BlockPool, table: int, content: bytes) -> None:
-    """Take a cached block's content away."""
+    """Evict the content of a cached block."""
     if (block := pool._block_of.pop((table, content), None)) is not None:
         pool._hashes[block] = None
         del pool._cached[block]

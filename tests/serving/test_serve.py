@@ -1,4 +1,4 @@
-"""`meshwright serve` as its users see it: a server of real ranks, and the errors before one starts."""
+"""`meshwright serve` end to end: a server of real ranks, and errors before one starts."""
 
 from __future__ import annotations
 

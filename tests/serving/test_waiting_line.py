@@ -1,4 +1,4 @@
-"""The line of refused clients on an engine of virtual time: who is admitted when, and how true the told waits are."""
+"""The waiting line of refused clients, in virtual time: order of admission, and accuracy of `Retry-After`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LIMIT, PLACES, ANSWER, ADMITTED = 64, 64, 32, 8
 
 
 class Engine:
-    """A server in virtual time: steps of disturbed length, and clients that return once, exactly as they are told.
+    """A server in virtual time: steps of noisy length, and clients that retry once, exactly after `Retry-After`.
 
     Attributes:
         retried: Per refused client that returned: True if it was admitted then.
-        waits: Per refused client that asked all the time: (told, real) seconds until it was admitted.
+        waits: For each refused client that kept asking: (`Retry-After`, real) seconds until it was admitted.
         idle: Sequences that could have run in all steps while a client was refused.
     """
 
@@ -48,7 +48,7 @@ class Engine:
         return refusal
 
     def _admit(self, key: bytes, choices: int) -> Refusal | None:
-        """Refusal of a request of so many choices; 0: of any."""
+        """Refusal of a request of `choices` choices; 0: of any."""
         asked = max(1, choices)
         waiting = self.queued + asked - (PLACES - len(self.running))
         if self.with_line:
@@ -79,19 +79,19 @@ class Engine:
         refusal = self.ask(key)
         if refusal is None or not returning:
             return
-        told, now = refusal.retry_after_seconds, self.now
+        wait, now = refusal.retry_after_seconds, self.now
         if self.draw.random() < 0.1:
-            self.at(now + max(0.005, told / 20), lambda: self._probe(key, told, now))
+            self.at(now + max(0.005, wait / 20), lambda: self._probe(key, wait, now))
         else:
             late = self.draw.random() * 0.002
-            self.at(now + told + late, lambda: self.retried.append(self.ask(key) is None))
+            self.at(now + wait + late, lambda: self.retried.append(self.ask(key) is None))
 
-    def _probe(self, key: bytes, told: float, refused: float) -> None:
-        """Ask again and again until the request, refused at the time `refused`, is admitted."""
+    def _probe(self, key: bytes, wait: float, refused: float) -> None:
+        """Keep asking until the request, refused at the time `refused`, is admitted."""
         if self.ask(key) is None:
-            self.waits.append((told, self.now - refused))
+            self.waits.append((wait, self.now - refused))
         else:
-            self.at(self.now + max(0.005, told / 20), lambda: self._probe(key, told, refused))
+            self.at(self.now + max(0.005, wait / 20), lambda: self._probe(key, wait, refused))
 
     def run(self, until: float) -> None:
         """Let time pass."""
@@ -129,16 +129,16 @@ def line(clock: Clock) -> WaitingLine:
 
 
 def ask(line: WaitingLine, key: bytes, waiting: int = 9, first: bool = False, tokens: int = 9) -> float | None:
-    """Ask for a request that would be one of so many that wait; a further one is admitted each second. Return the
-    seconds that it was told to wait, None if it was admitted."""
+    """Ask for a request with `waiting` waiting ones, itself included, one of which is admitted each second. Return its
+    `Retry-After` in seconds, None if it was admitted."""
     queue = Queue(waiting, partial(repeat, tokens // max(1, waiting), waiting - 1), tokens, float)
     refusal = line.admit(Ticket(key, first=first), 1, tokens // max(1, waiting), queue)
     return None if refusal is None else refusal.retry_after_seconds
 
 
 def retry_after_overload(step: float, with_line: bool) -> tuple[list[bool], list[float]]:
-    """Ten times the capacity without returns, then 0.8 times with them: who was admitted at the first retry, and told /
-    real waits."""
+    """Ten times the capacity without retries, then 0.8 times with them: share admitted at first retry, and ratios of
+    `Retry-After` to the real wait."""
     retried, ratios = [], []
     for seed in range(2):
         engine = Engine(seed, step, with_line)
@@ -148,7 +148,7 @@ def retry_after_overload(step: float, with_line: bool) -> tuple[list[bool], list
             engine.run(engine.now + 20)
         assert not engine.idle
         retried += engine.retried
-        ratios += [told / real for told, real in engine.waits]
+        ratios += [wait / real for wait, real in engine.waits]
     return retried, ratios
 
 
@@ -162,7 +162,7 @@ def test_refused_clients_succeed_at_first_retry_when_load_falls(step: float):
 
 
 def test_all_choices_of_refused_request_are_reserved(line: WaitingLine, clock: Clock):
-    """One leaves the full queue each second, and somebody without a place asks for that room."""
+    """One request leaves the full queue each second, and a client without a place asks for that room."""
     queued, due = 9, 0.0
     for second in range(50):
         clock.now, queued = float(second), queued - 1
@@ -195,7 +195,7 @@ def test_due_client_refused_for_tokens_gets_same_retry_after(line: WaitingLine, 
 
 
 def test_returning_client_is_counted_when_it_would_be_late(line: WaitingLine, clock: Clock):
-    """Otherwise those that come are known before those that do not, and more are expected than will come."""
+    """Otherwise returning clients were counted before absent ones, and the share would be overestimated."""
     ask(line, b"gone")
     clock.now = 20.0
     assert line.outstanding == 0 and (before := line.returning) < 1
@@ -218,14 +218,14 @@ def test_clients_are_admitted_in_order_of_first_refusal(line: WaitingLine, clock
 
 
 def test_refused_retry_gets_shorter_wait_and_keeps_its_order(line: WaitingLine, clock: Clock):
-    told = [ask(line, key) for key in (b"a", b"b")]
+    wait = [ask(line, key) for key in (b"a", b"b")]
     clock.now = 1.0
-    assert ask(line, b"b") == told[1] - 1.0  # too early: it keeps its place
+    assert ask(line, b"b") == wait[1] - 1.0  # too early: it keeps its place
     for number in range(20):
         ask(line, b"new%d" % number)
-    assert ask(line, b"b") == told[1] - 1.0
+    assert ask(line, b"b") == wait[1] - 1.0
     clock.now = 2.5
-    assert ask(line, b"b") == 1.25 < told[1]  # slower than predicted: only the next room is waited for
+    assert ask(line, b"b") == 1.25 < wait[1]  # slower than predicted: only the next room is waited for
     clock.now = 3.75
     assert ask(line, b"b", waiting=8) is None
 
