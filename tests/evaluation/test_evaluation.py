@@ -181,8 +181,8 @@ def test_documents_lossy_in_tokenizer_are_counted_with_warning(place, checkpoint
     (lossy / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in ("Line", "Line 1", "2")))
     assert run_evaluation(lossy, str(tmp_path / "text.jsonl"))["lossy_documents"] == 2
-    said = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
-    assert "warning        2 of these documents are not what their tokens decode to" in said
+    output = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
+    assert "warning        2 of these documents are not what their tokens decode to" in output
 
 
 def test_row_length_is_bounded_by_model_positions(place, checkpoint):
@@ -310,18 +310,18 @@ def test_find_checkpoint_accepts_every_kind_of_directory(checkpoint, tmp_path):
 
     for file in ("model.safetensors", "training/rank-00000-of-00001.safetensors"):  # the second is not read
         cases.flip_bit(directory / "step-000002" / file)
-    said: list[str] = []
-    assert find_checkpoint(tmp_path / "run", log=said.append) == directory / "step-000001"
-    assert len(said) == 1 and "step-000002 is damaged and passed over: model.safetensors was altered" in said[0]
+    lines: list[str] = []
+    assert find_checkpoint(tmp_path / "run", log=lines.append) == directory / "step-000001"
+    assert len(lines) == 1 and "step-000002 is damaged and passed over: model.safetensors was altered" in lines[0]
     with pytest.raises(UserError, match=r"step-000002 is damaged: model.safetensors was altered between bytes 0 and"):
         find_checkpoint(directory / "step-000002")
     cases.flip_bit(directory / "step-000002/model.safetensors")  # restore it
     assert find_checkpoint(directory / "step-000002") == directory / "step-000002"
 
     cases.flip_bit(directory / "step-000002/config.json")
-    said = []
-    assert find_checkpoint(str(tmp_path / "run"), log=said.append) == directory / "step-000001"
-    assert len(said) == 1 and "step-000002 is damaged and passed over: config.json" in said[0]
+    lines = []
+    assert find_checkpoint(str(tmp_path / "run"), log=lines.append) == directory / "step-000001"
+    assert len(lines) == 1 and "step-000002 is damaged and passed over: config.json" in lines[0]
     with pytest.raises(UserError, match=r"step-000002 is damaged: config.json was altered"):
         find_checkpoint(directory / "step-000002")
     (directory / "step-000001/manifest.json").unlink()

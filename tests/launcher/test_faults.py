@@ -107,8 +107,8 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
     lines = end(running, 130)
     assert f"resumed from step-{step:06d}: {step} of {STEPS} steps are done" in lines
     step = newest(place / "run/checkpoints").step
-    said = f"meshwright: stopped by an interrupt after saving step {step}; the same command goes on from there"
-    assert lines[-1] == said and "" not in lines and not any("interrupt" in line for line in lines[:-1])
+    last = f"meshwright: stopped by an interrupt after saving step {step}; the same command goes on from there"
+    assert lines[-1] == last and "" not in lines and not any("interrupt" in line for line in lines[:-1])
 
     assert f"resumed from step-{step:06d}: {step} of {STEPS} steps are done" in end(begin(place), 0)
     checkpoints = [path / f"run/checkpoints/step-{STEPS:06d}" for path in (whole, place)]
@@ -151,10 +151,10 @@ def test_full_disk_loses_only_the_last_save(small_disk, tmp_path_factory):
     )
     with LocalRanks(2) as ranks:
         outcomes = ranks.run(cases.train, recipe.to_toml(), 0, "disk_fills_and_empties")
-        said = outcomes[0]["said"]
+        lines = outcomes[0]["said"]
         metrics = f"{small_disk}/run/metrics.jsonl cannot be written (no space left on device): its lines wait"
-        assert 1 <= sum(line.startswith(metrics) for line in said) <= 2  # once for each time the disk was full
-        failed = [line for line in said if "training goes on" in line]
+        assert 1 <= sum(line.startswith(metrics) for line in lines) <= 2  # once for each time the disk was full
+        failed = [line for line in lines if "training goes on" in line]
         assert len(failed) == 1 and failed[0].startswith("checkpoint of step 4 not written: ")
         assert "no space left" in failed[0] and "the newest whole checkpoint is step-000002" in failed[0]
         for outcome in outcomes:

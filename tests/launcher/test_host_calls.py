@@ -41,15 +41,15 @@ def test_next_start_reports_rank_behind_and_cleans_up(tmp_path, capfd, monkeypat
         leave(first._path, rank, calls[rank])
     second = HostCalls(directory, PLACE, "second")
     other = HostCalls(directory, Place(1, 2, 1, "env://", "torchrun", 2), "second")  # starts after the report
-    said = capfd.readouterr().err
+    output = capfd.readouterr().err
     line = (
         "in the start before this one: rank 1 has not entered call 6 of ranks 0,1 (all_reduce data.gradients over data)"
     )
-    assert said.count(line) == blamed and second.report_path.exists() == blamed
+    assert output.count(line) == blamed and second.report_path.exists() == blamed
     if blamed:
         text = second.report_path.read_text()
         assert text.startswith(line) and "> rank 1 (process" in text
-        assert said.endswith(f"full report: {second.report_path}\n") and said.count("\n") == 2
+        assert output.endswith(f"full report: {second.report_path}\n") and output.count("\n") == 2
     second.close()
     other.close()
     assert not list(first._path.parent.glob(f"*{first._path.name.removesuffix('first')}*"))

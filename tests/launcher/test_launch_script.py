@@ -81,8 +81,8 @@ def test_impossible_host_counts_are_refused_with_valid_ones(layout, nodes, devic
     ],
 )
 def test_tensor_parallel_groups_across_hosts_are_warned_of(layout, per_host, inside):
-    said = tensor_across_hosts(Layout.parse(layout), per_host)
-    assert (said is None) == (inside is None) and (inside or "") in (said or "")
+    warning = tensor_across_hosts(Layout.parse(layout), per_host)
+    assert (warning is None) == (inside is None) and (inside or "") in (warning or "")
 
 
 def test_ranks_per_host_follow_torchrun_or_slurm():
@@ -162,12 +162,12 @@ def test_unusual_names_are_quoted_as_one_word(kind, odd, recipe, tmp_path, monke
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "localhost"}
     subprocess.run(["bash", "-c", script], cwd="/", env=environment, check=True)
     where, _, given = words.read_text().rpartition("\n" if "\n" not in odd else f"{odd}\n")
-    said = given.split("\0")[:-1]
-    first = said.index("meshwright")
+    called = given.split("\0")[:-1]
+    first = called.index("meshwright")
     path = f"./{odd}.toml" if odd.startswith("-") else f"{odd}.toml"
-    assert said[first + 1 :] == ["train", path, *overrides]
+    assert called[first + 1 :] == ["train", path, *overrides]
     assert (where + (odd if "\n" in odd else "")) == str(directory)
-    assert ("--nproc-per-node" in said) == (kind == "torchrun") and ("--ntasks=4" in said) == (kind == "slurm")
+    assert ("--nproc-per-node" in called) == (kind == "torchrun") and ("--ntasks=4" in called) == (kind == "slurm")
     directives = [line for line in made.script.splitlines() if line.startswith("#SBATCH")]
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=[A-Za-z0-9_.:@%-]+)?", line) for line in directives)
 
@@ -193,10 +193,10 @@ def test_launch_errors_are_one_line(recipe, command_line):
         "is not an option of sbatch": ["--slurm", "--sbatch", "partition=gpu\nrm -r"],
         "batch 4 is not a multiple": ["--slurm", "layout=dp3"],
     }
-    for said, arguments in mistakes.items():
+    for reason, arguments in mistakes.items():
         outcome = command_line("launch", recipe.name, *arguments)
         assert (outcome.code, outcome.output, outcome.errors.count("\n")) == (2, "", 1), outcome.errors
-        assert said in outcome.errors
+        assert reason in outcome.errors
     outcome = command_line("launch", recipe.name, "--slurm", "layout=dp2 tp2", "--devices-per-node", 1, "--json")
     answer = json.loads(outcome.output)
     assert answer["schema"] == 1 and answer["script"].startswith("#!/usr/bin/env bash\n")

@@ -25,8 +25,8 @@ from tests.training.launcher_ranks import COMMAND, ROOT
 
 
 def start(directory: Path, case: str, ranks: int = 2, log: list[str] | None = None, **options):
-    said = log if log is not None else []
-    return launch(LaunchSpec({"case": case}, ranks, directory, command=COMMAND, log=said.append, **options))
+    lines = log if log is not None else []
+    return launch(LaunchSpec({"case": case}, ranks, directory, command=COMMAND, log=lines.append, **options))
 
 
 def alive(process: int) -> bool:

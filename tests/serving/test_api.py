@@ -137,7 +137,7 @@ def test_prompt_text_is_never_encoded_as_special_token(copy: Path):
 
 
 def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Path):
-    for prompt, options, said in (
+    for prompt, options, reason in (
         ("x", {"max_tokens": 0}, "max_tokens 0"),
         ("x", {"top_p": 2.0}, "top_p 2"),
         ("x", {"top_q": 2.0}, 'unknown option "top_q"; did you mean "top_'),
@@ -145,7 +145,7 @@ def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Pa
         ([], {}, "the prompt is empty"),
         (None, {}, "prompt: takes a text or a list of token IDs, not NoneType"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=reason):
             model.generate([prompt], **options)  # type: ignore[list-item, arg-type]
     (copy / "generation_config.json").write_text("[")
     with pytest.raises(UserError, match="generation_config.json is not a JSON object"):

@@ -325,9 +325,9 @@ def test_body_without_json_object_is_answered_with_400(http: httpx.Client, body:
 
 
 def test_invalid_tokens_and_unknown_models_are_refused(http: httpx.Client, client: openai.OpenAI):
-    for tokens, said in (([1, 10**6], "is not in the model's vocabulary"), ([-1], "[0] should be"), ([2**70], "[0]")):
+    for tokens, reason in (([1, 10**6], "is not in the model's vocabulary"), ([-1], "[0] should be"), ([2**70], "[0]")):
         answer = http.post("/v1/completions", json={"prompt": tokens})
-        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="the model 'other' is not served here"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="the maximum length is 512 tokens") as caught:

@@ -97,7 +97,7 @@ def run_rank(layout: str, seeds: list[int]) -> list[dict[str, tuple[list[int], s
 @pytest.mark.parametrize(("layout", "ranks"), [("pp2", "two"), ("pp4", "four"), ("tp2:nosp pp2", "four")])
 def test_pipeline_answers_like_one_engine(request: pytest.FixtureRequest, layout: str, ranks: str):
     pool: LocalRanks = request.getfixturevalue(ranks)
-    seeds = [1, 2, 3]
+    seeds = [1, 2]
     expected = [run_engine(Engine(FakeRunner(0, 1), make_scheduler(1)), seed) for seed in seeds]  # type: ignore
     assert all(len(answers) > 15 for answers in expected)
     assert pool.run(run_rank, layout, seeds) == [expected] * pool.world_size

@@ -168,10 +168,10 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
 
 
 @pytest.mark.parametrize(
-    ("unfinished", "said"), [(0, "were finished"), (2, "^terminated: 2 requests in flight were ended")]
+    ("unfinished", "message"), [(0, "were finished"), (2, "^terminated: 2 requests in flight were ended")]
 )
-def test_end_reports_unfinished_requests(unfinished: int, said: str):
-    with pytest.raises(Terminated, match=said):
+def test_end_reports_unfinished_requests(unfinished: int, message: str):
+    with pytest.raises(Terminated, match=message):
         serve_module._raise_end(signal.SIGTERM, unfinished)
 
 
