@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -286,3 +287,6 @@ def test_busy_port_ends_every_rank_with_one_line(monkeypatch):
                 place = read_place(method, os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"})
                 with pytest.raises(UserError, match=line):
                     connect_to_store(place, 1.0)
+    for thread in threading.enumerate():  # torch's connections end with the other program
+        if thread.name == "store":
+            thread.join()

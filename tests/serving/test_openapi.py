@@ -37,13 +37,18 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
     return TestClient(HttpApp(FakeEngine(prompts), prompts, HttpSettings("m")))
 
 
+@pytest.fixture(scope="module")
+def schema(client: TestClient) -> Any:
+    """The OpenAPI document as schemathesis parses it."""
+    return schemathesis.openapi.from_asgi("/openapi.json", client.app)
+
+
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("path", MODELS)
-def test_requests_generated_from_document_cause_no_server_error(client: TestClient, path: str, mode: GenerationMode):
+def test_requests_generated_from_document_cause_no_server_error(schema: Any, path: str, mode: GenerationMode):
     """bench/ runs more of them, and schemathesis' whole engine."""
-    operation = schemathesis.openapi.from_asgi("/openapi.json", client.app)[path]["POST"]
 
-    @given(operation.as_strategy(generation_mode=mode))
+    @given(schema[path]["POST"].as_strategy(generation_mode=mode))
     @settings(max_examples=4, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
     def call(case: schemathesis.Case) -> None:
         case.call_and_validate(checks=CHECKS)

@@ -343,7 +343,7 @@ def allow_connections(count: int, log: Callable[[str], None] = lambda line: None
 async def wait_for_signals(signals: StopSignals, count: int = 1) -> None:
     """Wait until `count` stop signals have arrived in all."""
     while len(signals.received) < count:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
 
 
 async def serve_http(
