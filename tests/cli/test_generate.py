@@ -58,7 +58,7 @@ def test_chat_prompt_uses_the_chat_template(command_line: Callable[..., Any], st
     asked = ("--prompt", "there </s> was", "--chat", "--max-tokens", 3)
     outcome = command_line("generate", stories, *asked)
     assert (outcome.code, outcome.errors.count("\n")) == (2, 1)
-    assert "its tokenizer comes without a chat template" in outcome.errors
+    assert "its tokenizer has no chat template" in outcome.errors
     model = tmp_path / "model"
     shutil.copytree(stories, model, copy_function=shutil.copyfile)
     template = "{{ bos_token }}{% for m in messages %}Once upon a time, {{ m.content }}{% endfor %}"
@@ -72,7 +72,7 @@ def test_chat_template_with_empty_output_is_refused(command_line: Callable[..., 
     model = tmp_path / "model"
     shutil.copytree(stories, model, copy_function=shutil.copyfile)
     for template, word in (
-        ("", "the prompt is empty: it must have a token"),
+        ("", "the prompt is empty: it needs at least one token"),
         ("{{ 'x' * 10**10 }}", "needs more than 2 GiB"),
     ):
         (model / "chat_template.jinja").write_text(template)

@@ -1,4 +1,4 @@
-"""Watch over the calls on a GPU: it ends with the work, and an overdue call ends the process after the report."""
+"""Watch over calls on a GPU: it ends with the work; an overdue call ends the process after the report is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.launcher import device_watch
 from meshwright.launcher.device_watch import watch_device_calls
 
 
-def test_watch_leaves_the_calls_of_cpus_alone():
+def test_device_watch_has_no_effect_on_cpu():
     communicator = Communicator("cpu")
     calls = communicator.calls
     with watch_device_calls(communicator, None):
@@ -44,6 +44,6 @@ def test_overdue_call_ends_the_process_after_the_report(monkeypatch: pytest.Monk
     assert ended[0] == 0, "the thread uses the rank's GPU"
     prefix = "reported: " * started_by_others
     assert str(ended[1]).startswith(
-        f"{prefix}the GPU of rank 0 was not through call 1 (all_reduce data.gradients over data) at "
+        f"{prefix}the GPU of rank 0 did not complete call 1 (all_reduce data.gradients over data) at "
     ) and str(ended[1]).endswith(" within 0.01 s")
     assert recorder.read().gave_up and communicator.calls is recorder

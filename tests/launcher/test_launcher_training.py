@@ -1,4 +1,4 @@
-"""Training killed and resumed as a person does it: the command, its lines and exit codes, the same end bit for bit."""
+"""Training killed and resumed from the command line: messages, exit codes, and the same result bit for bit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def undisturbed(place) -> Path:
 
 
 def kill_rank(running: subprocess.Popen, directory: Path, rank: int, when: Callable[[], bool]) -> int:
-    """SIGKILL a rank when the time has come; its process id."""
+    """SIGKILL a rank once `when()` holds; return its process ID."""
     deadline = time.monotonic() + 60
     while not when():
         assert running.poll() is None, running.communicate()
@@ -115,7 +115,7 @@ def test_run_killed_in_step_and_save_resumes_bitwise(place, undisturbed):
     assert running.returncode == 3 and time.monotonic() - ended < 60
     line = errors.strip().splitlines()[-1]
     assert line.startswith(f"meshwright: error: rank 1 (process {killed}) was killed by signal 9 (SIGKILL) after step ")
-    assert "; the same command goes on from step-0000" in line
+    assert "; the same command resumes from step-0000" in line
 
     before = last_step(directory)
     running = begin(directory, "--restarts", "1")
@@ -128,7 +128,7 @@ def test_run_killed_in_step_and_save_resumes_bitwise(place, undisturbed):
     )
     _, errors = running.communicate(timeout=200)
     assert running.returncode == 0, errors
-    assert "starting again (1 of 1)" in errors and errors.count("resumed from step-0000") >= 1
+    assert "restarting (1 of 1)" in errors and errors.count("resumed from step-0000") >= 1
 
     expected = digests(undisturbed / "run/checkpoints/step-000030")
     assert digests(directory / "run/checkpoints/step-000030") == expected and len(expected) > 8

@@ -163,7 +163,7 @@ def test_killed_rank_0_leaves_tracking_without_gap_or_duplicate(home, uri):
         _, errors = running.communicate(timeout=150)
     finally:
         running.kill()
-    assert running.returncode == 0 and "starting again (1 of 1)" in errors, errors
+    assert running.returncode == 0 and "restarting (1 of 1)" in errors, errors
     assert "resumed from step-" in errors and "tracker" not in errors, errors
     expected = written(place)
     found, figures = in_mlflow(uri, place / "run")

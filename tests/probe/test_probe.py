@@ -354,7 +354,7 @@ def test_killed_rank_ends_probe_with_one_line(tmp_path: Path):
     command = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     spec = LaunchSpec({}, 2, tmp_path, command=command, trains=False, log=lines.append)
     with pytest.raises(
-        RankLost, match=r"rank \d .*was killed by signal 9 \(SIGKILL\) before it was done; nothing was"
+        RankLost, match=r"rank \d .*was killed by signal 9 \(SIGKILL\) before it finished; nothing was"
     ) as lost:
         launch(spec)
     assert lines == [] and "checkpoint" not in str(lost.value) and "\n" not in str(lost.value)

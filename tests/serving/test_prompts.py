@@ -1,4 +1,4 @@
-"""Prompts: what becomes tokens, what is refused, and the bytes of a token."""
+"""Prompts: encoding, refused prompts, and the bytes of a token."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_token_bytes_concatenate_to_text_bytes(prompts: Prompts, sentencepiece: 
         assert b"".join(map(one.token_bytes, tokens)) == text.encode()
 
 
-def test_token_text_shows_bytes_that_are_no_character(prompts: Prompts, sentencepiece: Prompts):
+def test_token_text_shows_bytes_of_incomplete_characters(prompts: Prompts, sentencepiece: Prompts):
     for one in (prompts, sentencepiece):
         shown = [one.token_text(token) for token in one.encode("日", add_start=False)]
         assert shown[-1] in ("日", "bytes:\\xa5") or shown[-1].startswith("bytes:")
@@ -71,7 +71,7 @@ def test_empty_prompt_is_refused(sentencepiece: Prompts):
 
 def test_oversized_text_is_refused_before_tokenization(prompts: Prompts, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompts, "_encoder", None)
-    with pytest.raises(UserError, match="10,000,000 characters, which are more than the 512 tokens"):
+    with pytest.raises(UserError, match="10,000,000 characters, more than the maximum length of 512 tokens"):
         prompts.encode("x" * 10**7)
     monkeypatch.setattr(prompts, "_chat", None)
     with pytest.raises(UserError, match="10,000,000 characters"):
@@ -92,7 +92,7 @@ def test_conversation_refused_by_template_is_user_error(prompts: Prompts):
 
 def test_model_without_template_cannot_chat(sentencepiece: Prompts):
     assert sentencepiece.chat_template is None
-    with pytest.raises(UserError, match="without a chat template"):
+    with pytest.raises(UserError, match="has no chat template"):
         sentencepiece.encode_chat([Message("user", "hi")])
 
 

@@ -1,4 +1,4 @@
-"""`meshwright serve` as its users see it: a server of real ranks, and the errors before one starts."""
+"""`meshwright serve` end to end: a server of real ranks, and errors before one starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import pytest
 
 from meshwright.errors import Terminated
 from meshwright.serving import serve as serve_module
-from meshwright.serving.http_server import restored_signals
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
 DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True}
@@ -158,7 +157,7 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
             ([stories, "--memory", "900TiB"], "are available now"),
             ([stories, "--max-length", 0], "--max-length 0"),
             ([stories, "--max-sequences", 99, "--token-budget", 9], "--max-sequences 99"),
-            ([stories, "--api-key-file", empty_keys], "holds no key"),
+            ([stories, "--api-key-file", empty_keys], "has no key"),
             ([stories, "--api-key-file", tmp_path], "cannot be read"),
             ([stories, "--host", "300.1.1.1"], "cannot listen on 300.1.1.1"),
             ([stories, "--port", 70000], "--port"),
@@ -169,14 +168,11 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
 
 
 @pytest.mark.parametrize(
-    ("unfinished", "said"), [(0, "were finished"), (2, "^terminated: 2 requests in flight were ended")]
+    ("unfinished", "message"), [(0, "were finished"), (2, "^terminated: 2 requests in flight were ended")]
 )
-def test_end_is_reported_as_it_was(unfinished: int, said: str):
-    async def serve() -> tuple[int, int]:
-        return signal.SIGTERM, unfinished
-
-    with restored_signals(), pytest.raises(Terminated, match=said):
-        serve_module._run_until_signal(serve())
+def test_end_reports_unfinished_requests(unfinished: int, message: str):
+    with pytest.raises(Terminated, match=message):
+        serve_module._raise_end(signal.SIGTERM, unfinished)
 
 
 def test_missing_extra_is_one_line(stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):

@@ -134,7 +134,7 @@ def case_device_of_rank_0_hangs(description: dict[str, Any], start: Place) -> di
     """The host continues after each call and then waits for its device in C; rank 1 never makes the call."""
     if start.rank == 0:
         device_calls.LOOK_SECONDS = 0.01
-        error = RankLost("the GPU of rank 0 was not through a call within 0.2 s")
+        error = RankLost("the GPU of rank 0 did not complete a call within 0.2 s")
         calls = DeviceCalls(get_process_writer(), NeverReached, 0.2, lambda number: end_as_lost(error))
         for _ in range(2):
             number = calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,))

@@ -122,7 +122,7 @@ def test_killed_and_stopped_script_resumes_bit_for_bit(whole, place):
         return process.returncode, errors
 
     code, errors = after_step(3, signal.SIGKILL, "rank 1")
-    assert code == 3 and "rank 1" in errors and "the same command goes on from step-00000" in errors
+    assert code == 3 and "rank 1" in errors and "the same command resumes from step-00000" in errors
     code, errors = after_step(5, signal.SIGTERM, "launcher")
     assert code == 143 and "after saving step" in errors
     assert outcome(place, *command)[0] == 0

@@ -32,8 +32,8 @@ from meshwright.spec.refuse import serving_layout
 from meshwright.threads import choose_threads
 from meshwright.untrusted import read_file
 
-LONGEST_ROW = 2048  # tokens of context where neither recipe nor model says less
-TOKENS_AT_ONCE = 1 << 14
+LONGEST_ROW = 2048  # default context length of text, in tokens
+TOKENS_PER_BATCH = 1 << 14
 
 
 def run_evaluation(
@@ -87,7 +87,7 @@ def run_evaluation(
         "data": data,
         "checkpoint": str(directory),
     }
-    if isinstance(tokens, PackedExamples):  # of which only the responses count, and not all of their bytes
+    if isinstance(tokens, PackedExamples):  # only response tokens count, so there are no bits per byte
         return result
     result |= {"bits_per_byte": nats / math.log(2) / tokens.bytes, "lossy_documents": _count_lossy(prepared, tokens)}
     if with_xz:
@@ -170,9 +170,9 @@ def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[in
 
 
 def _choose_rows_per_batch(tokens: PackedDataset) -> int:
-    """Return the number of packed rows (sequences filled with documents) in a batch, for about `TOKENS_AT_ONCE`
+    """Return the number of packed rows (sequences filled with documents) in a batch, for about `TOKENS_PER_BATCH`
     tokens."""
-    return max(1, TOKENS_AT_ONCE // tokens.sequence)
+    return max(1, TOKENS_PER_BATCH // tokens.sequence)
 
 
 def prepare_held_out(
@@ -191,20 +191,20 @@ def prepare_held_out(
     "table.key=value" for the recipe. Raises `UserError` if tokenizer or validation split are missing or do not fit.
     """
     if not (checkpoint / "tokenizer.json").is_file():
-        raise UserError(f"{checkpoint} has no tokenizer.json: text cannot become its tokens")
+        raise UserError(f"{checkpoint} has no tokenizer.json, which is needed to tokenize text")
     from_recipe = data.endswith(".toml")
     if from_recipe:
         recipe = load_recipe(data, overrides)
         part, split, seed = recipe.data, "validation", recipe.run.seed
         if not part.validation_fraction:
-            raise UserError(f"{data}: data.validation_fraction is 0: there is nothing held out to evaluate on")
+            raise UserError(f"{data}: data.validation_fraction is 0: there is no held-out data to evaluate on")
     else:
-        # A text too short for one full row is still a text: the row is as long as it must be.
+        # With `sequence=1` even a text that is shorter than a row is prepared; rows are resized below.
         part = DataRecipe(source=data, tokenizer=str(checkpoint), sequence=1, validation_fraction=0.0)
         split, seed = "train", 0
     default = part.sequence if from_recipe else LONGEST_ROW
     length = min(sequence or default, config.max_positions)
-    if part.records != "text":  # whose rows depend on it
+    if part.records != "text":  # rows of examples are packed for their length
         part = part.model_copy(update={"sequence": length})
     prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
     if read_file(prepared.tokenizer_directory / "tokenizer.json") != read_file(checkpoint / "tokenizer.json"):
@@ -212,7 +212,7 @@ def prepare_held_out(
         prepared = prepare(part, seed, log=log, keep_text=not from_recipe)
     if prepared.vocabulary > config.vocabulary:
         raise UserError(
-            f"{checkpoint}: its tokenizer has {prepared.vocabulary} tokens, its model only {config.vocabulary}"
+            f"{checkpoint}: the tokenizer has {prepared.vocabulary} tokens, the model only {config.vocabulary}"
         )
     tokens = prepared.split(split)
     tokens.sequence, tokens.document_mask = length, True

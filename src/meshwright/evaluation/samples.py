@@ -45,7 +45,7 @@ def generate_samples(
     checkpoint = find_checkpoint(run_directory, log)
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     if count is None and not prompts and size > LARGEST_BYTES:
-        raise UserError(f"the weights have {size / 2**30:.1f} GiB; --samples {COUNT} generates them nevertheless")
+        raise UserError(f"the weights have {size / 2**30:.1f} GiB; use --samples {COUNT} to generate samples anyway")
     chat = bool(prompts) and recipe.data.records != "text"
     chosen = list(prompts) or read_prompts(_find_data(recipe), count or COUNT)
     model = load(checkpoint)
@@ -67,14 +67,14 @@ def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
     tokens before the first one with a loss). `UserError` if no document is longer than its prompt."""
     split = next((found for name in ("validation", "train") if (found := data.split(name)).sequences), None)
     if split is None:
-        raise UserError("the prepared data have no sample; give prompts with --prompt")
+        raise UserError("the prepared data are empty; give prompts with --prompt")
     prompts: dict[tuple[int, ...], None] = {}
     for prompt in _iterate_prompts(split, data.document_mask):
         prompts.setdefault(prompt)
         if len(prompts) == count:
             break
     if not prompts:
-        raise UserError("no document of the data is longer than a prompt; give prompts with --prompt")
+        raise UserError("no document is longer than a prompt; give prompts with --prompt")
     return list(map(list, prompts))
 
 

@@ -25,10 +25,14 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
 }
 """Compiler options (after -m) of each instruction set, the fastest first."""
 
-_CPU_FLAGS = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}  # Linux's names
+_CPU_FLAGS = {
+    "avx512bf16": "avx512_bf16",
+    "amx-tile": "amx_tile",
+    "amx-bf16": "amx_bf16",
+}  # names in /proc/cpuinfo where they differ
 
-# No contraction and no reassociation: the sources say where operations are fused, so that a tile's shape cannot change
-# a value.
+# No contraction and no reassociation: only the sources decide where operations are fused, so that results do not depend
+# on tile shapes.
 FLAGS = (
     *("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized"),
@@ -36,7 +40,7 @@ FLAGS = (
 
 
 BUILD_ERRORS = (OSError, subprocess.SubprocessError)
-"""Errors of a compiler or cache that does not work."""
+"""Errors of a missing or failing compiler, or of an unusable cache directory."""
 
 
 def find_compiler() -> str | None:
@@ -120,7 +124,7 @@ def _compile(compiler: str, instruction_set: str, library: Path) -> None:
         subprocess.run(
             [compiler, *FLAGS, *options, *sources, "-o", str(made)], check=True, capture_output=True, timeout=600
         )
-        made.chmod(0o700)  # whatever the umask
+        made.chmod(0o700)  # under any umask
         checksum = Path(scratch) / "sha256"
         checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         os.replace(made, library)

@@ -21,7 +21,7 @@ from meshwright.kernels.operations import Attention, LayerCache, Linear
 from meshwright.planner.machine_profile import may_measure, read_measurement, write_measurement
 
 INSTRUCTION_SET_VARIABLE = "MESHWRIGHT_INSTRUCTION_SET"
-"""Environment variable that names the instruction set in place of the measurement."""
+"""Environment variable that overrides the measured choice of the instruction set."""
 
 _TURNS = 6
 _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping")
@@ -79,7 +79,7 @@ def choose_instruction_set() -> str | None:
             return None
         seconds = measure_kernels(candidates)
         stored = {"instruction_set": find_fastest(seconds), "seconds": seconds}
-        with suppress(OSError):  # without a place for it every start measures
+        with suppress(OSError):  # if it cannot be stored, every start measures
             write_measurement("kernels", key, stored)
     return str(stored["instruction_set"])
 

@@ -58,7 +58,9 @@ def devices_of_ranks(wanted: str, ranks: int) -> list[HostMemory]:
         looked = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True)
         if looked.returncode:
             reason = (looked.stderr.strip() or str(looked.returncode)).splitlines()[-1]
-            raise UserError(f'device "{wanted}": the GPUs of this machine do not answer ({reason}); "cpu" needs none')
+            raise UserError(
+                f'device "{wanted}": the GPUs of this machine cannot be queried ({reason}); "cpu" needs none'
+            )
         found = [HostMemory(total, free, GPU) for free, total in json.loads(looked.stdout)]
     if len(found) < ranks and (found or wanted == "cuda"):
         raise UserError(
@@ -105,7 +107,7 @@ def choose_device(wanted: str, local_rank: int) -> str:
     if local_rank >= count:
         raise UserError(
             f'device "{wanted}": this machine has {_format_devices(count)}, and rank {local_rank} on it needs '
-            'one of its own; start fewer ranks here or choose device "cpu"'
+            'its own; start fewer ranks here or choose device "cpu"'
         )
     return f"cuda:{local_rank}"
 
@@ -132,10 +134,10 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     own = RankDevices(socket.gethostname(), place.local_rank, _visible_devices())
     store.set(f"meshwright/seat/{place.rank}", json.dumps(asdict(own)))
     if place.rank == 0:
-        said = store.multi_get([f"meshwright/seat/{rank}" for rank in range(place.ranks)])
+        texts = store.multi_get([f"meshwright/seat/{rank}" for rank in range(place.ranks)])
         try:
             answer: dict[str, object] = {
-                "devices": assign_devices(wanted, [RankDevices(**json.loads(text)) for text in said])
+                "devices": assign_devices(wanted, [RankDevices(**json.loads(text)) for text in texts])
             }
         except UserError as error:
             answer = {"problem": str(error)}
@@ -162,13 +164,13 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
         if not 0 <= index < len(each.devices):
             raise UserError(
                 f'device "{wanted}": {each.host} has {_format_devices(len(each.devices))}, and rank {rank}, '
-                f'number {local} there, needs one of its own; start fewer ranks there or choose device "cpu"'
+                f'number {local} there, needs its own; start fewer ranks there or choose device "cpu"'
             )
         other = taken.setdefault((each.host, each.devices[index]), rank)
         if other != rank:
             raise UserError(
                 f'device "{wanted}": ranks {other} and {rank} on {each.host} would share one GPU; start one rank '
-                'for each GPU, let each see all GPUs or one of its own, or choose device "cpu"'
+                'for each GPU, let each see all GPUs or only its own, or choose device "cpu"'
             )
         chosen.append(f"cuda:{index}")
     return chosen

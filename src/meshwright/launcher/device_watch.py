@@ -46,5 +46,5 @@ def _end_rank(communicator: Communicator, host_calls: HostCalls | None, number: 
     that first writes the hang report; None: the launcher writes it."""
     seen = communicator.calls.read()
     call = next((f"{each.name} at {each.place}" for each in seen.calls if each.number == number), f"call {number}")
-    error = RankLost(f"the GPU of rank {seen.rank} was not through {call} within {communicator.timeout_seconds:g} s")
+    error = RankLost(f"the GPU of rank {seen.rank} did not complete {call} within {communicator.timeout_seconds:g} s")
     end_as_lost(error if host_calls is None else host_calls.report(error))

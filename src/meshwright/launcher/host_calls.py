@@ -45,13 +45,13 @@ class HostCalls:
         stem = f"meshwright-calls-{os.getuid()}-{run}-"
         self.report_path = directory.lost.with_stem(f"{directory.lost.stem}-{socket.gethostname()}")
         self._path = parent / f"{stem}{token}"
-        # The run directory's lock is ours: what else has its name was left by ranks that were killed, as NCCL's
-        # watchdog does when one of them hangs.
+        # This run holds the run directory's lock, so other directories of its name are those of killed ranks: NCCL's
+        # watchdog kills them when one hangs.
         for other in parent.glob(f"{stem}*"):
             if other != self._path:
                 self._report_killed_run(other)
         self._own_file = self._path / f"rank-{place.rank:05d}"
-        with suppress(OSError):  # without room for it the run goes on, and a report is the poorer
+        with suppress(OSError):  # without space for it the run continues, and a report lacks this rank
             self._path.mkdir(mode=0o700, exist_ok=True)
             attach_process_writer(create_named_file(self._own_file, place.rank, place.ranks))
 
@@ -105,7 +105,7 @@ class HostCalls:
         if verdict is not None:
             text = snapshot.format_report(when + verdict.line)
             kept = write_hang_report(self.report_path, text)
-            cause = f"{when}{verdict.line}\n" if when else ""  # else the error of this rank says it
+            cause = f"{when}{verdict.line}\n" if when else ""  # else the error of this rank has it
             print_message(f"{cause}full report: {self.report_path}" if kept else text)
         return verdict
 
@@ -113,4 +113,4 @@ class HostCalls:
         """Remove this rank's recorder file after a run without errors."""
         with suppress(OSError):
             self._own_file.unlink()
-            self._path.rmdir()  # the last one's
+            self._path.rmdir()  # succeeds for the last rank

@@ -10,8 +10,8 @@ from pathlib import Path
 
 GPU = "GPU"
 """`HostMemory.source` of a GPU's memory."""
-_UNLIMITED = 2**60  # version 1 writes the largest multiple of a page
-# Where each version is mounted, and its files: limit, usage, and the entry of memory.stat that can be reclaimed.
+_UNLIMITED = 2**60  # version 1 writes the largest multiple of a page for no limit
+# For each version: mount point, files of limit and usage, and key in memory.stat of the reclaimable page cache.
 _VERSION_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
-import os
 import socket
 import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.launcher.rendezvous import Place, host_and_port
 
-if TYPE_CHECKING:
-    from meshwright.launcher.rendezvous import Place
-
-_ELSEWHERE = "198.51.100.1"  # TEST-NET-2 of RFC 5737: no host's, so that the default route leads there
+_ELSEWHERE = "198.51.100.1"  # TEST-NET-2 of RFC 5737: reserved, so that only the default route leads there
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 
@@ -33,7 +29,7 @@ def resolve_addresses(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except OSError as error:
-        raise UserError(f'"{host}" is no host that this one knows ({error.strerror or error})') from None
+        raise UserError(f'host "{host}" cannot be resolved ({error.strerror or error})') from None
     return [str(address[0]) for *_, address in found]
 
 
@@ -50,7 +46,7 @@ def address_towards(host: str) -> str:
                 reasons.append(error.strerror or str(error))
                 continue
             return str(probe.getsockname()[0])
-    raise UserError(f"no way leads to {host}: {reasons[0].lower()}")
+    raise UserError(f"no route to {host}: {reasons[0].lower()}")
 
 
 def address_outwards() -> str | None:
@@ -106,13 +102,13 @@ def agree_on_interface(place: Place, store: Any) -> str | None:
     """
     if place.method.startswith("file://"):
         return None
-    meeting = os.environ["MASTER_ADDR"] if place.method == "env://" else urlsplit(place.method).hostname or ""
+    meeting = host_and_port(place.method)[0]
     mine, there = address_towards(meeting), resolve_addresses(meeting)[0]
-    # On the host where all meet, that name may lead back to itself: what it means elsewhere the others know.
+    # On the rendezvous host its name may resolve to loopback: the other ranks know its real address.
     store.set(f"meshwright/meeting/{place.rank}", "" if is_loopback(mine) else there)
     if is_loopback(mine):
-        said = store.multi_get([f"meshwright/meeting/{rank}" for rank in range(place.ranks)])
-        mine = next((address.decode() for address in said if address), mine)
+        found = store.multi_get([f"meshwright/meeting/{rank}" for rank in range(place.ranks)])
+        mine = next((address.decode() for address in found if address), mine)
     return find_interface(mine)
 
 
@@ -131,8 +127,8 @@ def main(arguments: list[str]) -> int:
             address = address_outwards() or address
         if is_loopback(address):
             raise UserError(
-                f"MASTER_ADDR={arguments[0]} leads back to this host alone ({address}): give the address by which the "
-                "other hosts reach it"
+                f"MASTER_ADDR={arguments[0]} is a loopback address of this host ({address}): give the address by "
+                "which the other hosts reach it"
             )
         print(address)
         return 0

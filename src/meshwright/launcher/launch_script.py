@@ -17,8 +17,8 @@ from meshwright.layout import Layout
 from meshwright.recipe import load_recipe
 
 SCRIPTS = Path(__file__).parent / "scripts"
-DEVICES_PER_NODE = 8  # of hosts that nobody described, as GPU servers have
-SAVE_SECONDS = 120  # that a checkpoint may take when a run is told to stop
+DEVICES_PER_NODE = 8  # default, as GPU servers have
+SAVE_SECONDS = 120  # that a checkpoint may take when a run is stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def launch_script(
     recipe = load_recipe(recipe_path, overrides, trust=trust)
     check_recipe(recipe)
     if kind == "torchrun" and (time is not None or sbatch):
-        raise UserError(f"{'--time' if time is not None else '--sbatch'} belongs to --slurm: torchrun has no queue")
+        raise UserError(f"{'--time' if time is not None else '--sbatch'} needs --slurm: torchrun has no queue")
     layout = recipe.parsed_layout
     nodes, devices_per_node = split_over_hosts(layout, resources.nodes, resources.devices_per_node)
     hosts, ranks = _format_count(nodes, "host"), _format_count(devices_per_node, "rank")
@@ -111,18 +111,18 @@ def split_over_hosts(layout: Layout, nodes: int | None, devices_per_node: int | 
     nodes, devices_per_node: required numbers of hosts and of devices per host; None: derived from the number of ranks.
     `UserError`, with numbers that fit, if their product is not the number of ranks.
     """
-    ranks, said = layout.world_size, (nodes, devices_per_node)
-    if said == (None, None):
+    ranks, given = layout.world_size, (nodes, devices_per_node)
+    if given == (None, None):
         devices_per_node = min(ranks, DEVICES_PER_NODE)
     nodes = nodes or ranks // (devices_per_node or 1)
     devices_per_node = devices_per_node or ranks // nodes
     if nodes * devices_per_node == ranks:
         return nodes, devices_per_node
     pairs = [(count, ranks // count) for count in range(1, ranks + 1) if ranks % count == 0]
-    near = [abs(count - nodes) if said[1] is None else abs(each - devices_per_node) for count, each in pairs]
+    near = [abs(count - nodes) if given[1] is None else abs(each - devices_per_node) for count, each in pairs]
     close = sorted(pair for _, pair in sorted(zip(near, pairs, strict=True))[:3])
-    have = "hosts" if said[0] is None else _format_count(nodes, "host")
-    have += f" of {_format_count(devices_per_node, 'device')}" if said != (nodes, None) else ""
+    have = "hosts" if given[0] is None else _format_count(nodes, "host")
+    have += f" of {_format_count(devices_per_node, 'device')}" if given != (nodes, None) else ""
     raise UserError(
         f'layout "{layout}" has {_format_count(ranks, "rank")}, one for each device, and does not fill {have}; '
         f"{' or '.join(f'--nodes {count} --devices-per-node {each}' for count, each in close)} would do"
@@ -149,11 +149,11 @@ def _check_time_limit(text: str) -> str:
     """Return the SLURM time limit `text`, such as "24:00:00", unchanged; `UserError` if it is malformed."""
     if re.fullmatch("[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", text):
         return text
-    raise UserError(f'--time "{text}": a limit is written as minutes, as in 90, or as 24:00:00 or 2-12:00:00')
+    raise UserError(f'--time "{text}": should be minutes, such as 90, or a time such as 24:00:00 or 2-12:00:00')
 
 
 def _check_sbatch_option(text: str) -> str:
     """Return the sbatch option `text`, such as "--partition=gpu", unchanged; `UserError` if it is malformed."""
     if re.fullmatch(r"-[^\r\n]+", text):
         return text
-    raise UserError(f'--sbatch "{text}" is no option of sbatch; right would be --sbatch=--partition=gpu')
+    raise UserError(f'--sbatch "{text}" is not an option of sbatch; should be such as --sbatch=--partition=gpu')

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright import errors, limits
 from meshwright.checkpoint import newest
@@ -30,13 +30,10 @@ from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
 from meshwright.threads import choose_threads, count_available_cores
 
-if TYPE_CHECKING:
-    pass
-
-SETTLE_SECONDS = 0.5  # after the first bad news: others may know the cause better
-LOOK_SECONDS = 5.0  # between looks at ranks that may have been stopped
-STOPPED_SECONDS = 5.0  # beyond the time-out, for others to report first
-TERMINATE_SECONDS = 2.0  # between asking left-over ranks to end and killing them
+SETTLE_SECONDS = 0.5  # after the first failure: other ranks may report its cause
+LOOK_SECONDS = 5.0  # between checks for suspended ranks
+STOPPED_SECONDS = 5.0  # beyond the timeout, so that other ranks report first
+TERMINATE_SECONDS = 2.0  # between SIGTERM and SIGKILL for remaining ranks
 
 
 class RankFault(Exception):
@@ -65,9 +62,9 @@ class LaunchSpec:
     method: str | None = None
     collective_timeout: float = 600.0
     command: Sequence[str] = field(kw_only=True)
-    output: int = 2  # where what ranks print goes: standard output is for the result alone
+    output: int = 2  # standard output is reserved for the result
     trains: bool = True
-    before_ranks: Callable[[], None] = lambda: None  # called once, when the run directory is locked
+    before_ranks: Callable[[], None] = lambda: None
     log: Callable[[str], None] = print_message
     limit_seconds: float | None = None
 
@@ -82,12 +79,12 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
     most = max(limits.limit_of("local_ranks"), 4 * count_available_cores())
     if spec.ranks > most:
         raise UserError(
-            f"{spec.ranks:,} ranks are more than the {most} processes that are started on this machine; choose a "
+            f"{spec.ranks:,} ranks are more than the {most} processes allowed on this machine; choose a "
             "smaller layout, or `meshwright launch` for several hosts"
         )
     with RunDirectory(spec.directory) as directory:
         check_port_free(spec.method or "")
-        spec.before_ranks()  # its processes have signals of their own
+        spec.before_ranks()  # before signals are caught: its processes handle their own
         return _run_attempts(spec, directory)
 
 
@@ -101,7 +98,7 @@ def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
             except (RankLost, RankFault) as failure:
                 if attempt == spec.restarts or signals.stop:
                     raise
-                spec.log(f"{failure}; starting again ({attempt + 1} of {spec.restarts})")
+                spec.log(f"{failure}; restarting ({attempt + 1} of {spec.restarts})")
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -114,9 +111,9 @@ class _Attempt:
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
         self.spec, self.directory, self.signals = spec, directory, signals
         self.ranks: list[StartedRank] = []
-        self.signals_sent = 0  # stop signals passed on so far
-        self.snapshot: Snapshot | None = None  # when the first one had bad news
-        self.stopped_since: dict[int, float] = {}  # ranks whose process is stopped (SIGSTOP), and when that was seen
+        self.signals_sent = 0  # stop signals forwarded so far
+        self.snapshot: Snapshot | None = None  # taken at the first failure
+        self.stopped_since: dict[int, float] = {}  # suspended ranks (SIGSTOP), and since when
 
     def run(self) -> dict[str, Any]:
         """Start the ranks, wait until all have ended, and return rank 0's result (JSON dict); raises the error of the
@@ -162,7 +159,7 @@ class _Attempt:
                 ready = selector.select(max(0.0, wake - time.monotonic()))
                 for key, _ in ready:
                     key.data()
-                self._pass_signals_on()
+                self._forward_signals()
                 if time.monotonic() >= last:
                     raise RankLost(f"not finished after {limit:g} s")
                 if not ready and deadline is None and self._stopped_too_long():
@@ -171,7 +168,7 @@ class _Attempt:
                 if deadline is None and any(map(self._ended_abnormally, self.ranks)):
                     deadline = time.monotonic() + SETTLE_SECONDS
                     if any(rank.lost_another for rank in self.ranks):
-                        self._take_snapshot()  # before those it waited for come to life and go on
+                        self._take_snapshot()  # before the ranks that it waited for continue
                 if deadline is not None and time.monotonic() >= deadline:
                     break
         if self.snapshot is None and any(map(self._ended_abnormally, self.ranks)):
@@ -204,7 +201,7 @@ class _Attempt:
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
-        rank.said += data
+        rank.report_bytes += data
         if not data:
             selector.unregister(rank.pipe)
             os.close(rank.pipe)
@@ -229,8 +226,8 @@ class _Attempt:
         """Record the time at which a rank's process ended, and parse its report (result or error, JSON)."""
         rank.process.wait()
         rank.ended = time.monotonic()
-        with suppress(ValueError):  # nothing, or killed while it was writing
-            rank.report = json.loads(rank.said)
+        with suppress(ValueError):  # no report, or killed while writing it
+            rank.report = json.loads(rank.report_bytes)
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
     def _ended_abnormally(self, rank: StartedRank) -> bool:
@@ -238,14 +235,14 @@ class _Attempt:
         that the other ranks cannot continue."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
-    def _pass_signals_on(self) -> None:
+    def _forward_signals(self) -> None:
         """Forward to the ranks the SIGTERM and SIGINT that the launcher received: the first one as SIGTERM, a second
         one as SIGKILL."""
-        while self.signals_sent < self.signals.count:
+        while self.signals_sent < len(self.signals.received):
             self.signals_sent += 1
             for rank in self.ranks:
                 if rank.ended is None:
-                    # Whoever asks twice does not want to wait for a checkpoint.
+                    # A second signal means: do not wait for a checkpoint.
                     self._send_signal(rank, signal.SIGTERM if self.signals_sent == 1 else signal.SIGKILL)
 
     def _send_signal(self, rank: StartedRank, number: signal.Signals) -> None:
@@ -283,7 +280,7 @@ class _Attempt:
         reported = [rank for rank in ended if rank.report is not None and not rank.finished]
         if self.signals.stop and all(rank.stop_requested for rank in died):
             self._raise_stopped(died, reported)
-        # A process that was killed is a cause; one that aborted may be a backend's answer to what others did.
+        # A killed process is a cause; an aborted one may be the backend's reaction to another rank.
         killed = [rank for rank in died if rank.signal not in (None, signal.SIGABRT)]
         own_errors = [rank for rank in reported if not rank.lost_another]
         if own_errors and not killed:
@@ -300,7 +297,7 @@ class _Attempt:
         recorded collective calls show to be at fault; else the first that reported an error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
-        # NCCL's watchdog aborts the ranks that wait for one that has stopped.
+        # NCCL's watchdog aborts the ranks that wait for a suspended one.
         known = verdict is not None and (verdict.is_call_mismatch or verdict.kind == "stopped")
         if died and not (known and died[0].signal in (None, signal.SIGABRT)):
             return self._describe_death(died[0])
@@ -327,7 +324,7 @@ class _Attempt:
         saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
         early = " before a checkpoint was due" if self.spec.trains else ""
         line = saved[0] if saved else f"stopped by SIGTERM{early}; {self._describe_resume()}"
-        if self.signals.interrupted:
+        if signal.SIGINT in self.signals.received:
             raise KeyboardInterrupt(line.replace("SIGTERM", "an interrupt"))
         raise Terminated(line)
 
@@ -355,15 +352,15 @@ class _Attempt:
     def _describe_progress(self) -> str:
         """Return text on the last completed training step, such as "after step 12"."""
         if not self.spec.trains:
-            return "before it was done"
+            return "before it finished"
         step = self.directory.last_step()
         return "before the first step" if step is None else f"after step {step}"
 
     def _describe_resume(self) -> str:
         """Return text on the checkpoint from which the same command, run again, resumes."""
         if not self.spec.trains:
-            return "nothing was written: the same command begins again"
+            return "nothing was written: the same command starts from the beginning"
         checkpoint = newest(self.directory.checkpoints)
         if checkpoint is None:
-            return "there is no checkpoint yet: the same command begins again"
-        return f"the same command goes on from {checkpoint.name}"
+            return "there is no checkpoint yet: the same command starts from the beginning"
+        return f"the same command resumes from {checkpoint.name}"

@@ -29,7 +29,7 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
     place: rank, world size and rendezvous. The launcher keeps standard input open: when it dies, this process is
     killed.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal interrupts the launcher too, and that tells us to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also interrupts the launcher, which sends SIGTERM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     description = json.loads(sys.stdin.readline() or "{}")
     _end_with_launcher(description.get("launcher"))
@@ -39,7 +39,9 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
     os.set_inheritable(description["report"], False)
     for descriptor in (description["calls"], description["stack"], *description["keep"]):
         os.set_inheritable(descriptor, False)
-    faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)  # the launcher asks where we are
+    faulthandler.register(
+        signal.SIGUSR1, description["stack"], all_threads=False
+    )  # with which the launcher requests the stack
     attach_process_writer(description["calls"])
     start = Place(
         description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
@@ -54,7 +56,7 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
 
 
 def end_as_lost(error: RankLost) -> NoReturn:
-    """End this process at once with `error`, from any thread, as the main thread may be waiting for a device that never
+    """End this process immediately with `error`, from any thread, as the main thread may wait for a device that never
     answers. The error is reported to the launcher; without one (torchrun, SLURM), it is printed."""
     if not _report:
         print_message(f"meshwright: error: {error}")
@@ -62,16 +64,16 @@ def end_as_lost(error: RankLost) -> NoReturn:
 
 
 _report: list[TextIO] = []  # pipe to the launcher, if that started this process
-_ending = threading.Lock()  # held for good by the thread that reports
+_ending = threading.Lock()  # held until the end by the thread that reports
 
 
 def _describe_error(error: BaseException) -> str:
     """Return the report of an exception that is being handled, as JSON, for the launcher to raise it again."""
     if isinstance(error, MeshwrightError):
-        said: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
+        report: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
     else:
-        said = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
-    return json.dumps(said | {"at": time.monotonic()})
+        report = {"fault": type(error).__name__, "traceback": traceback.format_exc()}
+    return json.dumps(report | {"at": time.monotonic()})
 
 
 def _end_process(text: str, code: int) -> NoReturn:
@@ -79,12 +81,12 @@ def _end_process(text: str, code: int) -> NoReturn:
     exit code."""
     _ending.acquire()
     for report in _report:
-        with suppress(BrokenPipeError):  # nobody is left to tell
+        with suppress(BrokenPipeError):  # the launcher has ended
             report.write(text)
             report.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of process groups whose peers have died may never come to an end.
+    # Threads of process groups whose peers have died may never end.
     os._exit(code)
 
 
@@ -107,5 +109,5 @@ def _end_with_launcher(launcher: int | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if os.getppid() != launcher:
-        os._exit(1)  # it died before the request above
+        os._exit(1)  # the launcher died before the call above
     threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -22,7 +22,7 @@ def check_recipe(recipe: Recipe) -> None:
     Runs before data are prepared: a tokenizer still to be trained counts with its smallest possible vocabulary.
     """
     recipe.parsed_layout.refuse_unbuilt()
-    if recipe.model.load_weights:  # its tokenizer may be the data's: a damaged directory is reported first
+    if recipe.model.load_weights:  # before its tokenizer is read, so that a damaged directory is reported
         config_from_path(recipe.model.from_path or "")
     check_vocabulary(recipe, find_least_vocabulary(recipe.data.tokenizer))
     check_profile_and_trackers(recipe)

@@ -9,11 +9,9 @@ import errno
 import fcntl
 import math
 import os
-import queue
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import RankLost, UserError
+from meshwright.launcher.daemon_thread import run_in_daemon_thread
 from meshwright.layout import Layout
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | 
     if "LOCAL_RANK" in environment:
         return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
-        # Theirs is ours only where they started every rank: they may as well have started one script on each machine.
+        # Valid only if SLURM or MPI started every rank: it may have started one script on each machine.
         if {own, all_of_them, local} <= environment.keys() and (environment[own], environment[all_of_them]) == (
             str(rank),
             str(ranks),
@@ -111,11 +110,11 @@ def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | 
 def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
     """Return the number of ranks on each host as torchrun or SLURM reports it; None if unknown or not equal on all
     hosts. environment: environment variables. ranks: world size."""
-    said = environment.get("LOCAL_WORLD_SIZE", "")
-    if not said and environment.get("SLURM_NTASKS") == str(ranks):
+    count = environment.get("LOCAL_WORLD_SIZE", "")
+    if not count and environment.get("SLURM_NTASKS") == str(ranks):
         tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or ""
-        said = re.sub(r"\(x[0-9]+\)$", "", tasks)  # 8(x2): eight on each of two
-    return int(said) if said.isdecimal() and int(said) and ranks % int(said) == 0 else None
+        count = re.sub(r"\(x[0-9]+\)$", "", tasks)  # 8(x2): eight on each of two
+    return int(count) if count.isdecimal() and int(count) and ranks % int(count) == 0 else None
 
 
 def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
@@ -124,10 +123,10 @@ def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
     if all(group[0] // host_ranks == group[-1] // host_ranks for group in layout.groups("tp")):
         return None
     inside = math.gcd(host_ranks, layout.tp)
-    would = f"tp{inside} would stay inside" if inside > 1 else "without tp they would not"
+    would = f"tp{inside} would not" if inside > 1 else "without tp it would not"
     return (
-        f'layout "{layout}": {host_ranks} rank{"s" if host_ranks > 1 else ""} of a host hold no whole groups of '
-        f"tp{layout.tp}, so that every layer's sums go from host to host; {would}"
+        f'layout "{layout}": {host_ranks} rank{"s" if host_ranks > 1 else ""} per host: groups of tp{layout.tp} span '
+        f"several hosts, and every layer's all-reduce crosses the network; {would}"
     )
 
 
@@ -155,7 +154,7 @@ def _slurm_method(environment: Mapping[str, str]) -> str:
     host = environment.get("MASTER_ADDR") or (first_host(nodes) if nodes else None)
     if host is None:
         raise UserError('SLURM_PROCID but no SLURM_JOB_NODELIST; set run.rendezvous = "tcp://HOST:PORT"')
-    # Every task of a job must come to the same port without asking; jobs on the same node to different ones.
+    # All tasks of a job must derive the same port, and jobs on the same node different ones.
     job = re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or "0"
     step = re.sub(r"\D", "", environment.get("SLURM_STEP_ID", "")) or "0"
     port = environment.get("MASTER_PORT") or str(20000 + (int(job) * 7 + int(step)) % 12000)
@@ -221,13 +220,13 @@ def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
             f"{timeout_seconds:g} s ({reason})"
         )
         if place.started_by == LAUNCHER and place.method.startswith("file://"):
-            raise RankLost(line) from error  # it has started them all, at a place that all reach
+            raise RankLost(line) from error  # a file of this host: a rank must have been lost
         raise UserError(f"{line}; were all ranks started, and can they reach it?") from error
 
 
 def format_busy_port_error(method: str) -> str:
     """Return the error message for a rendezvous URL (`method`) whose TCP port another program uses."""
-    port = _host_and_port(method)[1]
+    port = host_and_port(method)[1]
     where = "MASTER_PORT" if method == "env://" else "run.rendezvous"
     return (
         f"{where}: port {port}, where the ranks are to meet ({method}), is in use by another program on rank 0's host; "
@@ -242,11 +241,11 @@ def check_port_free(method: str) -> None:
         return
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with suppress(PermissionError), socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch, past connections that have ended
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does, to ignore closed connections
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            listener.bind(("", _host_and_port(method)[1]))
+            listener.bind(("", host_and_port(method)[1]))
             listener.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -254,16 +253,16 @@ def check_port_free(method: str) -> None:
             raise
 
 
-def _host_and_port(method: str) -> tuple[str, int]:
+def host_and_port(method: str) -> tuple[str, int]:
     """Return (host, port) of a rendezvous URL tcp://HOST:PORT, or for env:// from MASTER_ADDR and MASTER_PORT."""
     if method == "env://":
         return os.environ["MASTER_ADDR"], _read_int(os.environ, "MASTER_PORT")
     host, _, port = method.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
+    return host.strip("[]"), int(port)  # an IPv6 address is in brackets
 
 
 STORE_TIMEOUT_SECONDS = 30.0
-"""That rank 0's store, once it listens, has to answer a rank. Of another program torch would wait for ever."""
+"""Time limit for the answer of rank 0's store once its port accepts connections; torch would wait for ever."""
 
 
 def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
@@ -275,7 +274,7 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
     """
     if place.rank == 0:
         return connect()
-    host, port = _host_and_port(place.method)
+    host, port = host_and_port(place.method)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -285,27 +284,14 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nothing listens at {host}:{port}: {error}") from error
             time.sleep(0.05)
-    found: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
-
-    def ask() -> None:
-        """Connect in a thread, as torch may wait without limit."""
-        try:
-            found.put(connect())
-        except Exception as error:  # raised below
-            found.put(error)
-
-    threading.Thread(target=ask, name="store", daemon=True).start()
     seconds = min(timeout.total_seconds(), STORE_TIMEOUT_SECONDS)
     try:
-        answer = found.get(timeout=seconds)
-    except queue.Empty:
+        return run_in_daemon_thread(connect, "store").result(seconds)  # as torch may wait without limit
+    except TimeoutError:
         raise RuntimeError(
             f"{host}:{port} accepts connections but is not rank 0's store (no answer within {seconds:g} s); "
             "another program may own the port"
         ) from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _connect_store(place: Place, timeout: timedelta) -> Store:
@@ -326,7 +312,7 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
         store = FileStore(path, place.ranks)
         store.set_timeout(timeout)
         return store
-    host, port = _host_and_port(place.method)
+    host, port = host_and_port(place.method)
     return _connect_within(
         place, lambda: TCPStore(host, port, place.ranks, is_master=place.rank == 0, timeout=timeout), timeout
     )
@@ -356,11 +342,11 @@ def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> 
                 missing.discard(rank)
             elif store.check([f"meshwright/meet/{rank}"]):
                 word = store.get(f"meshwright/meet/{rank}").decode()
-                if word not in answered:  # it may be that of a rank that was killed: then another will follow
+                if word not in answered:  # the key of a killed rank is replaced later
                     answered.add(word)
                     store.set(f"meshwright/meet/{word}", mine)
         if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"rank {min(missing)} did not come")
+            raise RuntimeError(f"rank {min(missing)} did not join")
         time.sleep(0.01)
     return PrefixStore(f"meshwright/{mine}", store)
 

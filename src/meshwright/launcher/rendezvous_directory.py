@@ -39,7 +39,7 @@ def rendezvous_directory() -> Iterator[Path]:
 def _remove_abandoned(parent: Path) -> None:
     """Remove this user's rendezvous directories in `parent` that no process has locked."""
     for place in [*parent.glob(f"{PREFIX}*"), *parent.glob(f"{UNLOCKED_PREFIX}*")]:
-        with suppress(OSError):  # of another user, or removed by another launcher
+        with suppress(OSError):  # owned by another user, or removed by another launcher
             lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 found = os.fstat(lock)

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.flight_recorder.call_ring import create_memory_file
 from meshwright.threads import build_child_environment
 
-STACK_SECONDS = 0.5  # that a rank has to say where it is
+STACK_SECONDS = 0.5  # that a rank has to report its stack
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class StartedRank:
 
     number: global rank. process: its handle. pipe: file descriptor from which its report is read, -1 when closed.
     calls, stack: descriptors of the memory files to which it writes its collective calls and, on SIGUSR1, its stack.
-    said: bytes of its report (result or error, JSON) read so far; report: the parsed report, None until it is complete.
+    report_bytes: its report (result or error, JSON) read so far; report: the parsed report, None until it is complete.
     ended: time at which it ended, in seconds of the monotonic clock; None while it runs. stop_requested: True once the
     launcher has sent it a signal.
     """
@@ -36,7 +36,7 @@ class StartedRank:
     pipe: int
     calls: int
     stack: int
-    said: bytearray = field(default_factory=bytearray)
+    report_bytes: bytearray = field(default_factory=bytearray)
     report: dict[str, Any] | None = None
     ended: float | None = None
     stop_requested: bool = False
@@ -81,7 +81,7 @@ class StartedRank:
         deadline = time.monotonic() + STACK_SECONDS
         while os.fstat(self.stack).st_size == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.02)  # it writes piece by piece
+        time.sleep(0.02)  # it is written in several parts
         lines = os.pread(self.stack, 65536, 0).decode(errors="replace").splitlines()
         return [line.strip() for line in lines if line.lstrip().startswith("File ")]
 
@@ -112,16 +112,14 @@ def start_rank(
         **description, "rank": number, "ranks": ranks, "threads": threads, "launcher": os.getpid(), "report": theirs,
         "keep": [*keep], "calls": calls, "stack": stack,
     }  # fmt: skip
-    # Libraries read these before any code of ours could tell them; what the user has set stands.
+    # Libraries read these before any code of ours runs; the user's settings take precedence.
     environment = {**_loopback_environment(), **build_child_environment(threads)}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the rank: until it ignores them
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # inherited by the rank, which unblocks it once ignored
     try:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            pass_fds=(theirs, calls, stack, *keep),
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=output, pass_fds=(theirs, calls, stack, *keep), env=environment
         )
     except OSError:
         for descriptor in (ours, calls, stack):
@@ -133,7 +131,7 @@ def start_rank(
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(message).encode() + b"\n")
-        process.stdin.flush()  # and stays open: its end tells the rank that we have died
+        process.stdin.flush()  # kept open: its end tells the rank that the launcher died
     return StartedRank(number, process, ours, calls, stack)
 
 

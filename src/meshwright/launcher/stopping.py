@@ -8,7 +8,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-SAME_INTERRUPT_SECONDS = 1.0  # a terminal and a launcher may both pass on one Ctrl-C
+SAME_INTERRUPT_SECONDS = 1.0  # a terminal and a launcher may both forward one Ctrl-C
 
 
 class StopRequest:

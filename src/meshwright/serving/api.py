@@ -138,7 +138,7 @@ class Model:
         tokens = self._encode(prompt, chat)
         if len(tokens) >= self._positions:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens with its start, and the model {self._positions} positions: "
+                f"the prompt has {len(tokens)} tokens with its start token, and the model {self._positions} positions: "
                 "none is left for a new token; shorten the prompt"
             )
         ends = frozenset() if ignore_eos else self._prompts.chat_ends if chat else self._prompts.ends
@@ -160,8 +160,7 @@ class Model:
         template."""
         if chat and self._prompts.chat_template is None:
             raise UserError(
-                f"{self.directory}: its tokenizer comes without a chat template: give a text to be continued (without "
-                "--chat)"
+                f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"
             )
         if isinstance(prompt, str):
             return self._prompts.encode_chat([Message("user", prompt)]) if chat else self._prompts.encode(prompt)

@@ -16,8 +16,8 @@ from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.planner.device_ledger import SECTION
 
 VERSION = f"triton {triton.__version__}"
-_PROGRAMS = 512  # enough to fill a GPU: more share the sections of a tile
-_PRODUCT_ROWS = 64  # of a tile, the fewest of Hopper's wgmma
+_PROGRAMS = 512  # enough to fill a GPU; with fewer tiles, several programs share the sections of one
+_PRODUCT_ROWS = 64  # of a tile: the minimum of Hopper's wgmma
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

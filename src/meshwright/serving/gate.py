@@ -19,8 +19,8 @@ from meshwright.untrusted import read_file
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # need no API key: probes and scrapers have none
 LINE_BYTES = 256 << 10
-"""Largest body by which a refused request is known again; while the queue is full, larger ones are not read."""
-BYTES_PER_TOKEN = 4  # of a body, roughly, whether it has text or token IDs
+"""Largest body by which the retry of a refused request is recognised; larger ones are not read if the queue is full."""
+BYTES_PER_TOKEN = 4  # of a body, roughly, for text and for token IDs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
         raise UserError(f"API keys: {path}: byte {error.start} is not UTF-8 text") from None
     keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
     if not keys:
-        raise UserError(f"API keys: {path} holds no key; write one a line")
+        raise UserError(f"API keys: {path} has no key; write one per line")
     return keys
 
 
@@ -109,8 +109,8 @@ class BodyReader:
         ApiError if a limit is exceeded, starlette's ClientDisconnect if the client is gone."""
         settings, body = self._settings, bytearray()
         if "upgrade" in request.headers and "upgrade" in request.headers.get("connection", "").lower():
-            # The HTTP parser takes the body for the beginning of the other protocol.
-            raise ApiError(400, "the server speaks HTTP/1.1 alone: send no header Upgrade", code="upgrade")
+            # The HTTP parser would treat the body as data of the other protocol.
+            raise ApiError(400, "only HTTP/1.1 is supported: do not send an Upgrade header", code="upgrade")
         try:
             async with asyncio.timeout(settings.body_seconds):
                 async for part in request.stream():

@@ -32,11 +32,11 @@ from meshwright.serving.protocol.errors import ApiError, refusal_error, to_api_e
 from meshwright.serving.protocol.jobs import GENERATION, build_job
 from meshwright.serving.streaming import ClientLeft, EventStream, JobRunner
 
-LARGE_BODY = 8192  # bytes; larger ones are parsed and tokenized beside the event loop
-CLIENT_CLOSED_REQUEST = 499  # nginx's status of a request whose client left; nobody reads it
+LARGE_BODY = 8192  # bytes; larger ones are parsed and tokenized in a thread
+CLIENT_CLOSED_REQUEST = 499  # nginx's status of a request whose client has disconnected
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
-MODEL_PATH = "/v1/models/"  # in front of a model's name
+MODEL_PATH = "/v1/models/"  # followed by the name of a model
 _GOOD_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces
 
 Endpoint = Callable[[Request], Any]
@@ -179,7 +179,7 @@ class HttpApp:
     def _check_model(self, name: str) -> None:
         """Raise ApiError (404) if `name`, the `model` of a request, is not the served model."""
         if name != self.settings.model:
-            message = f"the model {name[:100]!r} is not served here; the one there is: {self.settings.model!r}"
+            message = f"the model {name[:100]!r} is not served here; the served model is {self.settings.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _tokenize(self, body: bodies.TokenizeBody) -> dict[str, Any]:
@@ -194,12 +194,9 @@ class HttpApp:
             tokens = prompts.encode(body.content or "", body.add_special, empty=True)
         texts = [prompts.token_text(token) for token in tokens] if body.with_pieces or body.return_token_strs else []
         pieces = [{"id": token, "piece": text} for token, text in zip(tokens, texts, strict=False)]
-        return {
-            "count": len(tokens),
-            "max_model_len": prompts.max_length,
-            "tokens": pieces if body.with_pieces else tokens,
-            **({"token_strs": texts} if body.return_token_strs else {}),
-        }
+        strings = {"token_strs": texts} if body.return_token_strs else {}
+        shown = pieces if body.with_pieces else tokens
+        return {"count": len(tokens), "max_model_len": prompts.max_length, "tokens": shown, **strings}
 
     def _detokenize(self, body: bodies.DetokenizeBody) -> dict[str, str]:
         """Handle `/detokenize`: return the text of token IDs, as `prompt` (vLLM) and again as `content` (llama.cpp)."""

@@ -6,11 +6,10 @@ import asyncio
 import errno
 import math
 import resource
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import uvicorn
@@ -18,24 +17,24 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from meshwright.errors import RankLost, UserError
+from meshwright.launcher.signals import StopSignals
 from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import OPEN_PATHS
 from meshwright.serving.http import HttpApp
 from meshwright.serving.streaming import ABORT
 
-HEADER_BYTES = 64 << 10  # of one request: path and headers, with as many for what is not parsed yet
-HEADER_OVERHEAD = 32  # bytes that each header counts for beside its own
+HEADER_BYTES = 64 << 10  # limit on path and headers of a request, and on received bytes that are not parsed yet
+HEADER_OVERHEAD = 32  # bytes that are added for each header
 HEADER_SECONDS = 30  # from the connection, or a request's first byte, to the end of its headers
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that end the server
-OTHER_FILES = 256  # open files that are no connections of clients
-BACKLOG = 4096  # connections that wait in the kernel to be accepted; Linux allows so many
-ACCEPTS = 8  # connections that an iteration of the loop takes
-PAUSE_SECONDS = 0.05  # before the next look whether a connection can be accepted
-KEEP_ALIVE_SECONDS = 65  # of a connection without a request; longer than the usual 60 of proxies
-PROBES = tuple(f"GET {path}".encode() for path in OPEN_PATHS)  # answered whatever the load: it is no reason to restart
-REFUSED_SECONDS = 2  # in which a refused connection must have sent something to be answered
-CROWDED_SECONDS = 0.1  # the same if further connections wait, a probe's perhaps
-LINGER_SECONDS = 5  # for which a closed connection is still read
+OTHER_FILES = 256  # open files other than client connections
+BACKLOG = 4096  # length of the kernel's accept queue; Linux's default limit
+ACCEPTS = 8  # connections accepted per iteration of the event loop
+PAUSE_SECONDS = 0.05  # between attempts to accept a connection while there is no room
+KEEP_ALIVE_SECONDS = 65  # that an idle connection stays open; longer than the usual 60 of proxies
+PROBES = tuple(f"GET {path}".encode() for path in OPEN_PATHS)  # answered under any load
+REFUSED_SECONDS = 2  # that a refused connection has to send a request
+CROWDED_SECONDS = 0.1  # the same while other connections, perhaps health checks, wait
+LINGER_SECONDS = 5  # for which the data of a closed connection are still read
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -91,7 +90,7 @@ class _LingeringTransport:
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.abort)
 
 
-_Connections = dict["_LimitedProtocol", float]  # with the time since when they are open, the oldest first
+_Connections = dict["_LimitedProtocol", float]  # with their start times, the oldest first
 
 
 class _LimitedProtocol(HttpToolsProtocol):
@@ -108,9 +107,9 @@ class _LimitedProtocol(HttpToolsProtocol):
     """
 
     deadline = write_deadline = math.inf
-    _unsent_bytes = _header_bytes = 0  # of responses, at the last look; of the request
-    _unparsed_bytes = 0  # received since the last complete part of a request, at most
-    _ends = False  # a further request came before the response: that closes the connection, and the rest is not read
+    _unsent_bytes = _header_bytes = 0  # of responses, at the last check; of the request
+    _unparsed_bytes = 0  # upper bound, since the last complete part of a request
+    _ends = False  # after a pipelined request: the connection closes after the response, and nothing more is read
 
     def __init__(
         self, *arguments: Any, crowded: bool, refuse: Callable[[], Response] | None, group: _Connections
@@ -161,7 +160,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             if self._unparsed_bytes > HEADER_BYTES and not self.transport.is_closing():
                 self.transport.abort()
         else:
-            self._join()  # time to read the answer
+            self._join()  # gives the client time to read the response
             self._lingering.unread = True
             answer = self._refuse()
             headers = [b"%s: %s\r\n" % each for each in (*answer.raw_headers, (b"connection", b"close"))]
@@ -183,7 +182,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         """
         if self.cycle is not None and not self.cycle.response_complete:
             self._ends, self.cycle.keep_alive, self._lingering.unread = True, False, True
-            raise ValueError("a request before the last response")  # ends the parsing
+            raise ValueError("pipelined request")  # ends the parsing
         super().on_message_begin()
         self._header_bytes, self._lingering.unread = 0, True
         self._wait(HEADER_SECONDS)
@@ -250,7 +249,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with a limit on connections; signals are handled by `serve_http` instead.
+    """uvicorn's server with a limit on connections; signals are left to `serve_http`.
 
     From `limit` / 2 connections on, new ones are closed after each response (no keep-alive). Beyond `limit` they are
     refused with a 429. From 2 * `limit` on they wait in the kernel's backlog, and refused connections that have been
@@ -307,7 +306,7 @@ class _Server(uvicorn.Server):
                     connection, _ = await loop.sock_accept(listener)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     await loop.connect_accepted_socket(self._make_protocol, connection)
-                except OSError:  # it has ended, or too many files are open
+                except OSError:  # the client has gone, or too many files are open
                     await asyncio.sleep(PAUSE_SECONDS)
 
     def _make_protocol(self) -> asyncio.Protocol:
@@ -336,59 +335,47 @@ def allow_connections(count: int, log: Callable[[str], None] = lambda line: None
         files = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
         if files < wanted:
-            log(f"the limit on open files (ulimit -n) of {files} leaves room for fewer than {count} connections")
+            log(f"the limit on open files (ulimit -n) of {files} allows fewer than {count} connections")
         wanted = files
     return max(1, (wanted - OTHER_FILES) // 2)
 
 
-@contextmanager
-def restored_signals() -> Iterator[None]:
-    """Context manager that restores the handlers of SIGTERM and SIGINT at its exit.
-
-    Inside, the caller sets handlers with `signal.signal`, not those of an event loop, which end with the loop: a signal
-    after that would end the process before its socket directory is removed.
-    """
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+async def wait_for_signals(signals: StopSignals, count: int = 1) -> None:
+    """Wait until `count` stop signals have arrived in all."""
+    while len(signals.received) < count:
+        await asyncio.sleep(0.05)
 
 
 async def serve_http(
-    app: HttpApp, listener: socket.socket, client: EngineClient, drain_seconds: float = 60.0
-) -> tuple[int, int]:
-    """Serve HTTP until SIGTERM or SIGINT; return (signal number, number of requests that were not finished).
+    app: HttpApp, listener: socket.socket, client: EngineClient, signals: StopSignals, drain_seconds: float = 60.0
+) -> int:
+    """Serve HTTP until SIGTERM or SIGINT; return the number of requests that were not finished.
 
     After the signal new requests get 503, and requests in flight are finished, for at most `drain_seconds`; a second
-    signal ends them at once. Later signals are ignored: the handlers stay, as the caller still has to clean up. client:
-    engine. Raises RankLost when the engine has failed for good.
+    signal ends them immediately. Later signals are ignored. client: engine. signals: handlers, which stay
+    in place until the caller has cleaned up. Raises RankLost when the engine has failed and will not restart.
     """
     server = make_server(app)
-    received: asyncio.Queue[int] = asyncio.Queue()
-    for each in SIGNALS:
-        signal.signal(each, lambda number, _: received.put_nowait(number))
-    serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(received.get())
+    serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(wait_for_signals(signals))
     failing = asyncio.create_task(client.wait_for_failure())
     unfinished = 0
     try:
         await asyncio.wait((serving, signalled, failing), return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
-            await asyncio.sleep(0.2)  # the clients get their errors
+            await asyncio.sleep(0.2)  # for the clients to receive their errors
             raise RankLost(f"the server gives up: {failing.result()}")
         assert signalled.done(), "the HTTP server ended without a signal"
         client.drain()
         deadline = time.monotonic() + drain_seconds
-        while server.server_state.tasks and received.empty() and time.monotonic() < deadline:
+        while server.server_state.tasks and len(signals.received) < 2 and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         unfinished = len(server.server_state.tasks)
-        return signalled.result(), unfinished
+        return unfinished
     finally:
+        again = asyncio.create_task(wait_for_signals(signals, 1 + signalled.done()))
         signalled.cancel()
         failing.cancel()
         server.should_exit = True
-        again = asyncio.create_task(received.get())
         if not unfinished:
             await asyncio.wait((serving, again), return_when=asyncio.FIRST_COMPLETED)
         again.cancel()

@@ -89,7 +89,7 @@ class Lowering:
         self.states = self._buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.touched]):
-            self._lower()  # weights are read and packed meanwhile
+            self._lower()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
     def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -179,7 +179,7 @@ class Lowering:
     def _lower_shared(self, mixture: Mixture, shared: modules.FeedForward, x: Float32, out: Float32) -> None:
         """Append the shared expert with its sigmoid gate; the result is added to `out` [T, H]. `x`: normed input."""
         hidden = self._lower_up(shared, x)
-        if mixture.shared_gate is not None:  # a factor of each token: before or after the second product
+        if mixture.shared_gate is not None:  # a factor per token, applied before the down projection
             self.ops.append(op.Gate(hidden, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 

@@ -17,12 +17,12 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 
 TOKEN_BUDGET = 512
-"""Tokens of a step, unless given."""
+"""Default of the most tokens of a step."""
 MAX_SEQUENCES = 64
-"""Sequences of a step, unless given."""
+"""Default of the most sequences of a step."""
 DEFAULT_FRACTION = 0.9
 DEFAULT_POOL = 4 * 2**30
-"""Most bytes of KV blocks, unless `--memory` is given: the rest of a machine is not a server's for the asking."""
+"""Most bytes of KV blocks without `--memory`, so that by default a server does not fill a machine."""
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -86,11 +86,11 @@ def plan_memory(
     on_gpus = all(host.source == GPU for host in hosts)
     predict = device_ledger if on_gpus else serving_ledger
     ledger = predict(config, layout, sizes)
-    # More than twice what all sequences of a step can hold would not even serve as a prefix cache.
+    # More than twice what all sequences of a step can hold would be of little use even as a prefix cache.
     most = 2 * sizes.max_sequences * ledger.blocks_of_longest
     if memory is None:
         most = min(most, max(ledger.blocks_of_longest, DEFAULT_POOL // ledger.kv_block))
-    if on_gpus:  # each rank has one to itself, and what one lacks none can lend
+    if on_gpus:  # each rank has its own, and they cannot share memory
         least = min(parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts)
         most = min(most, *(max(0, least - stage.fixed) // stage.kv_block for stage in ledger.stages))
     if max_length is None:

@@ -24,7 +24,7 @@ from meshwright.errors import RankLost, UserError
 
 _LENGTH = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 2**28
-"""Largest size of one message in bytes: above any accepted request, and far below what a damaged length could say."""
+"""Largest size of one message in bytes: above any accepted request, and far below what a corrupted length could be."""
 _NONCE_BYTES = _PROOF_BYTES = 32
 CONNECT_SECONDS = 60.0
 """How long a rank tries to reach a listener that has not started yet."""
@@ -79,16 +79,12 @@ class Channel:
         """IP address of this machine on the connection, at which other ranks can reach it; "" for a Unix socket."""
         return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message, an object of JSON types."""
-        self.send_encoded(encode(message))
-
-    def send_encoded(self, data: bytes) -> None:
-        """Send one message, already encoded by `encode`, so that the same bytes can go to several ranks."""
+    def send(self, data: bytes) -> None:
+        """Send one message, encoded by `encode`: the same bytes can go to several ranks."""
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise RankLost(f"the other end of a connection is gone: {error}") from error
+            raise RankLost(f"the peer has closed the connection: {error}") from error
 
     def receive(self) -> Message:
         """Wait for the next message and return it."""
@@ -109,9 +105,9 @@ class Channel:
             try:
                 data = self._socket.recv(max(65536, size - len(self._unread)))
             except OSError as error:
-                raise RankLost(f"the other end of a connection is gone: {error}") from error
+                raise RankLost(f"the peer has closed the connection: {error}") from error
             if not data:
-                raise RankLost("the other end of a connection is gone")
+                raise RankLost("the peer has closed the connection")
             self._unread += data
         found = bytes(self._unread[:size])
         del self._unread[:size]

@@ -28,7 +28,7 @@ from meshwright.serving.weights import decoder_config
 from meshwright.spec.block_tables import MOST_TABLES
 from meshwright.threads import choose_threads
 
-_STEP_SECONDS = 24 * 3600.0  # no client waits for a step
+_STEP_SECONDS = 24 * 3600.0  # long, as no client waits
 
 
 def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
@@ -48,7 +48,7 @@ def build_offline_engine(
     """
     limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
-        # One block more in each of a model's block tables.
+        # One more block in each of the model's block tables.
         limits = replace(limits, blocks=limits.blocks + MOST_TABLES, max_length=limits.max_length + 1)
     threads = choose_threads(mesh.layout.world_size)
     plan = RankPlan(str(directory), str(mesh.layout), dtype, limits, threads, instruction_set=instruction_set)
@@ -100,7 +100,7 @@ def run_on_ranks(directory: Path, layout: Layout, dtype: str, requests: Sequence
 async def _start_and_run(
     directory: Path, layout: Layout, dtype: str, requests: Sequence[Request], put: Callable[[Output], None]
 ) -> None:
-    """Start the rank processes, run all requests, and call `put` with each output; end the processes at last."""
+    """Start the rank processes, run all requests, and call `put` with each output; end the processes afterwards."""
 
     async def follow(outputs: AsyncIterator[Output]) -> None:
         """Pass on the outputs of one request."""

@@ -21,12 +21,12 @@ _ERROR = {
 }
 _ERRORS = {
     "401": "The API key is missing or wrong",
-    "404": "Not there: the path, or the model",
+    "404": "The path or the model does not exist",
     "503": "The server is starting, restarting a lost rank, or shutting down",
 }
-_CROWDED = {"429": "The queue is full, or there are too many connections; Retry-After says when to come again"}
+_CROWDED = {"429": "The queue is full, or there are too many connections; Retry-After says when to retry"}
 _BODY_ERRORS = {
-    "400": "A wrong field, or one that cannot be honoured; `param` names it",
+    "400": "A field, named by `param`, is invalid or not supported",
     "408": "The body did not arrive in time, or the answer was not finished within `timeout`",
     "413": "The body is too large",
 }

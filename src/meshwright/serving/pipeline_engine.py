@@ -30,14 +30,14 @@ from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
-from meshwright.serving.request import Output, pack_result, unpack_result
+from meshwright.serving.request import Output
 from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 
 HIDDEN_SITE, TOKENS_SITE = "serving.hidden", "serving.tokens"
 _FIRST_BYTES = 4096
-"""Bytes of a message with token results; longer ones follow in a second message."""
+"""Size of the first message with token results in bytes; the rest follows in a second one."""
 
 Group = tuple[tuple[Kind, int], ...]
 """Steps that are posted together, each with its batch counted from the slot's."""
@@ -118,7 +118,7 @@ class PipelineEngine(Engine):
         if self._stage == self._stages - 1:
             self._results[number] = sample_batch(batch, found)
         else:
-            self._hidden[number] = torch.from_numpy(found.copy())  # the runner's next call overwrites it
+            self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
 
     def _publish(self, number: int, batch: StepBatch) -> list[Output]:
         """Record the sampled tokens of the batch of slot `number` in the scheduler, and return its outputs."""
@@ -172,13 +172,13 @@ class PipelineEngine(Engine):
             for handle in transfer([Message(rest, self._stage + 1, True, TOKENS_SITE, "rest")], self._axis):
                 handle.wait()
             content += rest.numpy().tobytes()
-        return [unpack_result(row) for row in json.loads(content[:size])]
+        return [TokenResult.from_json(row) for row in json.loads(content[:size])]
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     """Encode sampled tokens as the uint8 tensors to be sent: one of fixed size, and a second one for what does not fit
     in it."""
-    content = json.dumps([pack_result(result) for result in results], separators=(",", ":")).encode()
+    content = json.dumps(results, separators=(",", ":")).encode()
     data = len(content).to_bytes(8, "little") + content
     first = np.zeros(_FIRST_BYTES, np.uint8)
     first[: len(data)] = np.frombuffer(data[:_FIRST_BYTES], np.uint8)

@@ -40,11 +40,10 @@ class Prompts:
         tokenizer.no_truncation()
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         self.vocabulary, self.max_length = vocabulary, max_length
-        added = tokenizer.get_added_tokens_decoder()  # what ends a text may be an ordinary token, such as a line's end
+        added = tokenizer.get_added_tokens_decoder()  # an end token may be an ordinary one, such as a newline
         named = find_named_in(directory) if directory is not None else set()
         named |= {added[token].content for token in {start, *self.ends} if token in added}
-        self.special = find_special_tokens(tokenizer, named)
-        self._encoder = make_text_encoder(tokenizer, self.special)
+        self._encoder = make_text_encoder(tokenizer, find_special_tokens(tokenizer, named))
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._token_bytes = _TokenBytes(tokenizer)
         self._chat = _load_chat(directory)
@@ -58,7 +57,7 @@ class Prompts:
         Raises UserError if the tokenizer is missing or damaged."""
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise UserError(f"{directory} has no tokenizer.json: a prompt cannot become tokens")
+            raise UserError(f"{directory} has no tokenizer.json, which is needed to tokenize prompts")
         tokenizer = parse_tokenizer(read_file(path), path)
         start = config.bos_token if config.bos_token is not None else config.eos_token
         sizes = {"vocabulary": config.vocabulary, "max_length": max_length}
@@ -100,7 +99,7 @@ class Prompts:
         """Return `tokens` as a list. Raises UserError if a token ID is outside the model's vocabulary, or if there is
         none unless `empty` is True."""
         if not tokens and not empty:
-            raise UserError("the prompt is empty: it must have a token")
+            raise UserError("the prompt is empty: it needs at least one token")
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < self.vocabulary:
                 raise UserError(f"token {token} is not in the model's vocabulary, 0 to {self.vocabulary - 1}")
@@ -134,14 +133,14 @@ class Prompts:
         the longest kind."""
         if count > self.max_length * self._longest_token:
             raise UserError(
-                f"the prompt has {count:,} characters, which are more than the {self.max_length:,} tokens that the "
-                "model takes"
+                f"the prompt has {count:,} characters, more than the maximum length of {self.max_length:,} tokens can "
+                "hold"
             )
 
     def _require_chat(self) -> ExampleEncoder:
         """Return the encoder of conversations. Raises UserError if the model has no chat template."""
         if self._chat is None:
-            raise UserError("the model comes without a chat template; use /v1/completions")
+            raise UserError("the model has no chat template; use /v1/completions")
         return self._chat
 
 
@@ -151,10 +150,10 @@ def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
     if not path.is_file():
         return frozenset(config.eos_tokens)
     try:
-        said = read_json(path, "config_bytes").get("eos_token_id")
+        found = read_json(path, "config_bytes").get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is not a JSON object: {error}") from None
-    ends = said if isinstance(said, list) else [said]
+    ends = found if isinstance(found, list) else [found]
     return frozenset(config.eos_tokens) | {token for token in ends if isinstance(token, int)}
 
 

@@ -22,9 +22,9 @@ from meshwright.serving.step_limits import StepLimits
 from meshwright.threads import build_child_environment
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Backends of torch.distributed by device: what stages of a pipeline send lies on the host."""
+"""Backends of torch.distributed by device; pipeline stages exchange host tensors, by gloo."""
 PLAIN_TORCH = "torch"
-"""In the place of an instruction set: no compiled kernels, plain torch."""
+"""Value in place of an instruction set: plain torch, without compiled kernels."""
 SERVE_RANK = "meshwright.serving.ranks:serve_rank"
 
 

@@ -28,7 +28,7 @@ from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output, Request
 
 JOIN_SECONDS = 300.0
-"""How long ranks that others start wait for each other."""
+"""Time limit of the rendezvous of ranks that torchrun or SLURM started."""
 
 
 def serve_rank(plan: RankPlan, replica: int) -> None:
@@ -75,14 +75,14 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
         listener = Listener(plan.directory, f"replica-{replica}", plan.secret, front.own_host)
     who = {"replica": replica, "rank": rank, "start": plan.start, "pid": os.getpid()}
     leader = listener.address if listener else None
-    front.send({"hello": {**who, "leader": leader, "seconds": seconds, **engine.properties()}})
+    front.send(encode({"hello": {**who, "leader": leader, "seconds": seconds, **engine.properties()}}))
     if rank:
         _follow(engine, Channel.connect(front.receive()["leader"], plan.secret))
         return
     followers = [listener.accept(plan.step_seconds) for _ in range(peers - 1)] if listener else []
     if listener:
         listener.close()
-    front.send({"ready": True})
+    front.send(encode({"ready": True}))
     _lead(engine, front, followers)
 
 
@@ -110,7 +110,7 @@ def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
         if followers:
             data = encode({"step": step, "messages": messages})
             for follower in followers:
-                follower.send_encoded(data)
+                follower.send(data)
         stop, outputs = _apply(engine, messages)
         ran = not engine.idle
         if ran:
@@ -119,7 +119,7 @@ def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
         added = sum("add" in message for message in messages)
         report = {**engine.report(), "added": added, "seconds": now - began if ran else 0.0}
         began = now
-        front.send({"outputs": [output.to_json() for output in outputs], "step": report})
+        front.send(encode({"outputs": [output.to_json() for output in outputs], "step": report}))
         if stop:
             return
         step += 1
@@ -148,7 +148,7 @@ def _apply(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]
         if "add" in message:
             try:
                 engine.add(Request.from_json(message["add"]))
-            except UserError:  # the front checks requests: this one would never fit
+            except UserError:  # never for requests that the front has checked
                 refused.append(Output(message["add"]["id"], [], "cancelled"))
         elif "cancel" in message:
             engine.cancel(message["cancel"])

@@ -17,15 +17,10 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.speed import StepTimes, Work
 from meshwright.spec.block_tables import BLOCK_TOKENS
 
-COUNTERS = {
-    "pauses": "pauses",
-    "prefix_queries": "prompt_tokens",
-    "prefix_hits": "prefix_hit_tokens",
-    "kernel_seconds": "kernel_seconds",
-}
-"""Figures of a replica that count from the start of its ranks, by their names in a step's report."""
+COUNTERS = ("pauses", "prefix_queries", "prefix_hits", "kernel_seconds")
+"""Figures of a step's report that are totals since the start of the replica's ranks."""
 PREDICTION_SECONDS = 0.1
-"""For which a prediction of the queue holds: a long one takes milliseconds, and many ask."""
+"""Age up to which a prediction of the queue is reused: for a long queue it takes milliseconds."""
 
 
 class Stream(AsyncIterator[Output]):
@@ -136,7 +131,7 @@ class Replica:
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
         self.heard, self.sent = 0.0, 0
-        self._predicted, self._admissions = -math.inf, list[float]()  # of the queue, predicted at that time
+        self._predicted, self._admissions = -math.inf, list[float]()  # time of the last prediction, and its result
 
     def lose(self, reason: str) -> None:
         """Mark the replica as lost, so that its ranks are ended and restarted. reason: one line for the log."""
@@ -149,8 +144,8 @@ class Replica:
         streams of its unfinished requests."""
         for writer in self.peers.values():
             writer.close()
-        for name, source in COUNTERS.items():
-            self.totals[name] += self.report.get(source, 0)
+        for name in COUNTERS:
+            self.totals[name] += self.report.get(name, 0)
         streams = list(self.streams.values())
         self._clear()
         return streams
@@ -169,7 +164,7 @@ class Replica:
     def stats(self) -> dict[str, float]:
         """Return the replica's figures by name, as described in `EngineClient.stats`."""
         now = {name: self.report.get(name, 0) for name in ("running", "waiting", "paused", "free", "cached", "held")}
-        since = {name: self.totals[name] + self.report.get(source, 0) for name, source in COUNTERS.items()}
+        since = {name: self.totals[name] + self.report.get(name, 0) for name in COUNTERS}
         return {**self.totals, **now, **since}
 
     @property

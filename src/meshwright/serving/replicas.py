@@ -28,19 +28,19 @@ from meshwright.serving.waiting_line import Queue, QueueLimits, WaitingLine
 from meshwright.spec.block_tables import BLOCK_TOKENS
 
 LOSSES_OF_REQUEST = 3
-"""A request that was running each time and got no token in between is ended with an error: it may be the cause."""
+"""Losses of a rank, without a new token in between, after which a running request fails, as it may be the cause."""
 LOSSES_OF_REPLICA = 5
-"""Losses in a row, without a token in between, after which the server gives up."""
+"""Consecutive losses of a replica, without a token in between, after which the server ends."""
 FIRST_DELAY, LONGEST_DELAY = 0.1, 10.0
-"""Seconds before a second start; doubled for each further loss in a row."""
+"""Delay in seconds of a restart after two consecutive losses, doubled for each further one; largest delay."""
 SAME_ON_ALL_RANKS = ("instruction_set", "kernels")
 """Properties that must be equal on all ranks, since answers depend on them."""
 STEADY_SECONDS = 60.0
-"""A replica that was ready for so long did not end because it cannot start."""
+"""Seconds of being ready after which a loss does not count as consecutive."""
 STOP_SECONDS = 2.0
-"""For ranks to end by themselves when the server does."""
+"""Seconds that ranks get to exit by themselves when the server ends."""
 LOOK_SECONDS = 0.5
-"""Between looks for replicas whose step takes too long."""
+"""Longest interval in seconds between checks for steps that take too long."""
 
 
 class Replicas:
@@ -58,14 +58,14 @@ class Replicas:
     ) -> None:  # fmt: skip
         layout = Layout.parse(plan.layout)
         self.plan, self._ranks, self._host = plan, layout.with_(dp=1).world_size, host
-        self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # what each rank said of itself, by replica and rank
+        self.hellos: dict[tuple[int, int], dict[str, Any]] = {}  # first message of each rank, by (replica, rank)
         self.failure: MeshwrightError | None = None
         self._starter, self._limits, self._log = starter, limits or QueueLimits(), log
         self._line = WaitingLine(self._limits)
         self._replicas = [Replica(index, plan.limits.max_sequences, layout.pp) for index in range(layout.dp)]
         self._streams: dict[str, Stream] = {}
         self._queued_tokens = 0  # of the prompts of streams that have no token yet
-        self._parked: list[Stream] = []  # no replica is ready for them
+        self._parked: list[Stream] = []  # waiting until a replica is ready
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._state: State = "starting"
@@ -137,7 +137,7 @@ class Replicas:
         return stream
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the request with this ID; its stream ends at once. Unknown and finished requests are ignored."""
+        """Cancel the request with this ID; its stream ends immediately. Unknown and finished requests are ignored."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -215,7 +215,7 @@ class Replicas:
                 self._give_up(error)
                 return
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (losses - 1)) if losses > 1 else 0.0
-            again = f"starting it again in {delay:g} s" if delay else "starting it again"
+            again = f"restarting it in {delay:g} s" if delay else "restarting it"
             self._log(f"replica {replica.index} was lost: {error}; {again}, {streams} requests continue")
             replica.totals["restarts"] += 1
             await asyncio.sleep(delay)
@@ -229,7 +229,7 @@ class Replicas:
             ends: set[asyncio.Future[Any]] = {ranks, replica.lost}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not ranks.done():
-                # An error of a rank says more than its closed connection, if it comes at once.
+                # A rank's own error, if it follows soon, is more informative than its closed connection.
                 await asyncio.wait({ranks}, timeout=0.0 if replica.has_served else 0.1)
             if ranks.done():
                 ranks.result()
@@ -280,7 +280,7 @@ class Replicas:
                 self._greet(replica, hello, writer)
             while replica.starts == start and (message := await messages.receive(reader)) is not None:
                 if replica.starts > start:
-                    break  # they are of ranks that are gone
+                    break  # from ranks that have been replaced
                 if "ready" in message:
                     self._make_ready(replica)
                 else:
@@ -372,7 +372,7 @@ class Replicas:
             stream.deadline.cancel()
 
     def _give_up(self, error: MeshwrightError) -> None:
-        """Mark the engine as failed for good, with `error` as the reason, and end all streams with it."""
+        """Mark the engine as failed, with `error` as the reason, and end all streams with it."""
         self.failure, self._state = error, "failed"
         for stream in list(self._streams.values()):
             self._forget(stream)

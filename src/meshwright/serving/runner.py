@@ -20,7 +20,7 @@ from meshwright.serving.weights import RankWeights
 from meshwright.spec.config import ModelConfig
 
 KERNEL_DTYPES = ("float32", "bfloat16")
-"""Dtypes of weights that the kernels have; others run in plain torch."""
+"""Dtypes of weights that the compiled kernels support; others run in plain torch."""
 
 
 class Runner(Protocol):
@@ -28,14 +28,12 @@ class Runner(Protocol):
 
     Attributes:
         config: Configuration of the model.
-        blocks: Number of KV blocks in its pool.
         instruction_set: Instruction set of the kernels, or name of the device.
         version: Version of the kernels, or "torch ..." without kernels; equal versions give equal bits on equal
             devices.
     """
 
     config: ModelConfig
-    blocks: int
     instruction_set: str
     version: str
 
@@ -49,7 +47,7 @@ class Runner(Protocol):
 
 
 DEVICE_DTYPES = ("float32", "bfloat16", "float16")
-"""Dtypes that the Triton kernels have."""
+"""Dtypes that the Triton kernels support."""
 
 
 def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
@@ -67,7 +65,7 @@ def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
         kernels.set_threads(plan.threads)
         return NativeRunner(kernels, weights, mesh, plan.dtype, plan.limits)
     if mesh.layout.expert_parallel:
-        raise UserError(f"ep{mesh.ep.size} needs the compiled kernels: install g++, or leave it out")
+        raise UserError(f"ep{mesh.ep.size} needs the compiled kernels: install g++, or leave ep out")
     return TorchRunner(weights, mesh, getattr(torch, plan.dtype), plan.limits)
 
 
@@ -76,7 +74,7 @@ def _build_device_runner(weights: RankWeights, mesh: Mesh, plan: RankPlan) -> Ru
     if plan.dtype not in DEVICE_DTYPES:
         raise UserError(f"dtype {plan.dtype}: on a GPU serving takes {', '.join(DEVICE_DTYPES)}")
     if mesh.layout.expert_parallel:
-        raise UserError(f"ep{mesh.ep.size}: experts are not spread over GPUs yet; tp splits each of them")
+        raise UserError(f"ep{mesh.ep.size}: expert parallelism is not supported on GPUs yet; tp splits each expert")
     try:
         from meshwright.serving import device_operations
     except ModuleNotFoundError as error:

@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Iterable
 from typing import NamedTuple
 
-FORGETTING = 0.98  # weight of a step relative to the one after it: the last 50 count
-TYPICAL_ERRORS = 2.0  # relative errors of more than so many typical ones count less, in proportion (Huber's weights)
-SWEEPS = 8
+FORGETTING = 0.98  # weight of a step relative to the next one: about the last 50 count
+TYPICAL_ERRORS = 2.0  # larger multiples of the typical relative error are down-weighted in proportion (Huber)
+SWEEPS = 8  # of coordinate descent for each step
 
 
 class Work(NamedTuple):

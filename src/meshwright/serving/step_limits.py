@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MADV_POPULATE_WRITE = 23
-_PIECE = 16 << 20  # bytes that a thread populates at once
+_PIECE = 16 << 20  # bytes that a thread populates per call
 _MADVISE = ctypes.CDLL(None).madvise
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

@@ -20,7 +20,7 @@ from meshwright.serving.protocol.errors import ApiError, refusal_error, to_api_e
 from meshwright.serving.protocol.jobs import Job
 from meshwright.serving.request import Output
 
-ABORT = "meshwright.abort"  # key of the scope: drops the connection at once
+ABORT = "meshwright.abort"  # key of the ASGI scope: function that drops the connection
 Take = Callable[[Choice, Piece], None]
 
 
@@ -122,7 +122,7 @@ class EventStream(Response):
         timers: list[asyncio.TimerHandle] = []
 
         def limit_drain(_: object) -> None:
-            """Drop the connection some time after the last token, at once if the client is too slow."""
+            """Drop the connection some time after the last token, immediately if the client is too slow."""
             self._news.set()
             slow = not run.cancelled() and isinstance(run.exception(), SlowReader)
             timers.append(run.get_loop().call_later(0 if slow else self._settings.drain_seconds, drop))

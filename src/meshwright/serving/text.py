@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are no whole character (yet)
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are not (yet) a whole character
 CONTEXT_TOKENS = 4
 
 

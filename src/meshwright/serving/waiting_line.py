@@ -2,9 +2,9 @@
 refusals. Free of torch.
 
 A refused request (HTTP 429) keeps a place in the line without an open connection: the place is found again by a digest
-of the request, and the client is told when to retry. A new request waits behind all places whose clients are expected
-to return; it is admitted at once only if the queue has room beyond them. No request is refused while the engine could
-run it at once.
+of the request, and `Retry-After` says when to retry. A new request waits behind all places whose clients are expected
+to return; it is admitted immediately only if the queue has room beyond them. No request is refused while the engine
+could run it immediately.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dataclasses import dataclass
 from meshwright.serving.engine_client import Refusal, Ticket
 
 MOST_PLACES = 4096
-"""Beyond it the client that is late the longest loses its place to a new one; if none is late, the new one has none."""
+"""Most places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets no place."""
 MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.01, 60.0
-"""Told wait / predicted wait, as a client that comes too early meets a full queue; the shortest; the longest: openai's
-client ignores longer ones, and one that comes early keeps its place."""
+"""`Retry-After` / predicted wait, above 1 as a client that retries too early meets a full queue; shortest and longest
+`Retry-After`: openai's client ignores longer ones, and one that retries early keeps its place."""
 GRACE_SECONDS, GRACE_SHARE = 2.0, 0.25
-"""A place expires when its client is later than both, in seconds and of the told wait."""
+"""A place expires when its client is later than both: seconds, and share of its `Retry-After`."""
 LATE_SECONDS = 0.1
-"""Newcomers no longer wait for a client that is so late, though it keeps its place."""
+"""Lateness after which new requests no longer wait for a client, though it keeps its place."""
 EARLY_SECONDS = 0.01
-"""By which a client may be early: its timer may be coarse."""
+"""Tolerance for clients that retry early, as their timers may be coarse."""
 LEARNING = 1 / 32
-"""Weight of one client in the moving average of those that return."""
+"""Weight of one client in the moving average of the share that returns."""
 GUARD = 4
-"""1 / share of the queue that is left to clients with a place, as long as there are so many."""
+"""1 / `GUARD` of the queue is reserved for clients with a place, if there are that many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Queue:
         prompts: Returns the number of prompt tokens of each queued request, from the head, without those in question.
         tokens: Number of prompt tokens of all queued requests, those in question included.
         predict: Returns the predicted seconds until the given number of requests, from the head, has been admitted.
-        delay: Seconds by which the engine's present step is late. Clients are told to wait at least about as long, but
+        delay: Seconds by which the engine's present step is late. `Retry-After` is at least about as long, but
             it does not count towards the predicted wait that `QueueLimits.seconds` limits.
     """
 
@@ -108,7 +108,7 @@ class WaitingLine:
         self.returning, self.admitted, self.expired = 1.0, 0, 0
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}
-        self._expected, self._late = set[_Place](), dict[_Place, None]()  # late the longest first; newcomers pass those
+        self._expected, self._late = set[_Place](), dict[_Place, None]()  # longest delay first; new requests pass these
         self._numbers: list[int] = []  # of the expected places, ascending, once for each of a place's requests
         self._tokens = 0  # of all expected places
         self._ends: list[tuple[float, int, _Place]] = []  # heap of times, the number of each entry, and its place
@@ -134,11 +134,11 @@ class WaitingLine:
         now = self._clock()
         self._expire(now)
         same = self._places.get(ticket.key, ())
-        # At a first try a place whose time has come may be its own all the same: some clients do not count.
+        # A place that is due may be its own even at a first attempt: some clients do not count attempts.
         place = next((each for each in same if not ticket.first or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
         reason, seconds = self._find_limit(queue, 0.0 if due else self._expect_before(place))
-        if due and reason:  # the engine is slower than predicted: those before it, in the same position, come first
+        if due and reason:  # the engine is slower than predicted: places before it come first
             _, seconds = self._find_limit(queue, self._expect_before(place))
         if place is not None and due and (reason or requests):
             place.returned = True
@@ -158,7 +158,7 @@ class WaitingLine:
             self._watch(place, place.due + LATE_SECONDS)
             place.expires = place.due + max(GRACE_SECONDS, GRACE_SHARE * wait)
             self._late.pop(place, None)
-            if requests:  # only now they are known: a place is made before its request is parsed
+            if requests:  # known only now: a place is created before its request is parsed
                 self._expect(place, False)
                 place.requests, place.tokens = requests, tokens
             self._expect(place, True)

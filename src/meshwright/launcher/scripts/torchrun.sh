@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # @TITLE@
-# On every host: MASTER_ADDR=HOST bash THIS_SCRIPT, where HOST is one of them, by a name or address that all others reach.
+# On every host: MASTER_ADDR=HOST bash THIS_SCRIPT, where HOST is the name or address of one of them that all others reach.
 set -eu
-: "${MASTER_ADDR:?say which host the others meet at: MASTER_ADDR=HOST bash $0}"
+: "${MASTER_ADDR:?name the host where all ranks meet: MASTER_ADDR=HOST bash $0}"
 cd @DIRECTORY@
 python=@PYTHON@
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-@THREADS@}"
 
-# This host's own address on the way there; and whether it is that host, which torchrun cannot always tell.
+# This host's own address on the route there, and whether it is that host, which torchrun cannot always determine.
 address="$("$python" -m meshwright.launcher.hosts "$MASTER_ADDR")"
 first="$("$python" -m meshwright.launcher.hosts --is-here "$MASTER_ADDR")"
 
-# A rank that is lost ends the others, and all start again from the newest whole checkpoint. On SIGTERM, which every
-# host's script needs, they save first.
+# After a lost rank all ranks restart from the newest complete checkpoint. On SIGTERM, which has to be sent to every
+# host's script, they save first.
 exec "$python" -m torch.distributed.run --nnodes @NODES@ --nproc-per-node @DEVICES@ \
     --rdzv-backend c10d --rdzv-id @NAME@ --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}" \
     --rdzv-conf "is_host=$first" --local-addr "$address" \

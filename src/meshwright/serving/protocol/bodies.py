@@ -21,7 +21,7 @@ from meshwright.untrusted import check_nesting
 
 MOST_SEQUENCES = 1024  # prompts x n of one HTTP request
 
-# Fields that other servers know and this one cannot honour, with the values that ask for nothing.
+# Fields of other servers that are not supported here, with the values that are accepted because they have no effect.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tools", "functions", "logits_processors", "bad_words", "allowed_token_ids"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
@@ -52,7 +52,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=128)]
 BiasedToken = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenCount = Annotated[int, Field(ge=0, le=2**30)]
-Alternatives = Annotated[int, Field(ge=0, le=20, description="most likely tokens reported beside each token")]
+Alternatives = Annotated[int, Field(ge=0, le=20, description="number of most likely tokens reported for each token")]
 
 
 def _wrong_field(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
@@ -130,10 +130,10 @@ class TokenizeBody(Body):
     prompt: str | None = None
     content: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
-    add_special_tokens: bool = Field(True, description="begin prompt with the model's start token")
+    add_special_tokens: bool = Field(True, description="begin the prompt with the model's start token")
     add_special: bool = Field(False, description="the same for content")
-    return_token_strs: bool = Field(False, description="give the text of each token as `token_strs`")
-    with_pieces: bool = Field(False, description="give each token as an object of `id` and `piece`")
+    return_token_strs: bool = Field(False, description="return the text of each token as `token_strs`")
+    with_pieces: bool = Field(False, description="return each token as an object of `id` and `piece`")
 
     @model_validator(mode="after")
     def _check_given(self) -> TokenizeBody:
@@ -161,10 +161,10 @@ class GenerationBody(Body):
     """Base class of the bodies of all endpoints that generate text: sampling options, stop conditions, streaming."""
 
     unsupported = UNSUPPORTED
-    default_tokens: ClassVar[int | None] = None  # `max_tokens` of a body without it; None: all that the length leaves
+    default_tokens: ClassVar[int | None] = None  # of `max_tokens`; None: up to the model's maximum length
 
     max_tokens: TokenCount | None
-    model: str | None = Field(None, description="name of the served model; null: the one there is")
+    model: str | None = Field(None, description="name of the served model")
     n: int = Field(1, ge=1, le=128, description="choices for each prompt")
     temperature: float = Field(1.0, ge=0, le=100, description="0: the most likely token")
     top_p: float = Field(1.0, gt=0, le=1, description="1: off")
@@ -174,21 +174,25 @@ class GenerationBody(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
     logit_bias: dict[BiasedToken, Bias] = Field({}, max_length=1024)
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: drawn, and returned")
-    min_tokens: int = Field(0, ge=0, le=2**30, description="no stop token or stop string before")
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: chosen at random, and returned")
+    min_tokens: int = Field(
+        0, ge=0, le=2**30, description="tokens before a stop token or stop string can end the answer"
+    )
     stop: StopString | Annotated[list[StopString], Field(max_length=32)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = []
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = Field(False, description="the model's end tokens end nothing")
+    ignore_eos: bool = Field(False, description="do not stop at the model's end tokens")
     add_special_tokens: bool = Field(True, description="begin a text prompt with the model's start token")
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**30)] | Literal[-1] | None = Field(
-        None, description="keep so many last tokens of the prompt; -1: as many as the model takes"
+        None, description="keep only this many last tokens of the prompt; -1: the model's maximum length"
     )
     prompt_logprobs: Alternatives | None = None
     stream: bool = False
-    priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="lower is admitted first")
-    timeout: float | None = Field(None, gt=0, le=1e6, description="seconds until the request is given up (408)")
-    cache_salt: str = Field("", max_length=256, description="share cached prompts with this salt alone")
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="lower values are admitted first")
+    timeout: float | None = Field(None, gt=0, le=1e6, description="seconds until the request is cancelled (408)")
+    cache_salt: str = Field(
+        "", max_length=256, description="share the prefix cache only with requests of the same salt"
+    )
 
     @property
     def alternatives(self) -> int | None:
@@ -230,7 +234,7 @@ class PromptBody(GenerationBody):
     """Base class of the bodies that have a `prompt` (text or token IDs) instead of messages."""
 
     prompt: str | Tokens | Texts | TokenLists
-    max_tokens: TokenCount | None = Field(None, description="16")
+    max_tokens: TokenCount | None = Field(None, description="default: 16")
     logprobs: Alternatives | None = None
     echo: bool = Field(False, description="begin the text with the prompt; with logprobs, score its tokens")
 
@@ -267,7 +271,7 @@ class LlamaBody(PromptBody):
     min_p: float = Field(0.05, ge=0, le=1, description="0: off")
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, alias="repeat_penalty", description="1: off")
     max_tokens: TokenCount | Literal[-1] | None = Field(
-        None, alias="n_predict", description="-1: all that the model's length leaves"
+        None, alias="n_predict", description="-1: up to the model's maximum length"
     )
     logprobs: Alternatives | None = Field(None, alias="n_probs")
     return_tokens: bool = False
@@ -286,8 +290,8 @@ class OpenAIBody(GenerationBody):
 
     best_of: int | None = Field(None, ge=1, le=128, description="must equal n")
     stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))
-    return_token_ids: bool = Field(False, description="give each choice its `token_ids`")
-    return_tokens_as_token_ids: bool = Field(False, description="write token_id:7 for a token's text in logprobs")
+    return_token_ids: bool = Field(False, description="return the `token_ids` of each choice")
+    return_tokens_as_token_ids: bool = Field(False, description="show a token in logprobs as token_id:7")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> OpenAIBody:
@@ -313,7 +317,7 @@ class ChatBody(OpenAIBody, ConversationBody):
 
     unsupported = {**UNSUPPORTED, "echo": (False,)}
 
-    max_tokens: TokenCount | None = Field(None, description="all that the model's length leaves")
+    max_tokens: TokenCount | None = Field(None, description="default: up to the model's maximum length")
     max_completion_tokens: TokenCount | None = Field(None, description="newer name of max_tokens")
     logprobs: bool = False
     top_logprobs: Alternatives = Field(0, description="needs logprobs: true")
@@ -366,7 +370,7 @@ def _field_error(error: ValidationError) -> ApiError:
         place, inner = ["", ""], 0
         for part in (*each["loc"], *([each["ctx"]["field"]] if "field" in each.get("ctx", {}) else [])):
             if isinstance(part, str) and (part == "str" or not part.isidentifier() or place[0] == "logit_bias"):
-                inner = 1  # a type of a union, or a key: what follows lies in the value
+                inner = 1  # a type of a union, or a key: the rest of the path is inside the value
             else:
                 place[inner] += f"[{part}]" if isinstance(part, int) else f".{part}" if place[inner] else part
         first = first or place[0]

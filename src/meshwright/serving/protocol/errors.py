@@ -46,7 +46,7 @@ class ApiError(Exception):
 
 
 def retry_headers(seconds: float) -> dict[str, str]:
-    """Return the headers that tell a client to come again after `seconds`."""
+    """Return the headers that tell a client to retry after `seconds`."""
     return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
@@ -57,7 +57,7 @@ def refusal_error(refusal: Refusal) -> ApiError:
     headers = retry_headers(seconds)
     if refusal.reason in _UNAVAILABLE:
         return ApiError(503, _UNAVAILABLE[refusal.reason], code=refusal.reason, headers=headers)
-    what = "the server has no room" if refusal.reason == "connections" else "the queue is full"
+    what = "too many connections" if refusal.reason == "connections" else "the queue is full"
     message = f"{what}: its limit of {refusal.reason} is reached; retry after {seconds:.3g} s"
     return ApiError(429, message, code=f"queue_{refusal.reason}", headers=headers)
 
@@ -72,4 +72,4 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RankLost):
         return ApiError(503, "the engine lost this request", code="rank_lost")
     _log.error("unexpected %s:\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
-    return ApiError(500, "the server made a mistake; its log says where", code="internal_error")
+    return ApiError(500, "internal error; the server's log has the traceback", code="internal_error")

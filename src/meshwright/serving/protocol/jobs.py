@@ -22,7 +22,7 @@ GENERATION: dict[str, tuple[type[GenerationBody], type[AnswerForm]]] = {
     "/completion": (LlamaBody, LlamaForm),
 }
 """Body and form of the responses of each endpoint that generates text, by its path."""
-_numbers = itertools.count()  # makes the IDs of requests unique, whatever the client calls them
+_numbers = itertools.count()  # makes request IDs unique, as clients may repeat theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     if longest + max_tokens > prompts.max_length:
         raise ApiError(
             400,
-            f"the model takes {prompts.max_length} tokens, and the prompt has {longest} and max_tokens is {max_tokens}",
+            f"the maximum length is {prompts.max_length} tokens: the prompt has {longest}, max_tokens is {max_tokens}",
             param="max_tokens" if longest <= prompts.max_length else "prompt",
             code="context_length_exceeded",
         )
