@@ -101,8 +101,8 @@ class PreparedData:
         return self._examples[name]
 
     def format_packing_lines(self, splits: Sequence[str] = SPLITS) -> Iterator[str]:
-        """Yield one line for each of `splits` that has records: number of examples, packed rows, truncated and dropped
-        examples.
+        """Yield one line of text for each of `splits`: number of examples, packed rows, truncated and dropped examples.
+        Plain text and empty splits have no line.
         """
         for name in splits:
             split = self.split(name)

@@ -34,8 +34,8 @@ _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<
 class TextTokenizer:
     """A tokenizer that encodes a document as start token, text, end token, and never encodes text as a special token.
 
-    start: id of the BOS token, else of the EOS token. end: id of the EOS token. Every token of the text and the end
-    token are targets, the first one predicted from `start`; the beginning of the next document is not. vocabulary:
+    start: id of the BOS token, else of the EOS token. end: id of the EOS token. Training with document masks predicts
+    every token of the text and the end token, the first of them from `start`, but not `start` itself. vocabulary:
     largest token id + 1. special: all special tokens.
     """
 
@@ -63,7 +63,7 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Return the token ids of each text, [tokens] of type `dtype`, without start and end tokens. Raises `UserError`
-        if a text would become a special token, or if the tokenizer has no token for it.
+        if a part of a text would be encoded as a special token, or cannot be encoded.
         """
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
@@ -80,7 +80,7 @@ class TextTokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of a sequence of token ids; special tokens are written by name."""
+        """Return the text of a sequence of token ids, in which special tokens appear as their names, such as "</s>"."""
         with convert_library_errors("tokens become no text"):
             return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
 
@@ -112,7 +112,9 @@ class TokenizerFiles:
         return TokenizerFiles(self.tokenizer, _serialize_json({**json.loads(self.config), "chat_template": template}))
 
     def list_named_tokens(self) -> dict[str, str]:
-        """Return {variable name: special token}, such as `bos_token`, as chat templates use them."""
+        """Return the special tokens by the variable that stands for them in chat templates, such as {"bos_token":
+        "<s>"}.
+        """
         config = json.loads(self.config)
         return {
             key: _get_token_text(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)
