@@ -173,7 +173,7 @@ class Endpoint:
             raise _TryAgainError(str(error) or type(error).__name__) from None
 
     def _shorten(self, text: str) -> str:
-        """Return the server's error message `text`, cut to 300 characters and with the API key masked."""
+        """Return the error text `text` cut to 300 characters and with the API key masked."""
         return (text.replace(self.key, "<key>") if self.key else text)[:300]
 
 
