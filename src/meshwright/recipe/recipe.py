@@ -64,8 +64,9 @@ class Recipe(Table):
     @model_validator(mode="before")
     @classmethod
     def _default_tokenizer(cls, tables: Any) -> Any:
-        """Return the raw tables with data.tokenizer set to model.from if its weights are loaded and no tokenizer is
-        named, since weights fit only their own tokenizer."""
+        """Return the recipe's raw tables. If model.from's weights are loaded and no tokenizer is named, data.tokenizer
+        is set to model.from, since weights fit only their own tokenizer.
+        """
         model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
             return tables
@@ -192,8 +193,8 @@ def resolve_recipe(
 def _override(
     tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
-    """Return the validated recipe of `tables` (nested dictionaries, changed in place) after applying overrides such as
-    "train.steps=100".
+    """Apply overrides such as "train.steps=100" to `tables` (nested dictionaries, changed in place); return the
+    validated recipe.
 
     said_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
     there is none; trust: allow code that the recipe names to run.
