@@ -257,12 +257,12 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all process groups of an axis: a partition of the ranks, each group in coordinate order.
 
-        tp, cp, dp, pp: ranks that differ in that coordinate only. data: in dp and cp only. world: all ranks.
+        tp, cp, dp, pp: ranks that differ in that coordinate only. data: ranks that differ in dp and cp. world: all.
         shard: ranks over which ZeRO shards: the data group, or, under hybrid sharding (hsN), blocks of N of its ranks.
         replica: ranks at equal positions in the shard groups of a data group.
         ep, etp, expert_data: axes of a grid that the ranks of a pipeline stage form for experts, etp innermost.
-        expert_shard, expert_replica: as shard and replica, for the parameters of experts: an expert_data group, or
-            under hsN its ranks in one shard block; ranks at equal positions of those.
+        expert_shard: ranks over which ZeRO shards experts: an expert_data group, or under hsN blocks of one.
+        expert_replica: ranks at equal positions in the expert_shard groups of an expert_data group.
         """
         if axis in AXES:
             return self._group_ranks(axis)
