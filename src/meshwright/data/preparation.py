@@ -306,9 +306,9 @@ class _Preparation:
         return load_tokenizer(directory), record
 
     def _iterate_training_texts(self, result: Survey) -> Iterator[str]:
-        """Yield the texts that the tokenizer is trained on: those of the training split, or evenly spread
-        `TRAINING_TEXT` bytes of them. result: the survey, which assigns documents to splits.
-        """
+        """Yield the texts that the tokenizer is trained on: those of the training split, or, if they exceed
+        `TRAINING_TEXT` bytes, about as many bytes spread evenly over it. result: the survey, which assigns documents to
+        splits."""
         share = TRAINING_TEXT / max(1, result.bytes["train"])
         for number, text in result.iterate_texts(self.files, self._make_reader(result), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.

@@ -210,7 +210,9 @@ def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
 
 
 class _ReportBuilder:
-    """Builder of the JSON report of a cleaning pass: what each rule dropped, and the corpus before and after."""
+    """Builder of the JSON report of a cleaning pass: documents dropped by each rule, and statistics of the corpus
+    before and after the cleaning.
+    """
 
     def __init__(
         self,

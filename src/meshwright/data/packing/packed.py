@@ -167,9 +167,9 @@ class PackedTokens(PackedDataset):
     """One split as a continuous token stream cut into packed rows: row r has the tokens [r S, (r + 1) S) of the stream,
     and as targets the tokens one position later.
 
-    Every token but the stream's first is a target once. `sequences` counts full rows; `rows` includes the last, partial
-    one. If `stored.sources` is given, every data source is a stream of its own, and its rows follow those of the source
-    before it.
+    Every token but the stream's first is a target once. `sequences` counts full rows; `rows` also counts the partial
+    last one. If `stored.sources` is given, each data source is a stream by itself, and its rows follow those of the
+    source before it.
     """
 
     _starts: NDArray[np.int64] | None = None

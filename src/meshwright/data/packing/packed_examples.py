@@ -62,12 +62,12 @@ class PackedExamples(PackedDataset):
 
     An example has one document, or two for a preference pair: document 2k of a row is the prompt with the chosen
     response of pair k, and 2k + 1 the prompt with the rejected one. Targets are the tokens of responses, or with
-    `train_on` "all" every token but a document's first. The rest of a row is padding without targets, with a document
-    id of its own.
+    `train_on` "all" every token but a document's first. The rest of a row is padding: it has no targets, and counts as
+    one more document.
 
-    Packing depends on the lengths alone: best fit, in order, among the last `OPEN_ROWS` rows that are not full; with
-    `pack` false every example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is
-    dropped ("drop") or raises `UserError` ("refuse"). Examples without a target are dropped.
+    Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false every
+    example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is dropped ("drop") or
+    raises `UserError` ("refuse"). Examples without a target are dropped.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Instruction, chat and preference records, parsed to conversations whatever a file calls their keys."""
+"""Instruction, chat and preference records, parsed to conversations; the recipe maps the keys that files use."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile`. entry: what the fsspec file system reports about the path `place` ("size", "ETag" ...)."""
+    """Build a `StoredFile`. entry: metadata of the path `place` from the fsspec file system ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
@@ -278,8 +278,7 @@ def _is_file(entry: dict[str, Any]) -> bool:
 
 def _find_version(entry: dict[str, Any]) -> str | None:
     """Return a text that changes with the content of a file: its entity tag, else a checksum, else the modification
-    time; None if the store reports none of them. entry: what the fsspec file system reports about the file.
-    """
+    time; None if the store reports none of them. entry: metadata of the file from the fsspec file system."""
     for key in ("e_tag", "ETag", "etag", "md5", "Content-MD5", "Digest", "Last-Modified", "last_modified", "mtime"):
         if entry.get(key):
             return f"{key.lower().replace('_', '')} {entry[key]}"
