@@ -154,8 +154,8 @@ def check_tool_and_task(tool: str, task: str) -> None:
 
 
 def _make_task_text(task: str, sides: Exchange) -> str:
-    """Return the text that annotators see of a record: its prompt for the task "rewrite", else prompt and response.
-    sides: both of these."""
+    """Return the text of a record that annotators see: for the task "rewrite" the prompt, else prompt and response.
+    sides: the record's prompt and response."""
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
