@@ -157,11 +157,11 @@ class Recipe(Table):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
-    """Load the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; of several for one
-    key the last wins.
+    """Load the recipe file `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`. If several set the
+    same key, the last one wins.
 
     Values of overrides are TOML; a bare word is a string. trust: allow code that the recipe names to run. Raises
-    `UserError`: one line with the file or override, the key, and what would be right.
+    `UserError`: one line with the file or override, the key, and the valid values.
     """
     path = Path(path)
     return _override(read_toml(path, "recipe"), overrides, {}, path, trust)
