@@ -116,8 +116,8 @@ class PreparedData:
         return self.split(split).iterate_texts()
 
     def make_sample_order(self) -> SampleOrder | MixtureOrder:
-        """Return the order in which training reads the packed rows of the training split: maps the n-th sample to the
-        index of a row.
+        """Return the order in which training reads the training split: maps the number n of a sample to the index of a
+        packed row.
         """
         split = self.split("train")
         if self.weights is None:

@@ -84,7 +84,7 @@ class PackedDataset(ABC):
 
     @property
     def documents(self) -> int:
-        """Number of documents in the split (of records, if it has records)."""
+        """Number of documents in the split; for records the number of records."""
         return sum(shard.documents for shard in self.shards)
 
     @property
@@ -189,7 +189,7 @@ class PackedTokens(PackedDataset):
 
     @property
     def rows(self) -> int:
-        """Number of packed rows that together contain every target once, the last one perhaps partial."""
+        """Number of packed rows, a partial last one included; together they contain every target once."""
         assert self._streams == 1, "evaluation reads one stream"
         return -(-max(0, self.tokens - 1) // self.sequence)
 

@@ -79,8 +79,8 @@ class EncodedDocument(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Protocol of objects that tokenize documents: a text to one token sequence, a record to one or
-    (preferences) two.
+    """Protocol of objects that tokenize documents: a text to one token sequence, a record to one, a preference record
+    to two.
     """
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:

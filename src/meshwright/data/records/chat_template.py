@@ -56,9 +56,7 @@ class ChatTemplate:
 
     @cached_property
     def _renderer(self) -> Renderer | RenderProcess:
-        """Compiled template: rendered in this process for templates that come with Meshwright, else in a sandboxed
-        subprocess.
-        """
+        """Compiled template. It renders in this process if it comes with Meshwright, else in a sandboxed subprocess."""
         try:
             return (Renderer if self.source in _load_own_sources() else RenderProcess)(self.source, self.named)
         except NotATemplate as error:

@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Return prompt and response of an instruction, chat or preference record; of the last kind the chosen response.
+    """Return prompt and response of an instruction, chat or preference record; for a preference the chosen response.
     where: position of the record, such as "a.jsonl:17", for errors.
 
     An instruction record may lack its output; its response is then "". Raises `UserError` for any other kind of record.
@@ -44,8 +44,8 @@ def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
 
 
 def replace_response(record: Mapping[str, Any], response: str, where: str) -> Record:
-    """Return a copy of the record whose last answer is `response`; a record without an answer gets it as its answer.
-    where: position of the record, such as "a.jsonl:17", for errors.
+    """Return a copy of the record with `response` in place of its last answer, or appended if it has no answer. where:
+    position of the record, such as "a.jsonl:17", for errors.
     """
     key = next((key for key in _KINDS if key in record), "")
     key = "output" if key == "instruction" else key

@@ -34,9 +34,8 @@ _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<
 class TextTokenizer:
     """A tokenizer that encodes a document as start token, text, end token, and never encodes text as a special token.
 
-    start: id of the BOS token, else of the EOS token. end: id of the EOS token. Training with document masks predicts
-    every token of the text and the end token, the first of them from `start`, but not `start` itself. vocabulary:
-    largest token id + 1. special: all special tokens.
+    start: id of the BOS token, else of the EOS token; with document masks it is an input of training, but no target.
+    end: id of the EOS token. vocabulary: largest token id + 1. special: all special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
@@ -126,9 +125,9 @@ class TokenizerFiles:
 
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
-    """Read the files of an existing tokenizer. name: data.tokenizer, the path of a tokenizer.json or its directory; the
-    result is None if it is a kind made here, such as "bpe". Raises `UserError` if there are no such files, or none
-    names the EOS token.
+    """Read the files of the existing tokenizer that data.tokenizer = `name` selects: the path of a tokenizer.json or of
+    its directory. Returns None if `name` is a kind made here, such as "bpe". Raises `UserError` if there are no such
+    files, or none names the EOS token.
     """
     if name in TOKENIZERS:
         return None
@@ -265,8 +264,8 @@ def _load_json_object(path: Path) -> dict[str, Any]:
 
 
 def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
-    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does.
-    config: content of tokenizer_config.json, which is searched first; last are generation_config.json and config.json.
+    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does. Order
+    of search: tokenizer_config.json (content: `config`), special_tokens_map.json, generation_config.json, config.json.
     """
     for values in (config, _load_json_object(directory / "special_tokens_map.json")):
         if (token := values.get(f"{kind}_token")) is not None:
