@@ -103,10 +103,9 @@ class Schema(Generic[Root]):
         return _list_keys(self.root, "")
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """Validate parsed TOML and return it as the typed root table.
+        """Validate parsed TOML and return it as the typed root table. Raises `UserError` for the first mistake.
 
-        Raises `UserError` for the first mistake. where: returns the location of a dotted key for the message, such as
-        file and line.
+        where: function that returns the location of a dotted key for the message, such as file and line.
         """
         try:
             return self.root.model_validate(dict(tables))
