@@ -184,7 +184,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Parse layout notation such as `dp4 zero1 tp2 pp4:zb-v mb8 bf16`: parts in any order, separated by spaces.
-        `UserError` names the unknown, repeated or impossible part."""
+        Raises `UserError` that names the unknown, repeated or impossible part."""
         values: dict[str, object] = {}
         written: dict[str, str] = {}  # field -> part of the notation that set it
         parts = text.split()
@@ -229,7 +229,7 @@ class Layout:
         return " ".join(parts) or "dp1"
 
     def _format_schedule(self) -> str:
-        """Format schedule and chunks as they follow `ppN`: `:zb-v`, `:interleaved:4`; empty for defaults."""
+        """Return schedule and chunks as text to follow `ppN`: `:zb-v` or `:interleaved:4`; "" for defaults."""
         if self.schedule in SCHEDULE_CHUNKS and self.chunks != SCHEDULE_CHUNKS[self.schedule][0]:
             return f":{self.schedule}:{self.chunks}"
         return "" if self.schedule == "1f1b" else f":{self.schedule}"
@@ -257,12 +257,12 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all process groups of an axis: a partition of the ranks, each group in coordinate order.
 
-        tp, cp, dp, pp: ranks that differ in that coordinate only. data: in dp and cp only. world: all ranks.
+        tp, cp, dp, pp: ranks that differ in that coordinate only. data: ranks that differ in dp and cp. world: all.
         shard: ranks over which ZeRO shards: the data group, or, under hybrid sharding (hsN), blocks of N of its ranks.
         replica: ranks at equal positions in the shard groups of a data group.
         ep, etp, expert_data: axes of a grid that the ranks of a pipeline stage form for experts, etp innermost.
-        expert_shard, expert_replica: as shard and replica, for the parameters of experts: an expert_data group, or
-            under hsN its ranks in one shard block; ranks at equal positions of those.
+        expert_shard: ranks over which ZeRO shards experts: an expert_data group, or under hsN blocks of one.
+        expert_replica: ranks at equal positions in the expert_shard groups of an expert_data group.
         """
         if axis in AXES:
             return self._group_ranks(axis)
@@ -359,8 +359,8 @@ def _parse_part(part: str) -> dict[str, object]:
 
 
 def _parse_count(part: str, name: str, digits: str) -> int:
-    """Parse the decimal digits of a part. part, name: the whole part and its letters, for the error. `UserError` above
-    `MAX_COUNT`."""
+    """Parse the number in a part such as `dp4`. digits: its text, "4". part, name: the part and its letters ("dp"), for
+    the error. Raises `UserError` above `MAX_COUNT`."""
     digits = digits.lstrip("0") or "0"
     if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
         if name == "zero":
@@ -388,7 +388,8 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
-    """Return the error text for an unknown part, with the nearest known one. name, number: its letters and the rest."""
+    """Return the error text for an unknown part, with the nearest known one. name: the part's letters; number: the text
+    after them."""
     flags = [f"{word}:" for word in _FIELD_BY_WORD]
     close = nearest(part, PRECISIONS) or nearest(part, [*(f"{word}{number}" for word in _FIELD_BY_PART), *flags])
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):

@@ -95,5 +95,5 @@ def shorten_repr(value: object, width: int = 60) -> str:
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """Return `text`, if longer than `width` characters cut to `width`, the last three of which are then dots."""
+    """Return `text`, cut to `width` characters if it is longer; the last three are then dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

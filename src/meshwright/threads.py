@@ -31,10 +31,11 @@ thread busy: with fewer a thread, another thread costs as much as it saves (benc
 
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set OpenMP's spin policy for this process, unless the user has set one. Call it before torch is imported.
+    """Set OpenMP's spin policy (how long threads spin at barriers) for this process, unless the user has set one. Call
+    it before torch is imported.
 
     environment: changed in place; default os.environ. Raises `UserError` for an OMP_NUM_THREADS above the limit of
-        `meshwright.limits`.
+    `meshwright.limits`.
     """
     environment = os.environ if environment is None else environment
     read_user_threads(environment)
@@ -103,12 +104,11 @@ def measure_busy_share(seconds: float = 0.2) -> float:
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
-    """Return the number of OpenMP threads for each of `ranks` ranks on this machine.
+    """Return the number of OpenMP threads for each of `ranks` ranks on this machine: OMP_NUM_THREADS if it is set, else
+    an equal share of `cores` (default: those available), but no more than the layers keep busy (`FLOPS_PER_THREAD`).
 
-    OMP_NUM_THREADS if it is set; else an equal share of `cores` (default: those available), but no more than the work
-    keeps busy (`FLOPS_PER_THREAD`).
     layer_flops: model FLOPs of one layer with its share of the LM head's, forward and backward of a micro-batch on one
-        rank; None if unknown.
+    rank; None if unknown.
     """
     said = read_user_threads()
     if said is not None:

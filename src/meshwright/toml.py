@@ -49,7 +49,9 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def _describe_missing_file(path: Path, kind: str) -> str:
-    """Return the error text for a missing file, with the nearest name in its directory. kind: what it should be."""
+    """Return the error text for a missing file, with the nearest name in its directory. kind: what the file should be
+    ("recipe").
+    """
     if not path.parent.is_dir():
         return f"no such {kind}: {path} (there is no directory {path.parent})"
     files = [file.name for file in path.parent.iterdir() if file.suffix == ".toml"]

@@ -75,10 +75,12 @@ class MixtureOrder:
     computed per sample and never stored.
 
     sequences: number of samples of each source; source k's samples have the indices from sequences[0] + ... +
-    sequences[k-1] on. weights: relative share of each source. The pattern of sources is periodic and as even as
-    possible: of the first n samples, source k gets n w_k / sum(w) to within 1 - 1/(2K - 2) (Tijdeman, "The chairman
-    assignment problem", 1980), and of any n consecutive ones to within twice that. The period is the sum of the weights
-    as smallest integers; above `LONGEST_PERIOD` they are rounded.
+    sequences[k-1] on. weights: w, relative share of each source.
+
+    The pattern of sources is periodic and as even as possible: source k's number among the first n samples differs from
+    n w_k / sum(w) by at most 1 - 1/(2K - 2) (Tijdeman, "The chairman assignment problem", 1980), and among any n
+    consecutive ones by at most twice that. The period is the sum of the weights as smallest integers; above
+    `LONGEST_PERIOD` they are rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:

@@ -94,7 +94,8 @@ def prepare(
 
 def find_prepared(recipe: DataRecipe, seed: int = 0) -> PreparedData | None:
     """Return the prepared data of a recipe's `[data]` table from the cache, None if they are not there. seed: of the
-    training split's sample order. `UserError` for sources that cannot be read."""
+    training split's sample order. Raises `UserError` for sources that cannot be read.
+    """
     job = _Preparation(recipe, lambda line: None, keep_text=False)
     manifest = job.find_manifest(contents=False, log=None)
     return None if manifest is None else PreparedData(job.directory, manifest, recipe, seed)
@@ -249,8 +250,8 @@ class _Preparation:
                 path.unlink()
 
     def _survey_corpus(self) -> Survey:
-        """Return which split each document of the corpus belongs to, or why it was dropped: from the cache, or by
-        reading and cleaning all documents.
+        """Return the survey of the corpus (the split of each document, or the rule that dropped it): from the cache, or
+        by reading and cleaning all documents.
         """
         codes_path, path, work = (self.directory / name for name in ("survey.npy", "survey.json", "cleaning"))
         record = read_json(path)
@@ -274,8 +275,8 @@ class _Preparation:
         return Survey.from_json(codes, record, Rewriter(self.recipe.clean))
 
     def _prepare_tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
-        """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files); it is trained, or copied into the cache
-        directory, unless it is there. result: the survey, which assigns documents to splits.
+        """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files). Unless the cache directory has them, it is
+        trained, or copied from the recipe's tokenizer. result: the survey, which assigns documents to splits.
         """
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
         record = read_json(record_path)
@@ -305,9 +306,9 @@ class _Preparation:
         return load_tokenizer(directory), record
 
     def _iterate_training_texts(self, result: Survey) -> Iterator[str]:
-        """Yield the texts that the tokenizer is trained on: those of the training split, or evenly spread
-        `TRAINING_TEXT` bytes of them. result: the survey, which assigns documents to splits.
-        """
+        """Yield the texts that the tokenizer is trained on: those of the training split, or, if they exceed
+        `TRAINING_TEXT` bytes, about as many bytes spread evenly over it. result: the survey, which assigns documents to
+        splits."""
         share = TRAINING_TEXT / max(1, result.bytes["train"])
         for number, text in result.iterate_texts(self.files, self._make_reader(result), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.

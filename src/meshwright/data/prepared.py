@@ -101,8 +101,8 @@ class PreparedData:
         return self._examples[name]
 
     def format_packing_lines(self, splits: Sequence[str] = SPLITS) -> Iterator[str]:
-        """Yield one line for each of `splits` that has records: number of examples, packed rows, truncated and dropped
-        examples.
+        """Yield one line of text for each of `splits`: number of examples, packed rows, truncated and dropped examples.
+        Plain text and empty splits have no line.
         """
         for name in splits:
             split = self.split(name)
@@ -116,8 +116,8 @@ class PreparedData:
         return self.split(split).iterate_texts()
 
     def make_sample_order(self) -> SampleOrder | MixtureOrder:
-        """Return the order in which training reads the packed rows of the training split: maps the n-th sample to the
-        index of a row.
+        """Return the order in which training reads the training split: maps the number n of a sample to the index of a
+        packed row.
         """
         split = self.split("train")
         if self.weights is None:

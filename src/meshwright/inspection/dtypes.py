@@ -54,7 +54,7 @@ def _decode_float8_codes(exponent_bits: int, mantissa_bits: int, infinities: boo
 
 
 def _lookup_type(values: NDArray[np.float32]) -> ElementType:
-    """Return an 8-bit element type whose values are looked up by code in `values`, [256]."""
+    """Return an 8-bit element type that decodes each byte by looking up its value in `values`, float32 [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 

@@ -144,10 +144,10 @@ def read_header(file: Path) -> list[TensorEntry]:
 
 
 def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
-    """Parse the header entry of one tensor of a safetensors file.
+    """Parse the header entry of one tensor of a safetensors file. Raises `UserError` or `ValueError` if it is invalid.
 
     file: path of the file. name: of the tensor. said: the entry, {"dtype", "shape", "data_offsets"}. begin: byte offset
-    of the first tensor's data in the file. Raises `UserError` or `ValueError` for an invalid entry.
+    in the file of the first tensor's data, from which data_offsets count.
     """
     dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
     if not isinstance(dtype, str) or not all(

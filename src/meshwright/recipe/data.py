@@ -29,17 +29,21 @@ _OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # key
 
 
 class CleanRecipe(Table):
-    """[data.clean]: rules that drop documents, and the kinds of personal data to mask in the others.
+    """[data.clean]: rules that drop documents, and masks over personal data in the others.
 
-    A document is dropped if shorter or longer than minimum_characters, maximum_characters (None: no limit), or if more
-    than maximum_control_fraction of its characters are control characters, or more than maximum_repetition of its lines
-    repeat an earlier line of it. exact_duplicates, near_duplicates: drop them (the latter by MinHash). encoding: of the
-    source files. required_keys: key -> type that every record must have. languages: ISO 639-1 codes to keep, empty:
-    all; minimum_language_probability: of the language identifier. heuristics: published rule sets that a document must
-    pass, such as "c4" or "gopher-quality"; heuristics_on_code: apply them and languages to source code too.
-    blocked_words: path of a file, one word or phrase a line; a document with one is dropped. contamination_words:
-    length of a word run that counts as shared with evaluation_sets; maximum_contamination: fraction of a document's
-    words in shared runs.
+    minimum_characters, maximum_characters: of a document (None: no limit). maximum_control_fraction: of control
+    characters among its characters. maximum_repetition: of its lines, the fraction that repeats an earlier line of it.
+    exact_duplicates: drop documents that repeat an earlier one. near_duplicates: the same by MinHash, with
+    minhash_bands bands of minhash_rows hash functions over shingles (n-grams) of minhash_words words. encoding: of the
+    source files. required_keys: {key that every record must have: type of its value}.
+
+    languages: ISO 639-1 codes to keep (empty: all), identified with at least minimum_language_probability. heuristics:
+    published rule sets that a document must pass, such as "c4" or "gopher-quality". blocked_words: path of a file with
+    one word or phrase per line; a document that contains one is dropped. heuristics_on_code: apply these three to
+    source code too. mask: kinds of personal data to replace, such as "email".
+
+    evaluation_sets: paths of data that training must not see. contamination_words: n of the word n-grams that count as
+    shared with them; maximum_contamination: fraction of a document's words that may lie in shared n-grams.
     """
 
     minimum_characters: Annotated[int, Size("characters", 0)] = 1
@@ -67,9 +71,8 @@ class CleanRecipe(Table):
 class SourceRecipe(Table):
     """[[data.sources]]: one of several data sources, and its weight in the mixture.
 
-    path: file, directory, glob or URL. name: label in reports (default: the path). weight: share of the samples,
-    relative to the other sources' (None for all: sources are concatenated). format, text_key: default to those of
-    [data].
+    path: file, directory, glob or URL. name: label in reports (default: the path). weight: relative share of the
+    training samples; None, then for all sources: they are concatenated. format, text_key: default to those of [data].
     """
 
     path: Name  # as data.source
@@ -83,13 +86,16 @@ class DataRecipe(Table):
     """[data]: sources, tokenizer, records, packing and cache.
 
     source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. format: of the files
-    ("text", "jsonl" ...; "auto": by their names). records: "text", or the kind of fine-tuning examples. text_key: JSON
-    key or Parquet column of the text. record_keys: standard key such as "instruction" -> key in the sources. template:
-    name or .jinja file of the chat template. train_on: "responses" or "all", tokens in the loss. pack: several examples
-    per sample. too_long: "truncate", "drop" or "refuse", for examples longer than a sample. tokenizer: kind,
-    tokenizer.json or Hugging Face directory. vocabulary: maximum tokens of a tokenizer trained here. sequence: tokens
-    in a sample. validation_fraction: of the documents. cache: directory (default: the user's). shard_tokens: tokens per
-    cache file.
+    ("text", "jsonl" ...; "auto": by their names). text_key: JSON key or Parquet column of the text. tokenizer: kind to
+    be trained, such as "bpe", a tokenizer.json or a Hugging Face directory. vocabulary: maximum tokens of a tokenizer
+    trained here. sequence: tokens in a sample. document_mask: no attention between documents of a sample.
+    validation_fraction: share of the documents held out. cache: directory (default: the user's). shard_tokens: tokens
+    per cache file.
+
+    records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference"), to which these apply:
+    record_keys: {standard key such as "instruction": key in the sources}. template: name or .jinja file of the chat
+    template. train_on: tokens in the loss, "responses" or "all". pack: several examples per sample. too_long:
+    "truncate", "drop" or "refuse" examples longer than a sample.
     """
 
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several

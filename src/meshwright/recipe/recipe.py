@@ -64,8 +64,9 @@ class Recipe(Table):
     @model_validator(mode="before")
     @classmethod
     def _default_tokenizer(cls, tables: Any) -> Any:
-        """Return the raw tables with data.tokenizer set to model.from if its weights are loaded and no tokenizer is
-        named, since weights fit only their own tokenizer."""
+        """Return the recipe's raw tables. If model.from's weights are loaded and no tokenizer is named, data.tokenizer
+        is set to model.from, since weights fit only their own tokenizer.
+        """
         model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
             return tables
@@ -156,11 +157,11 @@ class Recipe(Table):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
-    """Load the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; of several for one
-    key the last wins.
+    """Load the recipe file `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`. If several set the
+    same key, the last one wins.
 
     Values of overrides are TOML; a bare word is a string. trust: allow code that the recipe names to run. Raises
-    `UserError`: one line with the file or override, the key, and what would be right.
+    `UserError`: one line with the file or override, the key, and the valid values.
     """
     path = Path(path)
     return _override(read_toml(path, "recipe"), overrides, {}, path, trust)
@@ -192,8 +193,8 @@ def resolve_recipe(
 def _override(
     tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
-    """Return the validated recipe of `tables` (nested dictionaries, changed in place) after applying overrides such as
-    "train.steps=100".
+    """Apply overrides such as "train.steps=100" to `tables` (nested dictionaries, changed in place); return the
+    validated recipe.
 
     said_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
     there is none; trust: allow code that the recipe names to run.

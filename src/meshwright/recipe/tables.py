@@ -76,10 +76,10 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average: 1 would nev
 class RunRecipe(Table):
     """[run]: name, seed, directory and devices of a run.
 
-    name: default: the recipe's file name without ".toml". directory: run directory (default: runs/NAME). rendezvous:
-    address at which the ranks of several hosts meet (default: that of the environment, from torchrun or SLURM). device:
-    "auto" is CUDA if available. threads: CPU threads per rank, None: chosen automatically. collective_timeout: seconds
-    that a rank waits for another one before the run ends with an error.
+    name: in a recipe file, defaults to the file's name without ".toml". directory: run directory (default: runs/NAME).
+    rendezvous: address at which the ranks of several hosts meet (default: from the environment that torchrun or SLURM
+    sets). device: "auto" is CUDA if available. threads: CPU threads per rank, None: chosen automatically.
+    collective_timeout: seconds that a rank waits for another one before the run ends with an error.
     """
 
     name: RunName = "run"  # the name of the recipe's file unless said
@@ -148,15 +148,18 @@ class ModelRecipe(Table):
 class TrainRecipe(Table):
     """[train]: steps, batch, objective, optimizer, learning-rate schedule, precision scaling, validation and profiling.
 
-    batch: sequences per optimizer step, over all ranks. objective: None: "dpo" for preference records, else
-    "next-token". preference_beta, preference_smoothing: beta and label smoothing of DPO and IPO. momentum: of SGD only.
-    router_bias_rate: amount by which each step changes the biases that balance the load of experts. learning_rate: peak
-    value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps. clip: maximum global
-    gradient norm, 0: off. validate_every: steps between validations, 0: never; validation_sequences: sequences read
-    each time. maximum_skipped: steps in a row that may be skipped for a loss or gradient that is not finite.
-    loss_scale: initial value for fp16, doubled after `loss_scale_every` finite steps in a row. log_every: in steps.
-    slow_rank_factor: report a rank slower than the median rank by this factor. profile: steps to trace, "10" or "10:12"
-    (inclusive).
+    batch: sequences per optimizer step, over all ranks. objective: "next-token", "dpo" or "ipo"; None: "dpo" for
+    preference records, else "next-token". preference_beta: beta of DPO and IPO. preference_smoothing: label smoothing
+    of DPO. momentum: of SGD only. router_bias_rate: amount by which each step changes the biases that balance the load
+    of experts.
+
+    learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps. clip:
+    maximum global gradient norm, 0: off. validate_every: steps between validations, 0: never; validation_sequences:
+    sequences read each time. maximum_skipped: steps in a row that may be skipped for a loss or gradient that is not
+    finite. loss_scale: initial value for fp16, doubled after `loss_scale_every` finite steps in a row.
+
+    log_every: steps between log lines. slow_rank_factor: report a rank slower than the median rank by this factor.
+    profile: steps to trace, "10" or "10:12" (inclusive). profile_ranks: ranks whose operators are traced; empty: all.
     """
 
     steps: Annotated[int, Size("steps")]

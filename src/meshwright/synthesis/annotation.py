@@ -86,16 +86,15 @@ def import_rows(
     leave_out_rejected: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Merge the rows (JSON lines) that an annotation tool exported into their data records; return (records in order,
-    summary as JSON).
+    summary as JSON). Raises `UserError`.
 
     records, rows: (position for errors such as "a.jsonl:17", record or row). tool: "doccano" or "prodigy".
     leave_out_rejected: leave out records that annotators rejected. A label or span is set if more than half of a
     record's annotators set it; on a tie, or if no rewritten text has a majority, the record is disputed and unchanged.
 
-    Summary: number of `records` and `rows`, of rows by `answers` (labelled, unlabelled, unanswered, rejected, ignored);
-    of records that were `labelled`, that this `changed`, `left` (no row had a value), `rejected`, `left_out`, `several`
-    (had several annotators), `agreed` (all of these equal); names of the `disputed` records. Raises `UserError`.
-    """
+    Summary: `records`, `rows`: their numbers. `answers`: number of rows by answer (see `ImportedRow`). Numbers of
+    records: `labelled`, `changed` by that, `left` (no row has a value), `rejected`, `left_out`, `several` (labelled by
+    several annotators), `agreed` (of these, all labels equal). `disputed`: names of disputed records."""
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
     places = {name: place for place, name in enumerate(names)}
@@ -155,8 +154,8 @@ def check_tool_and_task(tool: str, task: str) -> None:
 
 
 def _make_task_text(task: str, sides: Exchange) -> str:
-    """Return the text that annotators see of a record: its prompt for the task "rewrite", else prompt and response.
-    sides: both of these."""
+    """Return the text of a record that annotators see: for the task "rewrite" the prompt, else prompt and response.
+    sides: the record's prompt and response."""
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
@@ -333,8 +332,9 @@ def _map_to_exported_text(span: Span, sides: Exchange) -> tuple[int, int]:
 
 
 def _take_majority(values: Sequence[Value]) -> Value | None:
-    """Return the value (rewritten text, or the set of labels or spans) that more than half of the annotators chose;
-    None on a tie or without values. values: one per annotator."""
+    """Return the rewritten text that more than half of the annotators chose, or the set of those labels or spans that
+    more than half of them set. None without values, without such a text, or if exactly half set a label or span.
+    values: one per annotator."""
     if not values:
         return None
     half = len(values) / 2
@@ -353,11 +353,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return what the record has before the import: its label names, spans or response, whichever has the type of the
-    imported value `like`; None if it has none.
-
-    before: its annotation. sides: its prompt and response.
-    """
+    """Return the record's own labels, spans or response before the import, None if it has none. like: an imported
+    value, whose type selects which: frozenset of label names, tuple of spans, or str. before: the record's annotation.
+    sides: its prompt and response."""
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):

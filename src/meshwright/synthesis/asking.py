@@ -24,8 +24,8 @@ _HOPELESS = 10  # requests refused before one is answered: the server will refus
 
 
 class Journal:
-    """Append-only file of the model's answers, by which a restarted run sends no request twice: one JSON line per
-    request, keyed by the request's SHA-256 and flushed to disk at once.
+    """Append-only file of the model's answers, so that a restarted run sends no request twice. It has one JSON line per
+    request, keyed by the SHA-256 of the request and flushed to disk at once.
 
     A truncated last line is removed. Raises `UserError` for a file that is not a journal or is in use.
     """
@@ -149,9 +149,9 @@ class ChatClient:
         return [self.journal[name] for name in names]
 
     def summarize_usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """Return as JSON: the number of `requests` of the run, of these `sent` now (the others were in the journal),
-        `retries` and `refused`; `prompt_tokens`, `completion_tokens`, and `uncounted` (answers without token counts);
-        with prices also `cost`.
+        """Return counts of the run as JSON: `requests`; `sent`, those of them that were not in the journal; `retries`;
+        `refused` requests; `prompt_tokens`, `completion_tokens`; `uncounted`, answers without token counts; with prices
+        also `cost`.
 
         price_in, price_out: price of a million prompt tokens and of a million completion tokens, in any currency.
         """
@@ -184,8 +184,10 @@ class ChatClient:
         self._completion_tokens += answer.completion_tokens or 0
 
     def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
-        """Send requests from daemon threads, so that an interrupt of the main thread exits at once with the journal
-        intact. requests: (key in the journal, request). doing: activity for the progress line."""
+        """Send requests from `concurrency` daemon threads and wait for the answers; an interrupt of the main thread
+        exits at once with the journal intact. requests: (key in the journal, request). doing: activity for the progress
+        line.
+        """
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:
             waiting.put(one)

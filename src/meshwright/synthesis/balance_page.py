@@ -60,8 +60,9 @@ def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]
 
 
 def _render_refusals(said: Mapping[str, int]) -> Iterator[Markup]:
-    """Yield an HTML table of refused and answered prompts. said: number of records by judgement, from
-    `balance._count_refusals`."""
+    """Yield an HTML table of refused and answered prompts. said: {judgement such as "refused": number of records}, from
+    `balance._count_refusals`.
+    """
     counts = (
         ("should be refused", said["should_refuse"], said["refused"], said["answered"]),
         ("should be answered", said["harmless"], said["refused_harmless"], said["answered_harmless"]),

@@ -129,8 +129,8 @@ class Endpoint:
         """Send a request, with retries, and return the model's answer.
 
         wait: sleeps the given number of seconds between tries. retried: called with the reason of each retry. Raises
-        `RequestRefused` for final errors (400, 401, 404 ...), `NoAnswer` if 408, 409, 425, 429, 5xx, time-outs, broken
-        connections or invalid answers outlast all tries.
+        `RequestRefused` for a final HTTP error (status 400, 401, 404 ...), `NoAnswer` if all tries fail by a temporary
+        one (408, 409, 425, 429, 5xx), a time-out, a broken connection or an invalid answer.
         """
         body = canonical_json(request.to_json(self.model))
         reason = ""
@@ -173,7 +173,7 @@ class Endpoint:
             raise _TryAgainError(str(error) or type(error).__name__) from None
 
     def _shorten(self, text: str) -> str:
-        """Return the server's error message `text`, cut to 300 characters and with the API key masked."""
+        """Return the error text `text` cut to 300 characters and with the API key masked."""
         return (text.replace(self.key, "<key>") if self.key else text)[:300]
 
 

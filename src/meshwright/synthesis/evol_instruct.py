@@ -90,13 +90,15 @@ def evol_instruct(
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Let a served model rewrite instructions in several rounds, harder or on another topic, and answer them
-    (Evol-Instruct); returns (evolved records with responses, summary as JSON).
+    (Evol-Instruct); returns (evolved records with responses, summary as JSON). Raises `UserError` without instructions.
 
-    seeds: (position for errors, record) of the instructions to begin with. asker: client of the model. rounds: 4 in the
-    paper. sampling: settings of the requests. methods: names of rewriting methods, of which each rewriting draws one.
-    log: receives progress lines. Records have Alpaca's keys and `origin`: method, model, round, path of methods, source
-    record. Summary: number of `records` and `rounds`, `by_method`, and `dropped` by reason. Raises `UserError` without
-    instructions.
+    seeds: (position for errors, record) of the instructions to begin with. asker: client of the model. rounds: number
+    of times that each instruction is rewritten (4 in the paper). sampling: settings of the requests. methods: names of
+    rewriting methods, of which each rewriting draws one. log: receives progress lines.
+
+    Records have Alpaca's keys and `origin`: {method, model, round, path: rewriting methods applied so far, of: name of
+    the source record}. Summary: number of `records`, of `rounds`, of records `by_method`, and of instructions `dropped`
+    by reason.
     """
     seed = sampling.seed
     names = name_records([record for _, record in seeds])

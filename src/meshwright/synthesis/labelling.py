@@ -31,9 +31,10 @@ def label_records(
 
     records: (position for errors, record). Labelled records stay as they are; with `again`, those labelled by a model
     alone are labelled anew. asker: client of the model; new labels name "model NAME" as their author. seed: of the
-    first request; a retry after an unreadable answer adds 1. max_tokens: maximum length of an answer. Summary, in
-    records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server, `unreadable` (no labels in any
-    answer).
+    first request; a retry after an unreadable answer adds 1. max_tokens: maximum length of an answer.
+
+    Summary, in numbers of records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server,
+    `unreadable` (no labels in any of the model's answers).
     """
     labelled = [record for _, record in records]
     open_ones: list[tuple[int, Exchange, Annotation]] = []
@@ -60,9 +61,9 @@ def label_records(
 
 
 def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
-    # As JSON, so that nothing in a record can pass for the end of it.
     """Build the request that asks the model to label one record. sides: its prompt and response. seed: sampling seed.
     max_tokens: maximum length of the answer."""
+    # As JSON, so that nothing in a record can pass for the end of it.
     record = json.dumps({"prompt": sides.prompt, "response": sides.response}, ensure_ascii=False)
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": record}]
     return ChatRequest(messages, temperature=0.0, max_tokens=max_tokens, seed=seed)

@@ -19,7 +19,7 @@ def split_words(text: str) -> list[str]:
 
 
 def compute_rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
-    """Return the ROUGE-L F1 of two texts, given as lists of words, in [0, 1]: 2 × longest common subsequence / (words
+    """Return the ROUGE-L F1, in [0, 1], of two texts given as lists of words: 2 × longest common subsequence / (words
     of both); 0 if either is empty.
     """
     total = len(first) + len(second)

@@ -82,12 +82,12 @@ def self_instruct(
     log: Callable[[str], None] = lambda line: None,
 ) -> SelfInstructResult:
     """Let a served model generate `count` new tasks (fewer if it repeats itself), each with input-output pairs
-    (Self-Instruct).
+    (Self-Instruct). Raises `UserError` without seed tasks.
 
-    seeds: (position for errors, record) of tasks written by people, which are shown to the model. asker: client of the
-    model. sampling: settings of the requests. instances: maximum number of pairs for a task with free-text answers; a
-    classification gets one for each of up to 5 labels. log: receives progress lines. Requests depend only on the seed
-    and earlier answers, so that a restarted run repeats them. Raises `UserError` without seed tasks.
+    seeds: (position for errors, record) of tasks written by people, some of which each request shows to the model.
+    asker: client of the model. sampling: settings of the requests. instances: maximum number of pairs for a task with
+    free-text answers; a classification task gets one for each of up to 5 labels. log: receives progress lines. Requests
+    depend only on the seed and earlier answers: a restarted run sends the same ones, and the client has their answers.
     """
     people = [find_first_request(record, where) for where, record in seeds]
     people = list(dict.fromkeys(text for text in people if text.strip()))
@@ -122,8 +122,9 @@ def self_instruct(
 
 
 def find_unsuitable_reason(task: str) -> str | None:
-    """Return why a generated instruction is unsuitable by itself, whatever the others are, such as "begins with a
-    punctuation mark"; None if it is suitable."""
+    """Return why a generated instruction is unsuitable, such as "begins with a punctuation mark"; None if it is
+    suitable. It is judged by itself, not compared with other instructions.
+    """
     length = len(task.split())
     if length < LEAST_WORDS:
         return "too short"
@@ -208,8 +209,8 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
     """Parse the (input, output) pairs in the model's answer; return those that pass the filters of the paper and its
     code.
 
-    answer: None if the request was refused. labelled: True if the task is a classification, whose answers begin with
-    the label (output). dropped: reason -> count, increased for each failure.
+    answer: None if the request was refused. labelled: True if the task is a classification, for which the answer gives
+    each label (output) before its input. dropped: reason -> count, increased for each failure.
     """
     if answer is None:
         dropped["request refused"] += 1

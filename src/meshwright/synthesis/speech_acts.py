@@ -54,7 +54,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Annotation:
     """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field is
-    None if not judged, an empty tuple if judged to have none.
+    None if not judged; the acts of a text judged to have none are an empty tuple.
 
     prompt, response: names of the acts of each, in the order of `ACTS`. should_refuse: the prompt should be refused.
     refuses: the response refuses. spans: acts of parts of the text. by: author of the labels ("doccano", "prodigy",
@@ -149,7 +149,7 @@ def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> 
 
 
 def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Record:
-    """Return a copy of the record with `annotation` in place of its own."""
+    """Return a copy of the record with `annotation` instead of its present one; an empty annotation is left out."""
     plain = {key: value for key, value in record.items() if key != ANNOTATION}
     said = annotation.to_json()
     return {**plain, ANNOTATION: said} if said else plain
@@ -175,8 +175,9 @@ def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the standard name of a speech act, given any of its names in the literature (`word`, in any case). where:
-    position of the word, for the `UserError` for an unknown name."""
+    """Return the standard name of a speech act. word: any of its names in the literature, in any case. where: position
+    of the word, for the `UserError` for an unknown name.
+    """
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name
     if name not in ACTS:

@@ -19,8 +19,8 @@ class BlockedWords:
     """Filter that finds blocked words and phrases in texts. The list is a UTF-8 file, one word or phrase per line;
     blank lines are ignored.
 
-    They match whole words in any case; in scripts without spaces between words (Chinese, Japanese, Thai ...) also
-    inside longer strings.
+    Matching ignores case and takes whole words only. In scripts without spaces between words (Chinese, Japanese, Thai
+    ...) an entry also matches inside a longer string.
     """
 
     def __init__(self, path: str) -> None:

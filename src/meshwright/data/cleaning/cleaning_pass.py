@@ -137,11 +137,11 @@ def _iterate_segments(
 
 
 class _DuplicateFinder:
-    """Finds exact and near duplicates among the documents that all other rules keep.
+    """Finder of exact and near duplicates among the documents that pass all other rules.
 
     codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document, duplicates
-    included. first: {rule: number of the first document that it drops}. earlier: {rule: {number of a sampled duplicate:
-    number of the earlier document that it repeats}}.
+    included. first: {duplicate rule: lowest number of a document that it dropped}. earlier: {duplicate rule: {number of
+    a sampled duplicate: number of the earlier document that it repeats}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
@@ -166,8 +166,9 @@ class _DuplicateFinder:
                 self._drop_repeats("near_duplicates", partial(_select_band, band))
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
-        """Mark a document as dropped by `rule` if its key equals that of an earlier document, among those that no other
-        rule drops. keys: function that returns the keys of a segment's documents, uint64 [documents, width].
+        """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that another
+        rule dropped take no part. keys: function that returns the keys of a segment's documents, uint64 [documents,
+        width].
         """
         code = 1 + RULES.index(rule)
 
@@ -186,9 +187,11 @@ class _DuplicateFinder:
             self._sample_duplicates(rule, numbers, earlier)
 
     def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
-        """Record in `first` the first duplicate that `rule` drops, and in `earlier` a few pairs for the report.
+        """Update, for the report, `first` (lowest number of a document that `rule` dropped) and `earlier` (up to
+        `SAMPLES` pairs of a duplicate and the document that it repeats).
 
-        numbers: numbers of the dropped documents, [n]. earlier: number of the document that each of them repeats, [n].
+        numbers: numbers of newly dropped documents, [n]. earlier: number of the document that each of them repeats,
+        [n].
         """
         if not len(numbers):
             return
@@ -207,7 +210,9 @@ def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
 
 
 class _ReportBuilder:
-    """Builder of the JSON report of a cleaning pass: what each rule dropped, and the corpus before and after."""
+    """Builder of the JSON report of a cleaning pass: documents dropped by each rule, and statistics of the corpus
+    before and after the cleaning.
+    """
 
     def __init__(
         self,
@@ -226,8 +231,9 @@ class _ReportBuilder:
         self._label_of = [self.labels.index(file.counted_as) for file in files]
 
     def build(self) -> dict[str, Any]:
-        """Return the report as JSON: documents and bytes dropped by rule, masked items by kind, and "before" and
-        "after" cleaning the documents, bytes, lengths, kinds of characters and sources; samples of dropped documents.
+        """Return the report as a JSON object: documents and bytes that each rule dropped, masked items by kind, and
+        sample documents. Documents, bytes, lengths, kinds of characters and sources are given "before" and "after" the
+        cleaning.
         """
         sides = ("before", "after")
         documents = dict.fromkeys(sides, 0)
@@ -270,9 +276,11 @@ class _ReportBuilder:
         }
 
     def _summarize_sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
-        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}] for the largest sources, and one
-        more entry for the sum of all others. sources: for "before" and "after" cleaning (documents, bytes) by source,
-        [sources, 2].
+        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}]: one entry for each of the
+        `_SOURCES` largest sources, and one for the sum of all others.
+
+        sources: {"before" or "after" the cleaning: number of documents and of bytes of each source, int64 [sources,
+        2]}.
         """
         order = np.argsort(-sources["before"][:, 1], kind="stable").tolist()
         shown, rest = order[:_SOURCES], order[_SOURCES:]
@@ -289,9 +297,10 @@ class _ReportBuilder:
         ]
 
     def _collect_samples(self) -> dict[str, Any]:
-        """Return {"examples": {rule: name of the first document that it dropped}, "samples": {rule: [{document, why,
-        text}]}}: a few dropped documents by rule, for duplicates also `earlier`, the beginning of the document they
-        repeat.
+        """Return {"examples": {rule: name of the first document that it dropped}, "samples": {rule: [sample]}}.
+
+        A sample is a dropped document, {document: its name, why: reason, text: its beginning}; a duplicate also has
+        `earlier`, the beginning of the document that it repeats.
         """
         examples: dict[str, str] = {}
         for segment in self.segments:

@@ -29,11 +29,11 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")
 
 
 class EvaluationSets:
-    """Detector of text that overlaps with evaluation sets: it stores the hashes of all n-grams of their words, in lower
-    case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
+    """Detector of text that overlaps with evaluation sets, such as benchmarks. It stores the hashes of all word n-grams
+    of their examples, in lower case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
 
-    An example is a text file, a page, or a record of JSON or Parquet: its strings joined, and each string alone.
-    Examples of 8 to n - 1 words count as one n-gram; shorter ones are ignored.
+    A text file or page is one example. A record of JSON or Parquet gives one example of all its strings joined and, if
+    it has several strings, one of each. Examples of 8 to n - 1 words count as one n-gram; shorter ones are ignored.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
@@ -53,7 +53,7 @@ class EvaluationSets:
         self.runs = {length: np.unique(np.concatenate(hashes)) for length, hashes in sorted(runs.items())}
 
     def measure_overlap(self, text: str) -> float:
-        """Return the fraction of a text's words that lie in an n-gram of an evaluation set, in [0, 1]."""
+        """Return the fraction, in [0, 1], of the words of `text` in n-grams that an evaluation set contains too."""
         words = Words(text)
         change = np.zeros(len(words) + 1, np.int64)
         found = False
@@ -72,8 +72,8 @@ class EvaluationSets:
 def hash_evaluation_sets(
     paths: Sequence[str], cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """Return "format:SHA-256" of each file of the evaluation sets `paths` (path, glob or URL each), for the key of the
-    data cache. Raises `UserError` if a file cannot be read.
+    """Return "format:SHA-256" of each file of the evaluation sets; the cache key of the prepared data contains it.
+    paths: path, glob or URL of each set. Raises `UserError` if a file cannot be read.
 
     cache: directory that stores file listings of remote stores (None: not stored); log: receives a line when a store is
     unreachable and its stored listing is used.
@@ -91,8 +91,8 @@ def _find_files(
 
 
 def _iterate_examples(file: SourceFile) -> Iterator[str]:
-    """Yield the text of each example in an evaluation file: a text file or page whole, a record's strings joined and
-    each alone.
+    """Yield the text of each example in an evaluation file. A text file or page is one example; a record of JSON or
+    Parquet gives all its strings joined by line feeds and, if it has several strings, each of them.
     """
     if file.format not in KEYED_FORMATS:
         for document in Reader(longest=sys.maxsize).read_documents(file):

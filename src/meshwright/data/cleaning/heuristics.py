@@ -97,7 +97,9 @@ def check_c4(text: str) -> Finding | None:
 
 
 def filter_c4_lines(text: str) -> tuple[str, int]:
-    """Apply C4's line filters: returns (the kept lines without citation marks, the number of lines removed)."""
+    """Apply C4's line filters (a line must end a sentence, have enough words, no policy notice ...); returns (kept
+    lines without citation marks such as "[3]", number of lines removed).
+    """
     kept, dropped = [], 0
     for line in text.split("\n"):
         line = line.strip()

@@ -12,7 +12,7 @@ _SAMPLE = 1_000  # characters looked at, at the beginning and in the middle: mor
 
 
 def check_languages(languages: list[str]) -> None:
-    """Raise `UserError` unless the model knows every code of `languages` (ISO 639-1, such as "en")."""
+    """Raise `UserError` unless the identification model knows every code of `languages` (ISO 639-1, such as "en")."""
     known = [str(code) for code in _load_identifier().labels]
     for language in languages:
         if language not in known:

@@ -70,8 +70,9 @@ def _measure_repetition(text: str) -> Iterator[tuple[str, float]]:
 
 
 def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield (name of Gopher's rule, characters) for the word n-grams of n = 2 to 10. For n <= 4: characters in all
-    occurrences of the most frequent n-gram; from n = 5 on: characters in n-grams that occurred earlier in the text.
+    """Yield (rule name, number of repeated characters) for the word n-grams of n = 2 to 10, as Gopher's rules count
+    them. For n <= 4: characters in all occurrences of the most frequent n-gram; from n = 5 on: characters in n-grams
+    that occurred earlier in the text.
 
     words: the text's words in order. An n-gram that occurs once counts 0. From n = 5 on, overlapping n-grams count
     their characters once, as in the paper.

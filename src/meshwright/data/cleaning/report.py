@@ -1,4 +1,4 @@
-"""The page about a cleaning: counts per rule, what was dropped, distributions before and after."""
+"""HTML page about a cleaning: counts by rule, samples of dropped documents, distributions before and after."""
 
 from __future__ import annotations
 

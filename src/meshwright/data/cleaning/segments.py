@@ -26,8 +26,8 @@ _MAGIC = b"meshwright segment 1\n"
 
 
 def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Hash document numbers to uint64, same shape. The report samples the documents with the lowest values: spread over
-    the corpus and the same in every run.
+    """Hash document numbers to sampling priorities, uint64 of the same shape. The report samples the documents with the
+    lowest priorities, which are spread over the corpus and the same in every run.
     """
     values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(32)
@@ -35,12 +35,12 @@ def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
-    """Return {column: (dtype, values per document)} of a segment, the file of the rules' results for a run of
-    documents.
+    """Return the columns of a segment (file of the cleaning results for a run of documents): {name: (NumPy dtype,
+    values per document)}. bands: number of MinHash bands. rewrites: whether texts are masked.
 
-    Columns: `code` (0 or 1 + index of the rule), `before` and `after` masking (characters, UTF-8 bytes, characters of
-    each kind), `changes` (masked items by kind), `digest` (half of the SHA-256), `bands` (MinHash keys). bands: number
-    of MinHash bands. rewrites: whether texts are masked; if not, `after` and `changes` are left out.
+    `code`: 0 (kept) or 1 + the index in `RULES` of the rule that dropped the document. `before`, `after` (masking):
+    number of characters, of UTF-8 bytes, and of characters of each kind. `changes`: number of masked items by kind.
+    `digest`: first half of the SHA-256. `bands`: MinHash keys. `after` and `changes` exist only if texts are masked.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}

@@ -137,13 +137,14 @@ def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
 def survey_corpus(
     files: Sequence[SourceFile], recipe: DataRecipe, log: Callable[[str], None], directory: Path | None = None
 ) -> Survey:
-    """Clean all documents of `files` and split them into training and validation documents.
+    """Clean all documents of `files` and split those that are kept into training and validation documents.
 
-    A document goes to validation if the hash of its content, divided by 2^64, is below `validation_fraction`:
-    independent of a seed and of other documents. If no hash is, the document with the smallest one goes there. In a
-    corpus of fewer than 100 documents long ones are cut at blank lines, so that both splits get some. directory: for
-    the cleaning pass's segment files, from which an interrupted pass resumes; None: a temporary one. log: receives
-    progress lines. Raises `UserError` if no document or only one short text is left.
+    A document goes to validation if the hash of its content, divided by 2^64, is below `validation_fraction`: the
+    choice depends on no seed and no other document. If no hash is below it, the document with the smallest one goes
+    there. In a corpus of fewer than 100 documents long texts are cut at blank lines, so that both splits get some.
+
+    directory: for the cleaning pass's segment files, from which an interrupted pass resumes; None: a temporary one.
+    log: receives progress lines. Raises `UserError` if no document or only one short text is left.
     """
     with TemporaryDirectory() as temporary:
         cleaner = Cleaner(recipe.clean)

@@ -25,12 +25,13 @@ OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """Assignment of examples (parsed records; D documents each) to R packed rows; K examples are kept.
+    """Assignment of examples to R packed rows. An example is a parsed record of D documents (D = 2 for preference
+    pairs, else 1); K examples are kept.
 
     kept: int64 [K, D], number of tokens kept of each document. numbers: int64 [K], index of each kept example among all
     examples. order: int64 [K], indices into `kept`, row after row; row r has order[bounds[r]:bounds[r + 1]]. bounds:
-    int64 [R + 1]. rows_by_source: number of rows of each data source; one number unless rows of different sources are
-    separate. report: counts, see `PackedExamples.report`.
+    int64 [R + 1]. rows_by_source: number of rows of each data source; one number, for all, if rows may mix sources.
+    report: counts, see `PackedExamples.report`.
     """
 
     kept: NDArray[np.int64]
@@ -61,12 +62,12 @@ class PackedExamples(PackedDataset):
 
     An example has one document, or two for a preference pair: document 2k of a row is the prompt with the chosen
     response of pair k, and 2k + 1 the prompt with the rejected one. Targets are the tokens of responses, or with
-    `train_on` "all" every token but a document's first. The rest of a row is padding without targets, with a document
-    id of its own.
+    `train_on` "all" every token but a document's first. The rest of a row is padding: it has no targets, and counts as
+    one more document.
 
-    Packing depends on the lengths alone: best fit, in order, among the last `OPEN_ROWS` rows that are not full; with
-    `pack` false every example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is
-    dropped ("drop") or raises `UserError` ("refuse"). Examples without a target are dropped.
+    Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false every
+    example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is dropped ("drop") or
+    raises `UserError` ("refuse"). Examples without a target are dropped.
     """
 
     def __init__(
@@ -85,9 +86,7 @@ class PackedExamples(PackedDataset):
 
     @property
     def sequences_by_source(self) -> list[int]:
-        """Number of packed rows of each data source; a list of one number unless rows of different sources are
-        separate.
-        """
+        """Number of packed rows of each data source; a list of one number, for all, if rows may mix sources."""
         return self.plan.rows_by_source
 
     @property
@@ -186,7 +185,7 @@ class PackedExamples(PackedDataset):
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, rows). padded: allow any index >= 0; rows
-        from `rows` on have padding alone, without targets.
+        from `rows` on then consist of padding, without targets.
         """
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
@@ -238,8 +237,8 @@ class PackedExamples(PackedDataset):
         return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.packing.documents_per_example)
 
     def _examples_by_source(self) -> list[tuple[int, int]]:
-        """Return the range [first, end) of example indices of each data source, or one range of all if rows may mix
-        sources.
+        """Return the range [first, end) of example indices of each data source; one range of all examples if rows may
+        mix sources.
         """
         ends = np.cumsum([0, *(shard.documents for shard in self.shards)])[self._shards_before].tolist()
         return list(itertools.pairwise(ends))

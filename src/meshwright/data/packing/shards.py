@@ -69,8 +69,8 @@ def format_shard_file_name(number: int, kind: str) -> str:
 
 
 class EncodedDocument(NamedTuple):
-    """One tokenized document. tokens: ids with start and end token, [tokens]. text: in UTF-8. trained: for records the
-    response mask, uint8 [tokens] (1: a target); None for plain text.
+    """One tokenized document. tokens: ids with start and end token, [tokens]. text: in UTF-8; empty for a record's
+    second document. trained: for records the response mask, uint8 [tokens] (1: a target); None for plain text.
     """
 
     tokens: NDArray[Any]
@@ -79,8 +79,8 @@ class EncodedDocument(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Protocol of objects that tokenize documents: a text to one token sequence, a record to one or
-    (preferences) two.
+    """Protocol of objects that tokenize documents: a text to one token sequence, a record to one, a preference record
+    to two.
     """
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
@@ -104,12 +104,12 @@ class TextEncoder:
 
 
 class ShardWriter:
-    """Writer of one split's token shards: each gets at least `shard_tokens` tokens and ends between two documents, or
-    where a data source ends.
+    """Writer of one split's token shards. A shard contains whole documents of one data source: at least `shard_tokens`
+    tokens of them, except in the last shard of a source.
 
-    directory: for the shards. documents(first): yields (number, document) of the split's documents from number `first`
-    on. ends: for each data source 1 + the number of its last document. encoder: tokenizes documents. tokenizer_sha256:
-    hex SHA-256 of tokenizer.json. keep_text: also store the texts.
+    directory: for the shards. documents(first): function that yields (number, document) of the split's documents from
+    number `first` on. ends: for each data source, 1 + the number of its last document. encoder: tokenizes documents.
+    tokenizer_sha256: hex SHA-256 of tokenizer.json. keep_text: also store the texts.
     """
 
     def __init__(
@@ -248,8 +248,9 @@ def _report_progress(progress: Callable[[int], None], done: int, more: int) -> N
 
 
 def limit_rate(say: Callable[[int], None]) -> Callable[[int], None]:
-    """Wrap `say`, a function that reports an amount of work done: the returned function calls it at most once in
-    `_LOG_SECONDS` seconds, for the first time after as many seconds, and else does nothing."""
+    """Return a function that passes its argument (an amount of work done) on to `say`, but at most once in
+    `_LOG_SECONDS` seconds; other calls do nothing. The first interval begins now.
+    """
     last = time.monotonic()
 
     def say_if_due(done: int) -> None:

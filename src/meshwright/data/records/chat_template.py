@@ -39,8 +39,9 @@ class RenderedConversation(NamedTuple):
 class ChatTemplate:
     """A Jinja chat template with the special tokens of its tokenizer.
 
-    source: Jinja text. named: {variable name: special token}, such as `bos_token`, as the template uses them. special:
-    tokens that message text must never be encoded as. where: what errors call the template.
+    source: Jinja text. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
+    "<s>"}. special: all special tokens; message text is never encoded as one of them. where: name of the template in
+    error messages.
     """
 
     source: str
@@ -55,9 +56,7 @@ class ChatTemplate:
 
     @cached_property
     def _renderer(self) -> Renderer | RenderProcess:
-        """Compiled template: rendered in this process for templates that come with Meshwright, else in a sandboxed
-        subprocess.
-        """
+        """Compiled template. It renders in this process if it comes with Meshwright, else in a sandboxed subprocess."""
         try:
             return (Renderer if self.source in _load_own_sources() else RenderProcess)(self.source, self.named)
         except NotATemplate as error:
@@ -84,8 +83,8 @@ class ChatTemplate:
         """Render a conversation, with the character ranges of the assistant's turns that are not blank and are at index
         `trained_from` or later in `messages`.
 
-        prompt: append the header of the assistant's next turn; no turns are returned. Raises `TemplateError` if the
-        template refuses the messages, or the ranges of the turns cannot be determined.
+        prompt: append the header of the assistant's next turn; the result then has no ranges of turns. Raises
+        `TemplateError` if the template refuses the messages, or the ranges of the turns cannot be determined.
         """
         seen = [message.template_variables() for message in messages]
         text, marked = self._render_marked(seen, prompt)
@@ -109,7 +108,8 @@ class ChatTemplate:
 
     def _render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
-        variables of each message for the template. prompt: append the header of the assistant's next turn.
+        the template's variables for each message (`role`, `content` ...). prompt: append the header of the assistant's
+        next turn.
         """
         try:
             marked = self._renderer.render_marked(messages, prompt)
@@ -218,7 +218,8 @@ def _load_own_source(name: str) -> str:
 
 
 def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]:
-    """Find the chat template that data.template = `name` selects; returns (its Jinja source, what errors call it).
+    """Find the chat template that the setting data.template = `name` selects; returns (its Jinja source, its name in
+    error messages).
 
     own: Jinja source of the tokenizer's own template, or None. tokenizer: the tokenizer's name, for errors. Raises
     `UserError` if there is no such template.

@@ -1,4 +1,4 @@
-"""Instruction, chat and preference records, parsed to conversations whatever a file calls their keys."""
+"""Instruction, chat and preference records, parsed to conversations; the recipe maps the keys that files use."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RecordFormat(NamedTuple):
     renamed: Mapping[str, str] = {}
 
     def get_file_key(self, part: str) -> str:
-        """Return the key in the files for the standard key `part`, such as "prompt"."""
+        """Return the key that the files use for the standard key `part`, such as "question" for "prompt"."""
         return self.renamed.get(part, part)
 
     @property
@@ -105,8 +105,8 @@ class RecordFormat(NamedTuple):
         return "conversations" if key not in record and not self.renamed and "conversations" in record else key
 
     def _parse_preference(self, record: dict[str, Any]) -> Example:
-        """Parse a preference record (`prompt`, `chosen`, `rejected`); without `prompt`, it is the common beginning of
-        the chosen and the rejected conversation. Raises `MalformedRecord`.
+        """Parse a preference record (`prompt`, `chosen`, `rejected`). If the key `prompt` is missing, the prompt is the
+        common beginning of the chosen and the rejected conversation. Raises `MalformedRecord`.
         """
         prompt_key = self.get_file_key("prompt")
         prompt: tuple[Message, ...] | None = None

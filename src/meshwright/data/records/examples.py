@@ -31,8 +31,8 @@ class ExampleEncoder:
 
     @classmethod
     def of_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
-        """Create an encoder from tokenizer and chat template in a Hugging Face model directory. where: what errors call
-        the template.
+        """Create an encoder from tokenizer and chat template in a Hugging Face model directory. where: name of the
+        template in error messages (default: from the directory).
 
         Raises `UserError` if the tokenizer has no chat template.
         """
@@ -48,8 +48,8 @@ class ExampleEncoder:
         return cls(tokenizer, ChatTemplate(source, found.list_named_tokens(), tokenizer.special, where))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each record the list of its token sequences with response masks: one, or chosen and rejected.
-        Raises `UserError` if the template refuses a record, or the record is too long.
+        """Yield for each record the list of its token sequences with response masks: one, or for a preference record
+        the chosen and the rejected one. Raises `UserError` if the template refuses a record, or the record is too long.
         """
         rendered: list[RenderedConversation] = []
         branches = []

@@ -1,4 +1,4 @@
-"""Prompt and response of records as they lie in files, with all other keys of a record kept."""
+"""Prompts and responses of the records in a file; all other keys of a record are preserved."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Exchange(NamedTuple):
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Return prompt and response of an instruction, chat or preference record (there the chosen response). where:
-    position of the record, such as "a.jsonl:17", for errors.
+    """Return prompt and response of an instruction, chat or preference record; for a preference the chosen response.
+    where: position of the record, such as "a.jsonl:17", for errors.
 
-    An instruction may lack its output. Raises `UserError` for any other record.
+    An instruction record may lack its output; its response is then "". Raises `UserError` for any other kind of record.
     """
     turns = _parse_turns(record, where)
     answered = bool(turns) and turns[-1].role == "assistant"
@@ -44,8 +44,8 @@ def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
 
 
 def replace_response(record: Mapping[str, Any], response: str, where: str) -> Record:
-    """Return a copy of the record whose last answer is `response`; if it has none, the answer is added. where: position
-    of the record, such as "a.jsonl:17", for errors.
+    """Return a copy of the record with `response` in place of its last answer, or appended if it has no answer. where:
+    position of the record, such as "a.jsonl:17", for errors.
     """
     key = next((key for key in _KINDS if key in record), "")
     key = "output" if key == "instruction" else key
@@ -71,8 +71,8 @@ def find_first_request(record: Mapping[str, Any], where: str) -> str:
 
 
 def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each record: 16 hex digits of the SHA-256 of its content without annotation; for repeated
-    records "-2", "-3" ... is appended. The name does not depend on position or labels.
+    """Return a name for each record: 16 hex digits of the SHA-256 of its content without the annotation (labels). To
+    the names of repeated records "-2", "-3" ... is appended.
     """
     seen: dict[str, int] = {}
     names = []

@@ -43,8 +43,8 @@ class RenderProcess:
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
         """Render a conversation in the subprocess; returns the text with the characters `BEGIN` and `END` around each
-        {% generation %} block. messages: variables of each message for the template. prompt: append the header of the
-        assistant's next turn.
+        {% generation %} block. messages: the template's variables for each message (`role`, `content` ...). prompt:
+        append the header of the assistant's next turn.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():

@@ -60,8 +60,8 @@ class Renderer:
         """Render a conversation; returns the text with the characters `BEGIN` and `END` around each {% generation %}
         block.
 
-        messages: variables of each message for the template. prompt: append the header of the assistant's next turn.
-        Raises `TemplateError`, or `LimitReached` for too long a text.
+        messages: the template's variables for each message (`role`, `content` ...). prompt: append the header of the
+        assistant's next turn. Raises `TemplateError`, or `LimitReached` for too long a text.
         """
         from jinja2 import TemplateError as JinjaError
 

@@ -30,12 +30,12 @@ class _UnreachableFilesystem:
 def list_stored_files(
     url: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, StoredFile, bool]]:
-    """Yield (name relative to the URL, file, True if the URL names this single file) for each file that a URL (file,
-    glob or directory in a remote store) stands for.
+    """List the files behind a URL (a file, glob or directory in a remote store). Yields (name relative to the URL,
+    file, True if the URL names this single file).
 
     cache: directory in which the list is stored (None: not stored). If the store is unreachable, the stored list is
-    used and `log` receives a line: enough to find prepared data, but the files cannot be read. key: recipe key with
-    which errors begin. Raises `UserError` if there is no such file, or the store is unreachable and no list is stored.
+    used and `log` receives a line; prepared data can then be found, but the files cannot be read. key: recipe key that
+    error messages name. Raises `UserError` if there is no such file, or the store is unreachable and no list is stored.
     """
     memory = None if cache is None else cache / "listings" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
     try:

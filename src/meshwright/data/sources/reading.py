@@ -76,8 +76,9 @@ class Reader:
                 yield from self._read_records(file, stream)
 
     def _read_text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
-        """Yield the documents of a text file. A binary file that a glob or directory found yields one without text; one
-        that the recipe names raises `UserError`. stream: the file's decompressed bytes.
+        """Yield the documents of a text file: one, or its pieces if it is long. A binary file yields one document
+        without text if a glob or directory found it; if the recipe names it, `UserError` is raised. stream: the file's
+        decompressed bytes.
         """
         head = stream.peek(_HEAD)[:_HEAD]
         if not head and file.named:
@@ -170,8 +171,8 @@ class Reader:
 
 @contextmanager
 def open_source(file: SourceFile) -> Iterator[Stream]:
-    """Open the decompressed stream of `file`; read errors inside the context become a `UserError` that names
-    the file.
+    """Context manager that opens the decompressed stream of `file`. Read errors inside the context become a `UserError`
+    that names the file.
     """
     try:
         with open_stream(file) as stream:
@@ -203,11 +204,11 @@ def check_encoding(encoding: str) -> None:
 def iterate_json_texts(
     file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str | SchemaViolation]]:
-    """Yield (position such as ":17", text) for each non-blank line of a JSON Lines file, a JSON object with its text
-    under `key`; "a.b" is key b inside a. stream: the file's decompressed bytes. encoding: of the file.
+    """Yield (position such as ":17", text) for each non-blank line of a JSON Lines file. A line is a JSON object with
+    its text under `key`; "a.b" is key b inside the object under a; null is an empty text. stream: the file's
+    decompressed bytes. encoding: of the file.
 
-    required: {further key: type of its value}; a line that lacks one yields `SchemaViolation` instead of its text. A
-    null is an empty text.
+    required: {further key: type of its value}; a line that lacks one, or its text, yields `SchemaViolation` instead.
     """
     quick = find_fast_json_parser() if encoding.lower().replace("_", "-") == "utf-8" else None
     for number, line in iterate_json_lines(file, stream):
@@ -228,10 +229,11 @@ def iterate_json_texts(
 def iterate_json_list_texts(
     file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str | SchemaViolation]]:
-    """Yield (position such as ":record 17", text) for each element of a JSON list, an object with its text under `key`.
-    stream: the file's decompressed bytes. encoding: of the file.
+    """Yield (position such as ":record 17", text) for each element of a JSON list. An element is an object with its
+    text under `key`. stream: the file's decompressed bytes. encoding: of the file.
 
-    required: {further key: type of its value}; an element that lacks one yields `SchemaViolation` instead of its text.
+    required: {further key: type of its value}; an element that lacks one, or its text, yields `SchemaViolation`
+    instead.
     """
     for record in iterate_file_records(file, stream, [key], encoding):
         if required and (problem := find_record_problem(record.value, required, key)):

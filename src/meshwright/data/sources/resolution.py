@@ -63,15 +63,18 @@ def find_files(
     *,
     records: bool = False,
 ) -> list[SourceFile]:
-    """Return all files of `sources`, source after source, sorted by name within each.
+    """Return all files of `sources`, source after source, sorted by name within each. Raises `UserError` for a source
+    without files.
 
     A source is "stdlib" (this Python's standard library without tests and installed packages), the path or URL of a
-    file, a directory (all files below it that are not hidden) or a glob (`**` for any depth). format: of the files;
-    "auto" goes by suffix: `.jsonl` and `.ndjson` JSON Lines, `.parquet`, `.wet`, else text; a suffix of `COMPRESSIONS`
-    may follow. records: `.json` is a JSON list. cache: directory of prepared data, which are excluded, and of stored
-    listings of remote stores; `log` receives a line when one is used. Reports count files by source if there are
-    several or it has a table of its own, else by first directory. key: recipe key with which errors begin. Raises
-    `UserError` for a source without files.
+    file, a directory (all files below it that are not hidden) or a glob (`**` for any depth).
+
+    format: of the files; "auto" goes by suffix: `.jsonl` and `.ndjson` are JSON Lines, `.parquet`, `.wet`, all else
+    text; a suffix of `COMPRESSIONS` may follow. cache: directory of prepared data, which are excluded, and of stored
+    listings of remote stores; `log` receives a line when one is used. key: recipe key that error messages name.
+    records: `.json` is a JSON list.
+
+    Reports count the files by source if there are several or `key` is "data.sources", else by first directory.
     """
     files: list[SourceFile] = []
     for number, source in enumerate(sources):
@@ -119,8 +122,8 @@ def _detect_format(name: str, format: str, records: bool) -> str:
 
 
 def _is_cached(path: Path, cache: Path) -> bool:
-    """Return whether `path` belongs to prepared data in the directory `cache`, not to a corpus that is stored there
-    too.
+    """Return whether `path` was written by the data cache in the directory `cache` (prepared data, digests, listings);
+    False for a corpus that is stored in the same directory.
     """
     try:
         parts = path.absolute().relative_to(cache.absolute()).parts
@@ -132,10 +135,10 @@ def _is_cached(path: Path, cache: Path) -> bool:
 def _expand_source(
     source: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, Path | StoredFile, bool]]:
-    """Yield (name relative to the source, path, True if the source names this single file) for each file that `source`,
-    a path, glob, directory, URL or "stdlib", stands for.
+    """Yield (name relative to the source, path, True if the source names this single file) for each file of one source:
+    a path, glob, directory, URL or "stdlib".
 
-    key: recipe key with which errors begin. cache: directory that stores file listings of remote stores; log: receives
+    key: recipe key that error messages name. cache: directory that stores file listings of remote stores; log: receives
     a line when a stored listing is used.
     """
     if source == "stdlib":

@@ -214,8 +214,8 @@ def parse_file_url(url: str) -> Path | None:
 
 
 def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
-    """Yield (name relative to the URL, file, True if the URL names this single file) for each file that a URL (file,
-    glob or directory in a remote store) stands for. key: recipe key with which errors begin. Raises `UserError`.
+    """Query a remote store for the files behind a URL (a file, glob or directory). Yields (name relative to the URL,
+    file, True if the URL names this single file). key: recipe key that error messages name. Raises `UserError`.
     """
     _refuse_secrets(url, key)
     filesystem, place = _open_filesystem(url, key)
@@ -265,7 +265,7 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile`. entry: what the fsspec file system reports about the path `place` ("size", "ETag" ...)."""
+    """Build a `StoredFile`. entry: metadata of the path `place` from the fsspec file system ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
@@ -277,9 +277,8 @@ def _is_file(entry: dict[str, Any]) -> bool:
 
 
 def _find_version(entry: dict[str, Any]) -> str | None:
-    """Return a text that changes with the content of a file: the entity tag, else a checksum, else the modification
-    time in `entry`, what the fsspec file system reports about it; None if it reports none of them.
-    """
+    """Return a text that changes with the content of a file: its entity tag, else a checksum, else the modification
+    time; None if the store reports none of them. entry: metadata of the file from the fsspec file system."""
     for key in ("e_tag", "ETag", "etag", "md5", "Content-MD5", "Digest", "Last-Modified", "last_modified", "mtime"):
         if entry.get(key):
             return f"{key.lower().replace('_', '')} {entry[key]}"
@@ -320,8 +319,8 @@ def _open_filesystem(url: str, key: str) -> tuple[Any, str]:
 
 
 def missing_package_error(package: str, what: object) -> UserError:
-    """Build the error for a package of the extra `data` that is not installed. what: URL or path of the file that needs
-    it.
+    """Build the error for a missing package that `pip install 'meshwright[data]'` installs. what: URL or path of the
+    file that needs it.
     """
     return UserError(f"{what} needs the package {package}: pip install 'meshwright[data]'")
 
@@ -340,8 +339,8 @@ def _refuse_secrets(url: str, key: str) -> None:
 
 
 def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
-    """Raise `UserError` if reading `url` may log in with the user's keys and the user has not allowed its protocol in
-    the environment. key: recipe key with which the error begins. protocols: all that fsspec supports.
+    """Raise `UserError` if a protocol in `url` may log in with the user's keys, unless the environment variable
+    `ALLOWED` lists it. key: recipe key with which the error begins. protocols: all that fsspec supports.
     """
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):

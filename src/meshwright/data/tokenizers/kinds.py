@@ -182,8 +182,8 @@ def _stands_alone(character: str) -> bool:
 def _sort_subwords(tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Return (subword, log-probability) of all subwords of a trained Unigram model, the most probable first.
 
-    The trainer sums in any order and gives dropped characters random scores 0.0001 apart: scores are rounded, and those
-    characters all get the lowest one, so that the same text yields the same tokenizer.
+    The same text must yield the same tokenizer. Scores are therefore rounded, since the trainer sums them in varying
+    order; and characters that it dropped, whose scores are random, all get the lowest score.
     """
     pieces = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
     lowest = min((score for _, score in pieces), default=0.0)

@@ -26,8 +26,8 @@ def contain_panics() -> Iterator[None]:
 
 @contextmanager
 def convert_library_errors(what: str) -> Iterator[None]:
-    """Context manager that converts what a call of the tokenizers library raises to `UserError`: exceptions of any
-    type, and panics. what: beginning of the error message.
+    """Context manager that converts all exceptions and panics from calls of the tokenizers library to `UserError`.
+    what: beginning of the error message.
     """
     try:
         with contain_panics():

@@ -28,11 +28,12 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
     """Measure the tokenizer of prepared data on its text; returns JSON. Start and end tokens of documents are not
     counted, tokens of a chat template are. recipe: the `[data]` table from which `data` was prepared.
 
-    `sources`: documents, bytes, tokens and bytes_per_token of each data source, over both splits. `used`, `unused`:
-    number of vocabulary entries that occur in the text or not; `unused_tokens` lists the first of the latter.
-    `occur_at_least`: {count: number of tokens that occur so often}. `most_frequent`, `longest` (in bytes, of tokens
-    that occur): id, text, count. `unknown`: id, text and count of the token for unknown text, or None. `round_trip`:
-    how many of the first validation documents are the same after encoding and decoding.
+    `sources`: documents, bytes, tokens and bytes_per_token of each data source, over both splits. `used`: number of
+    tokens of the vocabulary that occur in the text; `unused`: of those that do not, special tokens aside;
+    `unused_tokens`: the first of these. `occur_at_least`: {count: number of tokens that occur so often}.
+    `most_frequent`, `longest` (in bytes, of tokens that occur): lists of {id, text, count}. `unknown`: id, text and
+    count of the token for unknown text, or None. `round_trip`: how many of the first validation documents are the same
+    after encoding and decoding.
     """
     tokenizer = data.tokenizer
     sources = _count_sources(data)

@@ -34,9 +34,8 @@ _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<
 class TextTokenizer:
     """A tokenizer that encodes a document as start token, text, end token, and never encodes text as a special token.
 
-    start: id of the BOS token, else of the EOS token. end: id of the EOS token. Every token of the text and the end
-    token are targets, the first one predicted from `start`; the beginning of the next document is not. vocabulary:
-    largest token id + 1. special: all special tokens.
+    start: id of the BOS token, else of the EOS token; with document masks it is an input of training, but no target.
+    end: id of the EOS token. vocabulary: largest token id + 1. special: all special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
@@ -63,7 +62,7 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Return the token ids of each text, [tokens] of type `dtype`, without start and end tokens. Raises `UserError`
-        if a text would become a special token, or if the tokenizer has no token for it.
+        if a part of a text would be encoded as a special token, or cannot be encoded.
         """
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
@@ -80,7 +79,7 @@ class TextTokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of a sequence of token ids; special tokens are written by name."""
+        """Return the text of a sequence of token ids, in which special tokens appear as their names, such as "</s>"."""
         with convert_library_errors("tokens become no text"):
             return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
 
@@ -112,7 +111,9 @@ class TokenizerFiles:
         return TokenizerFiles(self.tokenizer, _serialize_json({**json.loads(self.config), "chat_template": template}))
 
     def list_named_tokens(self) -> dict[str, str]:
-        """Return {variable name: special token}, such as `bos_token`, as chat templates use them."""
+        """Return the special tokens by the variable that stands for them in chat templates, such as {"bos_token":
+        "<s>"}.
+        """
         config = json.loads(self.config)
         return {
             key: _get_token_text(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)
@@ -124,9 +125,9 @@ class TokenizerFiles:
 
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
-    """Read the files of an existing tokenizer. name: data.tokenizer, the path of a tokenizer.json or its directory; the
-    result is None if it is a kind made here, such as "bpe". Raises `UserError` if there are no such files, or none
-    names the EOS token.
+    """Read the files of the existing tokenizer that data.tokenizer = `name` selects: the path of a tokenizer.json or of
+    its directory. Returns None if `name` is a kind made here, such as "bpe". Raises `UserError` if there are no such
+    files, or none names the EOS token.
     """
     if name in TOKENIZERS:
         return None
@@ -263,8 +264,8 @@ def _load_json_object(path: Path) -> dict[str, Any]:
 
 
 def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
-    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does.
-    config: content of tokenizer_config.json, which is searched first; last are generation_config.json and config.json.
+    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does. Order
+    of search: tokenizer_config.json (content: `config`), special_tokens_map.json, generation_config.json, config.json.
     """
     for values in (config, _load_json_object(directory / "special_tokens_map.json")):
         if (token := values.get(f"{kind}_token")) is not None:
