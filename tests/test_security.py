@@ -139,7 +139,7 @@ def test_limits_have_reasons_and_are_enforced(repository: Path):
 
 @pytest.mark.parametrize("layout", ["dp99999999", "dp1024 tp1024 pp1024", "mb99999999"])
 def test_layouts_beyond_any_cluster_are_refused(layout: str):
-    with pytest.raises(UserError, match="(ranks:|counts to) (at most )?1,048,576"):
+    with pytest.raises(UserError, match="(ranks:|must be) at most 1,048,576"):
         Layout.parse(layout)
 
 
@@ -325,7 +325,7 @@ def test_an_interrupted_template_answers_no_later_request():
 @pytest.mark.exhaustive
 def test_endless_chat_template_is_killed_after_ten_cpu_seconds():
     source = "{% set n = 9**9 %}{{ 9**n }}"
-    with pytest.raises(UserError, match="takes more than 10 s of processor time"):
+    with pytest.raises(UserError, match="takes more than 10 s of CPU time"):
         ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
 
 
@@ -334,7 +334,7 @@ def test_endless_chat_template_is_killed_after_ten_cpu_seconds():
     ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range(10**12)|list }}", "{{ ''.__class__.mro() }}"],
 )
 def test_template_sandbox_escape_is_a_record_error(source: str):
-    with pytest.raises(TemplateError, match="^does not take it"):
+    with pytest.raises(TemplateError, match="^cannot render it"):
         ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
 
 

@@ -100,7 +100,7 @@ def test_impossible_file_name_is_error_of_its_request(tmp_path: Path, command_li
     [
         ([2**62] * 65, r"tensor w has 65 dimensions: at most 64 are read"),
         ([2**63], "not a safetensors file: its header"),
-        ([2**62] * 64, r"needs [\d,.]+ bytes, its place has 4"),
+        ([2**62] * 64, r"needs [\d,.]+ bytes, its offsets span 4"),
     ],
 )
 def test_tensor_shape_is_bounded_before_its_product(tmp_path: Path, shape: list[int], said: str):

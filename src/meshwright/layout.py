@@ -98,9 +98,9 @@ class Layout:
         """Return the reason, as an error text, why no job can have this layout; None if one can."""
         for part, field in _FIELD_BY_PART.items():
             if part not in ("zero", "hs") and getattr(self, field) < 1:
-                return f"{part}{getattr(self, field)}: {part} counts from 1"
+                return f"{part}{getattr(self, field)}: {part} must be at least 1"
             if part != "hs" and getattr(self, field) > MAX_COUNT:
-                return f"{part}{getattr(self, field)}: {part} counts to {MAX_COUNT:,} at most"
+                return f"{part}{getattr(self, field)}: {part} must be at most {MAX_COUNT:,}"
         if self.world_size > MAX_COUNT:
             return f"dp x tp x cp x pp = {self.world_size:,} ranks: at most {MAX_COUNT:,}"
         if self.zero not in ZERO_LEVELS:
@@ -108,7 +108,7 @@ class Layout:
         if self.recompute not in RECOMPUTE:
             return unknown("recomputation", self.recompute, RECOMPUTE)
         if self.offload is not None and self.offload not in OFFLOADS:
-            return unknown("place to offload to", self.offload, OFFLOADS)
+            return unknown("offload target", self.offload, OFFLOADS)
         if self.precision is not None and self.precision not in PRECISIONS:
             return unknown("precision", self.precision, PRECISIONS)
         if self.cp_method not in CONTEXT_METHODS:
@@ -121,7 +121,7 @@ class Layout:
             return None
         part, data = f"hs{self.hybrid}", self.dp * self.cp
         if self.hybrid < 1:
-            return f"{part}: hs counts from 1"
+            return f"{part}: hs must be at least 1"
         if self.zero == 0:
             return f"{part} with zero0: nothing is sharded inside groups of {self.hybrid}; add zero1, zero2 or zero3"
         if self.hybrid == 1:
@@ -133,7 +133,7 @@ class Layout:
     def _find_expert_conflict(self) -> str | None:
         """Return the reason, as an error text, why expert parallelism (`epN:etpM`) is impossible, or None."""
         if self.etp < 1:
-            return f"etp{self.etp}: etp counts from 1"
+            return f"etp{self.etp}: etp must be at least 1"
         stage, experts = self.tp * self.cp * self.dp, self.ep * self.etp
         if stage % experts:
             return f"ep{self.ep}:etp{self.etp}: ep x etp = {experts} does not divide tp x cp x dp = {stage}"
@@ -150,9 +150,9 @@ class Layout:
         """Return the reason, as an error text, why the pipeline schedule is impossible, or None."""
         name = self.schedule
         if self.chunks > MAX_COUNT:
-            return f"pp{self.pp}:{name}:{self.chunks}: chunks count to {MAX_COUNT:,} at most"
+            return f"pp{self.pp}:{name}:{self.chunks}: chunks must be at most {MAX_COUNT:,}"
         if self.chunks < 1:
-            return f"pp{self.pp}:{name}:{self.chunks}: chunks count from 1"
+            return f"pp{self.pp}:{name}:{self.chunks}: chunks must be at least 1"
         if name == "@":
             return f"pp{self.pp}:@: the name of the schedule's file is missing"
         if not name.startswith("@") and name not in SCHEDULES:
@@ -160,24 +160,24 @@ class Layout:
         if self.pp == 1 and name != "1f1b":
             return f"pp1:{name}: a pipeline schedule needs at least two stages"
         if name.startswith("@"):
-            problem = f"pp{self.pp}:{name}: a schedule's file says itself how many chunks there are"
+            problem = f"pp{self.pp}:{name}: the number of chunks is set by the schedule's file"
             return None if self.chunks == 1 else problem
         _, least, most = SCHEDULE_CHUNKS[name]
         if self.chunks < least or (most is not None and self.chunks > most):
             holds = f"exactly {least}" if least == most else f"at least {least}"
-            return f"pp{self.pp}:{name}:{self.chunks}: {name} has {holds} chunk{'s' if least > 1 else ''} a rank"
+            return f"pp{self.pp}:{name}:{self.chunks}: {name} has {holds} chunk{'s' if least > 1 else ''} per rank"
         two_ways = name in BIDIRECTIONAL_SCHEDULES
         if name in ("dualpipe", "chimera") and self.pp % 2:
-            near = f"pp{self.pp - 1} or pp{self.pp + 1} would do" if self.pp > 1 else "pp2 would do"
+            near = f"use pp{self.pp - 1} or pp{self.pp + 1}"
             return f"pp{self.pp}:{name}: {name} pairs the stages from both ends; pp must be even: {near}"
         a_rank = LEAST_MICRO_BATCHES.get(name, 0)
         if self.micro_batches < a_rank * self.pp:
-            enough = f"{'an even mb' if two_ways else 'mb'} from mb{a_rank * self.pp} ({a_rank} x pp) on"
-            return f"pp{self.pp}:{name}: mb{self.micro_batches} is too few micro-batches to fill it; take {enough}"
+            enough = f"{'an even mb of ' if two_ways else ''}at least mb{a_rank * self.pp} ({a_rank} x pp)"
+            return f"pp{self.pp}:{name}: mb{self.micro_batches} cannot fill the pipeline; use {enough}"
         if two_ways and self.micro_batches % 2:
             half = f"half of the mb{self.micro_batches} micro-batches would run in each direction"
             below, above = self.micro_batches - 1, self.micro_batches + 1
-            near = f"mb{below} or mb{above} would do" if below else f"mb{above} would do"
+            near = f"use mb{below} or mb{above}" if below else f"use mb{above}"
             return f"pp{self.pp}:{name}: {half}; mb must be even: {near}"
         return None
 
@@ -194,11 +194,11 @@ class Layout:
             for part in parts:
                 for field, value in _parse_part(part).items():
                     if field in values:
-                        raise UserError(f"{part} after {written[field]}: this is said twice")
+                        raise UserError(f"{part} after {written[field]}: this is set twice")
                     values[field], written[field] = value, part
             layout = cls(**values)  # type: ignore[arg-type]
-            if values.get("chunks", layout.chunks) != layout.chunks:  # an explicit 1, which the schedule cannot mean
-                raise UserError(f"{written['chunks']}: {layout.schedule} has at least {layout.chunks} chunks a rank")
+            if values.get("chunks", layout.chunks) != layout.chunks:  # an explicit 1 with an interleaved schedule
+                raise UserError(f"{written['chunks']}: {layout.schedule} has at least {layout.chunks} chunks per rank")
         except UserError as error:
             raise UserError(f'layout "{shorten(text, 40)}": {str(error).removeprefix("impossible layout: ")}') from None
         return layout
@@ -365,7 +365,7 @@ def _parse_count(part: str, name: str, digits: str) -> int:
     if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
         if name == "zero":
             raise UserError(f"{shorten(part, 40)}: {_ZERO_TAKES}")
-        raise UserError(f"{shorten(part, 40)}: {name} counts to {MAX_COUNT:,} at most")
+        raise UserError(f"{shorten(part, 40)}: {name} must be at most {MAX_COUNT:,}")
     return int(digits)
 
 

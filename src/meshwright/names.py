@@ -83,7 +83,7 @@ ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
 }
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "dots1")
-ENCODER_FAMILIES = ("bert",)  # modules to train in a loop of any module, and priced by the planner
+ENCODER_FAMILIES = ("bert",)  # trained by `fit` in the user's own loop; supported by the planner
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
@@ -95,7 +95,7 @@ TOO_LONG = ("truncate", "drop", "refuse")  # treatment of examples longer than a
 TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")
 HEURISTICS = ("gopher-quality", "gopher-repetition", "c4", "fineweb")  # families of rules for prose
 PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked
-RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # of a value in a record
+RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # types of a value in a record
 
 OPTIMIZERS = ("adamw", "sgd")
 OBJECTIVES = ("next-token", "dpo", "ipo")
@@ -105,10 +105,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 MOST_LISTED = 20
-"""Names that an error message lists; of more, the nearest ones."""
+"""Maximum number of names that an error message lists; of a longer list it shows only similar ones."""
 
 LISTED = '"meshwright plan --list" prints them'
-"""Where a person finds the names of presets and devices."""
+"""Hint in error messages: the command that prints the names of presets and devices."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -115,7 +115,7 @@ class Schema(Generic[Root]):
         problem = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
         key = self._find_key(problem)
         others = len({self._find_key(problem) for problem in problems} - {key})
-        more = f" (and {others} more key{'s' if others > 1 else ''} to mend)" if others else ""
+        more = f" (and {others} more key{'s' if others > 1 else ''} to fix)" if others else ""
         raise UserError(": ".join(part for part in (where(key), *self._describe_problem(key, problem)) if part) + more)
 
     def override(self, tables: dict[str, Any], text: str) -> str:

@@ -57,9 +57,8 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
     """Return the thread count in OMP_NUM_THREADS; None if it is not set, not a positive number, or torchrun's default
     of 1. Raises `UserError` above the limit of `meshwright.limits`. environment: default os.environ."""
     environment = os.environ if environment is None else environment
-    first = (
-        environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    )  # a list is one number for each nesting level
+    # A list has one number for each nesting level.
+    first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not first.isdecimal() or not int(first) or (first == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return None
     if problem := limit_error("threads", int(first), "OMP_NUM_THREADS"):

@@ -44,7 +44,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
     except RecursionError:
         raise UserError(f"{where}: not valid TOML: nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits, a date that there is not, or too deep
+    except ValueError as error:  # a number with thousands of digits, an impossible date, or nested too deeply
         raise UserError(f"{where}: not valid TOML: {error}") from None
 
 

@@ -118,7 +118,7 @@ def refusal(data: DataRecipe) -> str:
 def test_a_split_that_cannot_fill_a_sample_is_refused(corpus: Path, tmp_path: Path):
     line = refusal(recipe(corpus, tmp_path, sequence=100_000))
     assert line.startswith("data.sequence = 100000: the validation split holds only")
-    assert line.endswith("one sample needs 100,001; add text, raise data.validation_fraction or shorten data.sequence")
+    assert line.endswith("one sample needs 100,001; add text, raise data.validation_fraction or reduce data.sequence")
     assert "the train split" in refusal(recipe(corpus, tmp_path, sequence=10**6, validation_fraction=0))
 
 
@@ -136,7 +136,7 @@ def test_full_disk_leaves_no_partial_data(corpus: Path, tmp_path: Path, monkeypa
 
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", full)
-    assert "cannot be written: No space left on device; make room there" in refusal(recipe(corpus, tmp_path))
+    assert "cannot be written: No space left on device; free space there" in refusal(recipe(corpus, tmp_path))
     assert not list(tmp_path.rglob(".partial*"))
     monkeypatch.setattr(os, "fsync", sync)
     prepare(recipe(corpus, tmp_path))

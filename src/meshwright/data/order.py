@@ -10,7 +10,9 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-LONGEST_PERIOD = 1 << 16  # most samples after which a mixture repeats its sequence of sources
+from meshwright.data.cleaning.words import mix_bits
+
+LONGEST_PERIOD = 1 << 16  # maximum samples after which the sequence of sources of a mixture repeats
 _ROUNDS = 8
 
 
@@ -66,7 +68,7 @@ class SampleOrder:
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in keys:
-            left, right = right, left ^ (_mix_bits(right + key) & mask)
+            left, right = right, left ^ (mix_bits(right + key) & mask)
         return (left << bits) | right
 
 
@@ -158,12 +160,3 @@ def interleave_evenly(counts: Sequence[int]) -> list[int]:
         turns[taken] += 1
         period.append(taken)
     return period
-
-
-def _mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix the bits of each uint64 with the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable
-    Pseudorandom Number Generators", 2014); returns a new array of the same shape.
-    """
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -41,7 +41,7 @@ from meshwright.data.prepared import PreparedData
 from meshwright.data.records.chat_template import check_template_tokens, find_template
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.sources.contents import SourceDigests
-from meshwright.data.sources.reading import LONGEST_DOCUMENT, Reader, check_encoding
+from meshwright.data.sources.reading import LONGEST_DOCUMENT, check_encoding
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files
 from meshwright.data.tokenizers.kinds import KINDS
 from meshwright.data.tokenizers.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
@@ -49,7 +49,7 @@ from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
 FORMAT = 3
-TRAINING_TEXT = 256 << 20  # most UTF-8 bytes that a tokenizer is trained on: more hardly changes the vocabulary
+TRAINING_TEXT = 256 << 20  # maximum UTF-8 bytes of tokenizer training text: more hardly changes the vocabulary
 
 Log = Callable[[str], None]
 
@@ -85,7 +85,7 @@ def prepare(
     except OSError as error:
         raise UserError(
             f"data.cache: {error.filename or job.directory} cannot be written: {error.strerror or error}; "
-            "make room there or name another directory in data.cache"
+            "free space there, or set data.cache to another directory"
         ) from None
     data = PreparedData(job.directory, manifest, recipe, seed)
     data.check_lengths(recipe.validation_fraction)
@@ -117,8 +117,8 @@ class _Preparation:
             other = next((file for file in self.files if file.format == "wet"), None)
             if other is not None:
                 raise UserError(
-                    f"data.clean.required_keys: {other.path} holds pages, which have no keys; only records of JSON "
-                    "Lines and rows of Parquet are held to a schema: leave the keys out, or this source"
+                    f"data.clean.required_keys: {other.path} has pages, which have no keys; only JSON records and "
+                    "Parquet rows are checked against a schema: remove the keys, or this source"
                 )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
         self.template: tuple[str, str] | None = None  # Jinja source, and its name in errors
@@ -137,8 +137,7 @@ class _Preparation:
         return {
             "format": FORMAT,
             "files": [
-                [file.name, file.format, hash_word_list]
-                for file, hash_word_list in zip(self.files, self.contents.sha256, strict=True)
+                [file.name, file.format, sha256] for file, sha256 in zip(self.files, self.contents.sha256, strict=True)
             ],
             "sources": self._sum_by_source([1] * len(self.files)),
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
@@ -310,7 +309,7 @@ class _Preparation:
         `TRAINING_TEXT` bytes, about as many bytes spread evenly over it. result: the survey, which assigns documents to
         splits."""
         share = TRAINING_TEXT / max(1, result.bytes["train"])
-        for number, text in result.iterate_texts(self.files, self._make_reader(result), "train"):
+        for number, text in result.iterate_texts(self.files, make_reader(self.recipe, result.longest), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.
             if share >= 1 or (number * 0x9E3779B97F4A7C15) % 2**64 < share * 2.0**64:
                 yield text
@@ -324,7 +323,7 @@ class _Preparation:
         result: the survey, which assigns documents to splits. tokenizer_record: {file name: {"bytes", "sha256"}} of the
         tokenizer's files.
         """
-        reader, total = self._make_reader(result), result.bytes[split]
+        reader, total = make_reader(self.recipe, result.longest), result.bytes[split]
         packer = ShardWriter(
             self.directory / split,
             lambda first: result.iterate_documents(self.files, reader, split, first),
@@ -339,14 +338,10 @@ class _Preparation:
         shards = packer.write_missing(
             limit_rate(lambda done: self.log(f"packing {split}: {done / total:.0%} of {total / 1e6:,.1f} MB of text"))
         )
-        number_of_shards = sum(map(len, shards))
-        tokens = sum(shard.tokens for by_source in shards for shard in by_source)
-        if number_of_shards:
-            documents, count = (
-                _format_count(result.documents[split], "document"),
-                _format_count(number_of_shards, "shard"),
-            )
-            self.log(f"packed {split}: {tokens:,} tokens of {documents} in {count}")
+        if number_of_shards := sum(map(len, shards)):
+            tokens = sum(shard.tokens for by_source in shards for shard in by_source)
+            documents = _format_count(result.documents[split], "document")
+            self.log(f"packed {split}: {tokens:,} tokens of {documents} in {_format_count(number_of_shards, 'shard')}")
         return shards
 
     def _sum_by_source(self, counts: Sequence[int]) -> list[int]:
@@ -366,10 +361,6 @@ class _Preparation:
             ends.append(last)
             begin += count
         return ends
-
-    def _make_reader(self, result: Survey) -> Reader:
-        """Return a reader that cuts long texts into the same documents as during the survey `result`."""
-        return make_reader(self.recipe, result.longest)
 
 
 def _hash_json(value: Any) -> str:

@@ -34,7 +34,7 @@ def _check_layout(text: str) -> str:
     try:
         Layout.parse(text)
     except UserError as error:
-        raise ValueError(str(error).removeprefix(f'layout "{text}": ')) from None  # the key says it already
+        raise ValueError(str(error).removeprefix(f'layout "{text}": ')) from None  # the location has it already
     return text
 
 
@@ -59,7 +59,7 @@ class Recipe(Table):
 
     _source_path: Path | None = PrivateAttr(default=None)
     _trusted: bool = PrivateAttr(default=False)
-    _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that said it
+    _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that set it
 
     @model_validator(mode="before")
     @classmethod
@@ -109,8 +109,8 @@ class Recipe(Table):
         `meshwright train` can resolve."""
         if self.layout == "auto":
             raise UserError(
-                f'{self.where("layout")}: layout "auto" is chosen by `meshwright train`; here name one, such as '
-                '"dp2 zero1" (`meshwright plan` says which is the fastest)'
+                f'{self.where("layout")}: layout "auto" is resolved by `meshwright train` only; give one, such as '
+                '"dp2 zero1" (`meshwright plan` finds the fastest)'
             )
         return Layout.parse(self.layout)
 
@@ -202,7 +202,7 @@ def _override(
     said_by = dict(said_by)
     for override in overrides:
         key = SCHEMA.override(tables, override)
-        if key in _IN_PLACE_OF:  # what is said last takes the place of what the file says
+        if key in _IN_PLACE_OF:  # replaces the other key, which the file may have set
             tables["data"].pop(_IN_PLACE_OF[key], None)
         said_by.pop(key, None)  # the last one counts, and is the last in an error line too
         said_by[key] = override

@@ -10,7 +10,7 @@ as Python does, by code points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.data.records.exchanges import Exchange, Record, name_records, replace_response, split_exchange
@@ -28,14 +28,14 @@ from meshwright.synthesis.speech_acts import (
 
 TOOLS = ("doccano", "prodigy")
 TASKS = ("classify", "spans", "rewrite")
-NAME = "record"  # the key of a row that says which task it is, of which record
+NAME = "record"  # key of a row: its task and the name of its record
 _PROMPT, _RESPONSE = "Prompt:\n", "\n\nResponse:\n"
-# What a tool's row says in the task's own terms; all else of it is kept as the tool's.
+# Keys of a row that are read or written here; all others are kept as the tool's fields.
 _OWN = {
     "doccano": {"text", "label", "entities", NAME},
     "prodigy": {"text", "options", "accept", "spans", "tokens", "user_input", "answer", "config", "meta", NAME},
 }
-Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # what an annotator says, by task
+Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # an annotator's answer, by task
 
 
 class ImportedRow(NamedTuple):
@@ -71,10 +71,10 @@ def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> 
         row: Record = {"text": _make_task_text(task, sides), NAME: f"{task} {name}"}
         if tool == "doccano":
             if not row["text"]:
-                raise UserError(f"{where}: the prompt is empty, which doccano refuses; leave the record out")
+                raise UserError(f"{where}: the prompt is empty, which doccano refuses; remove the record")
             yield {**row, "label": _make_doccano_label(task, said, sides)}
         else:
-            own = said.tool.get(f"prodigy {task}")  # of one annotator's row: which of several it should be is not known
+            own = said.tool.get(f"prodigy {task}")  # restored only if there was a single annotator
             kept = own[0] if isinstance(own, list) and len(own) == 1 and isinstance(own[0], dict) else {}
             yield {**row, **_make_prodigy_fields(task, said, sides), **kept}
 
@@ -107,12 +107,16 @@ def import_rows(
         named, name = _parse_record_name(row, where)
         task = task or named
         if named != task:
-            raise UserError(f"{where}: a row of the task {named} among rows of {task}; import them apart")
+            raise UserError(f"{where}: a row of the task {named} among rows of {task}; import them separately")
         if name not in places:
-            raise UserError(f"{where}: no record is named {name}; give the records that were exported, as they were")
+            raise UserError(f"{where}: no record is named {name}; pass the exported records, unchanged")
         place = places[name]
         _check_text(row, task, sides[place], where)
-        back.setdefault(place, []).append(_READ[tool](row, task, sides[place], before[place], where))
+        if tool == "doccano":
+            answer = _parse_doccano_row(row, task, sides[place], before[place], where)
+        else:
+            answer = _parse_prodigy_row(row, task, sides[place], where)
+        back.setdefault(place, []).append(answer)
         read += 1
 
     answers = dict.fromkeys(("labelled", "unlabelled", "unanswered", "rejected", "ignored"), 0)
@@ -194,7 +198,7 @@ def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
     task, _, name = str(row.get(NAME, "")).partition(" ")
     if task not in TASKS or not name:
         raise UserError(
-            f'{where}: no "{NAME}" that says which record the row is of; only rows of data export come back'
+            f'{where}: no "{NAME}" with the name of the record; only rows written by data export can be imported'
         )
     return task, name
 
@@ -207,24 +211,24 @@ def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotati
     """
     label = row.get("label", row.get("entities"))
     if not isinstance(label, list):
-        raise UserError(f'{where}: "label" is not a list, as doccano writes it')
+        raise UserError(f'{where}: "label" is not a list, which doccano writes')
     fields = {key: value for key, value in row.items() if key not in _OWN["doccano"]}
     suggested = _make_doccano_label(task, before, sides)
-    if not label and (task == "rewrite" or not suggested):  # nobody was here, or nothing holds: it looks alike
+    if not label and (task == "rewrite" or not suggested):  # not annotated, or no label set: doccano exports both alike
         return ImportedRow("unlabelled", None, fields)
     if task != "rewrite":
         return ImportedRow("labelled", _parse_value(row, task, label, sides, where), fields)
     texts = [text for text in label if text != sides.response] or label
     if len(texts) > 1 or not isinstance(texts[0], str):
-        raise UserError(f"{where}: {len(texts)} new responses; leave one of them in doccano")
+        raise UserError(f"{where}: {len(texts)} new responses; keep one of them in doccano")
     return ImportedRow("labelled", texts[0], fields)
 
 
-def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> ImportedRow:
+def _parse_prodigy_row(row: Record, task: str, sides: Exchange, where: str) -> ImportedRow:
     """Parse one row (JSON line) exported by Prodigy; return the annotator's answer.
 
-    task: "classify", "spans" or "rewrite". sides: prompt and response of the record. before: the record's annotation
-    before the import (not used for Prodigy). where: position of the row, for the `UserError`.
+    task: "classify", "spans" or "rewrite". sides: prompt and response of the record. where: position of the row, for
+    the `UserError`.
     """
     fields = {key: value for key, value in row.items() if key not in _OWN["prodigy"]}
     match row.get("answer"):
@@ -239,18 +243,14 @@ def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotati
     if task == "rewrite":
         text = row.get("user_input")
         if not isinstance(text, str):
-            raise UserError(f'{where}: "user_input" is not a string; text_input writes it there')
+            raise UserError(f'{where}: "user_input" is not a string, which text_input writes')
         return ImportedRow("labelled", text, fields)
     if task == "classify" and "label" in row:
-        raise UserError(f"{where}: one label to accept or reject; import the answers to the choice of data export")
+        raise UserError(f"{where}: one label to accept or reject; only rows of the choice interface can be imported")
     said = row.get("accept" if task == "classify" else "spans", [])
     if not isinstance(said, list):
         raise UserError(f'{where}: "{"accept" if task == "classify" else "spans"}" is not a list')
     return ImportedRow("labelled", _parse_value(row, task, said, sides, where), fields)
-
-
-_READ: dict[str, Callable[[Record, str, Exchange, Annotation, str], ImportedRow]]
-_READ = {"doccano": _parse_doccano_row, "prodigy": _parse_prodigy_row}
 
 
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
@@ -258,7 +258,7 @@ def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
     or "rewrite". sides: prompt and response of the record. where: position of the row, for the error."""
     text = _make_task_text(task, sides)
     if row.get("text") not in (text, text.replace("\r\n", "\n").replace("\r", "\n")):
-        raise UserError(f"{where}: the text is not the one that was exported, so what is said of it is of another text")
+        raise UserError(f"{where}: the text differs from the exported one, so its annotation does not apply")
 
 
 def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where: str) -> Value:
@@ -271,8 +271,8 @@ def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where
     """
     if task == "classify":
         if not all(isinstance(label, str) for label in said):
-            raise UserError(f"{where}: a label is not a string; was this a project of another kind?")
-        parse_label_set(set(said), where)  # which refuses a label that is none
+            raise UserError(f"{where}: a label is not a string; is this a project of another task?")
+        parse_label_set(set(said), where)  # raises for an unknown label
         return frozenset(said)
     return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in said}))
 
@@ -381,7 +381,7 @@ def _replace_value(
             record = replace_response(record, value, where)
             spans = None if before.spans is None else tuple(span for span in before.spans if span.side == "prompt")
             said |= {"response": None, "refuses": None, "spans": spans}
-            kept = {}  # hashes of a text that is no more
+            kept = {}  # they have hashes of the replaced text
         by = before.by
     elif isinstance(value, tuple):
         said["spans"] = value

@@ -19,8 +19,8 @@ from meshwright.errors import UserError
 from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, RequestRefused
 from meshwright.untrusted import parse_json
 
-_SAY_EVERY = 5.0  # seconds
-_HOPELESS = 10  # requests refused before one is answered: the server will refuse them all
+_LOG_SECONDS = 5.0  # seconds
+_MOST_REFUSALS = 10  # refusals without a single answer after which the run ends
 
 
 class Journal:
@@ -43,7 +43,9 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise UserError(f"{path}: another process is writing this journal; wait for it, or name another") from None
+            raise UserError(
+                f"{path}: another process is writing this journal; wait for it, or use another file"
+            ) from None
         try:
             self._load()
         except BaseException:
@@ -57,14 +59,14 @@ class Journal:
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 if not b'{"request": "'.startswith(line[:13]):
-                    raise UserError(f"{self.path}:{number}: not a journal of requests; name another file")
+                    raise UserError(f"{self.path}:{number}: not a journal of requests; use another file")
                 break
             try:
                 said = parse_json(line)
                 answer = said["answer"]
                 self._answers[said["request"]] = None if answer is None else Completion(*answer)
             except (ValueError, LookupError, TypeError):
-                raise UserError(f"{self.path}:{number}: not a journal of requests; name another file") from None
+                raise UserError(f"{self.path}:{number}: not a journal of requests; use another file") from None
             whole += len(line)
         self._file.truncate(whole)
 
@@ -206,7 +208,7 @@ class ChatClient:
                 try:
                     self._send_one(name, request, stop)
                     done.put(None)
-                except BaseException as error:  # which the thread that waits below raises
+                except BaseException as error:  # raised again by the thread that waits below
                     done.put(error)
                     return
 
@@ -220,7 +222,7 @@ class ChatClient:
                 error = done.get()
                 if error is not None:
                     raise error
-                if time.monotonic() - self._last_log > _SAY_EVERY:
+                if time.monotonic() - self._last_log > _LOG_SECONDS:
                     self._last_log = time.monotonic()
                     self._log(f"{doing}: {finished:,} of {len(requests):,} answers")
         finally:
@@ -243,7 +245,7 @@ class ChatClient:
                 self._retries += 1
                 first = self._retries == 1
             if first:
-                self._log(f"the server is asked again: {reason}")
+                self._log(f"retrying: {reason}")
 
         def wait(seconds: float) -> None:
             stop.wait(seconds)
@@ -255,7 +257,7 @@ class ChatClient:
         except RequestRefused as error:
             with self._count:
                 self._refusals[name] = error
-                if len(self._refusals) >= _HOPELESS and not self.journal.answered:
+                if len(self._refusals) >= _MOST_REFUSALS and not self.journal.answered:
                     raise
             return
         self.journal.put(name, answer)

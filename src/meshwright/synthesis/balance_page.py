@@ -24,7 +24,7 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Markup]:
     of `balance.measure_balance`."""
     yield paragraph("A bar is the share of an act among the labels of its side; the mark is its target.", muted=True)
     for name, group in report["groups"].items():
-        guessed = f"; {group['guessed']:,} by a model's guess that nobody has looked at" if group["guessed"] else ""
+        guessed = f"; {group['guessed']:,} by a model, not reviewed" if group["guessed"] else ""
         yield element("h2", name)
         yield paragraph(f"{group['labelled']:,} of {group['records']:,} records labelled{guessed}", muted=True)
         if group["labelled"]:

@@ -31,7 +31,7 @@ IN_DEPTH: dict[str, str] = {
 }
 IN_BREADTH = "in-breadth"
 METHODS = (*IN_DEPTH, IN_BREADTH)
-SORRY_WORDS = 80  # a response with "sorry" in fewer words could not be given (Elimination Evolving, rule 2)
+SORRY_WORDS = 80  # a response with "sorry" in fewer words counts as a failure (Elimination Evolving, rule 2)
 DEFAULT_SAMPLING = Sampling(max_tokens=2048)
 _WORDS_MORE = "10 to 20"  # that a rewriting in depth may add
 

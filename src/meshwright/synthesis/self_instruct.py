@@ -32,7 +32,7 @@ UNSUITABLE = (  # what a language model cannot look at or do; the paper names im
 DEFAULT_SAMPLING = Sampling(temperature=0.7)
 _NEW_TASKS = 8  # that a prompt asks for
 _ROUND = 8  # prompts whose tasks are sampled from the same pool
-_PATIENCE = 5  # rounds without a new task, after which the model has no more to say
+_PATIENCE = 5  # rounds without a new task after which the run ends
 
 _WRITE_TASKS = (
     "Here are {count} tasks that people have given an assistant:\n\n{tasks}\n\nWrite {more} more, numbered on from "
@@ -240,7 +240,7 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
         elif (given, wanted) not in kept:
             kept.append((given, wanted))
     inputs = [given for given, _ in kept if given]
-    if len(set(inputs)) < len(inputs):  # one input with two outputs: the task is not to be trusted
+    if len(set(inputs)) < len(inputs):  # one input with two outputs: the task is ambiguous
         dropped["one input, several outputs"] += 1
         return []
     return kept

@@ -4,6 +4,7 @@ response refuse).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ ACTS: dict[str, str] = {
     "declaration": "makes something so by saying it: names, appoints, resigns, opens, closes, grants",
     "verdictive": "gives a judgement on evidence or by a measure: grades, diagnoses, rates, rules, assesses",
 }
-ALSO_KNOWN = {  # what else the literature calls them
+ALSO_KNOWN = {  # other names in the literature
     "representative": "assertive",
     "constative": "assertive",
     "acknowledgment": "expressive",
@@ -83,23 +84,19 @@ class Annotation:
         """Return the names of the labels that are set, such as "prompt:directive" or "refuses", in the order of
         `LABELS`.
         """
-        acts = {"prompt": self.prompt or (), "response": self.response or ()}
-        held = {f"{side}:{act}" for side in SIDES for act in acts[side]}
+        held = {f"{side}:{act}" for side in SIDES for act in getattr(self, side) or ()}
         held |= {SHOULD_REFUSE} if self.should_refuse else set()
         held |= {REFUSES} if self.refuses else set()
         return tuple(label for label in LABELS if label in held)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set as a JSON object, the form in which records store annotations."""
-        spans = None if self.spans is None else [_span_to_json(span) for span in self.spans]
-        acts = {side: value if value is None else list(value) for side, value in self._sides()}
-        said = {**acts, "should_refuse": self.should_refuse, "refuses": self.refuses, "spans": spans, "by": self.by}
-        kept = {key: value for key, value in said.items() if value is not None}
-        return {**kept, "tool": dict(self.tool)} if self.tool else kept
-
-    def _sides(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-        """Return (("prompt", acts), ("response", acts)): names of the speech acts of both, None if not judged."""
-        return ("prompt", self.prompt), ("response", self.response)
+        fields = {**dataclasses.asdict(self), "tool": dict(self.tool) or None}
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in fields.items()
+            if value is not None
+        }
 
 
 def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
@@ -130,7 +127,7 @@ def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> 
     where = f'{where}: "{ANNOTATION}"'
     if not isinstance(said, dict):
         raise UserError(f'{where} is not an object, as in {{"response": ["assertive"], "refuses": false}}')
-    known = {"prompt", "response", "should_refuse", "refuses", "spans", "by", "tool"}
+    known = {each.name for each in dataclasses.fields(Annotation)}
     for key in said:
         if key not in known:
             raise UserError(f"{where}: {unknown('key', key, sorted(known))}")
@@ -206,8 +203,3 @@ def _parse_flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise UserError(f'{where}: "{key}" is {value!r}, neither true nor false')
     return value
-
-
-def _span_to_json(span: Span) -> dict[str, Any]:
-    """Return a span as the JSON object {"side", "start", "end", "act"}."""
-    return {"side": span.side, "start": span.start, "end": span.end, "act": span.act}

@@ -64,7 +64,7 @@ def test_plain_text_file_is_one_evaluation_example(tmp_path: Path):
     ("contents", "message"),
     [
         ("{", r"set.jsonl:1 is not JSON"),
-        ('{"a": "too short"}', "holds no example of 8 words"),
+        ('{"a": "too short"}', "has no example of at least 8 words"),
         (None, r'evaluation_sets: ".*set.jsonl" does not exist'),
     ],
 )

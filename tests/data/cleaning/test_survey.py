@@ -143,7 +143,7 @@ def test_empty_corpus_after_cleaning_error_lists_rules(tmp_path: Path):
     with pytest.raises(UserError) as caught:
         surveyed(tmp_path)
     assert str(caught.value) == (
-        "data: no document is left after cleaning; dropped by rule: encoding 1 (first: b.txt), "
+        "data: no document remains after cleaning; dropped by rule: encoding 1 (first: b.txt), "
         "repetition 1 (first: a.txt); see [data.clean]"
     )
 

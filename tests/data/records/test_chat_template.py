@@ -162,7 +162,7 @@ def test_template_refusal_names_the_record(pairs):
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ 1.5 ** 9999 }}", "{{ messages[9].a.b }}", "{{ 'a' + 1 }}"])
 def test_template_failure_names_the_record(source: str):
-    with pytest.raises(TemplateError, match="^does not take it: "):
+    with pytest.raises(TemplateError, match="^cannot render it: "):
         ChatTemplate(source, {}, frozenset(), "it").render([Message("user", "Q")])
 
 
@@ -199,8 +199,8 @@ def test_templates_run_in_sandbox():
     "name, problem",
     [
         ("instructions", 'did you mean "instruction"'),
-        ("no/such.jinja", "is no template and no file; known: instruction, chatml, model"),
-        ("model", 'comes without a chat_template; set data.template to "instruction" or "chatml"'),
+        ("no/such.jinja", "is neither a template nor a file; known: instruction, chatml, model"),
+        ("model", 'has no chat_template; set data.template to "instruction" or "chatml"'),
     ],
 )
 def test_missing_template_is_refused(name: str, problem: str):
@@ -211,7 +211,7 @@ def test_missing_template_is_refused(name: str, problem: str):
 def test_chatml_requires_its_special_tokens():
     check_template_tokens("chatml", {"<|im_start|>", "<|im_end|>"}, "qwen")
     check_template_tokens("instruction", set(), "gpt2")
-    with pytest.raises(UserError, match=r'writes <\|im_end\|>, which are no special tokens of the tokenizer "gpt2"'):
+    with pytest.raises(UserError, match=r'writes <\|im_end\|>, which are not special tokens of the tokenizer "gpt2"'):
         check_template_tokens("chatml", {"<|im_start|>"}, "gpt2")
 
 

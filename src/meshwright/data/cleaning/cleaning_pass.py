@@ -33,10 +33,10 @@ from meshwright.data.packing.shards import limit_rate
 from meshwright.data.sources.reading import Document
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 
-SEGMENT_CHARACTERS = 1 << 25  # of text in a segment, about: the work that a kill loses
+SEGMENT_CHARACTERS = 1 << 25  # approximate characters of text in a segment: the work that is lost if the pass is killed
 SEGMENT_DOCUMENTS = 1 << 16
-_LENGTHS = 33  # bins: the numbers of characters below 1, 2, 4, ... 2^32
-_SOURCES = 20  # of which the report counts documents; the others together
+_LENGTHS = 33  # bins of document lengths, with the upper bounds 1, 2, 4, ... 2^32 characters
+_SOURCES = 20  # sources that the report lists one by one; the others are summed
 
 Log = Callable[[str], None]
 
@@ -90,7 +90,7 @@ def run_cleaning_pass(
         for file, count in segment.header["pieces"]:
             pieces[file] += count
     duplicates = _DuplicateFinder(segments, cleaner, directory)
-    report = _ReportBuilder(files, reader, cleaner, segments, duplicates).build()
+    report = _ReportBuilder(files, reader, cleaner, segments, duplicates, pieces).build()
     longest = max((segment.header["longest_kept"] for segment in segments), default=0)
     return CleaningResult(segments, duplicates.codes, tuple(pieces), report["documents"]["after"], longest, report)
 
@@ -102,7 +102,7 @@ def _iterate_segments(
     already exist in `directory`, then new ones, written while `files` are read. log: receives progress lines.
     """
     judged = [0] * len(files)
-    file = first = 0  # where to go on: a file, the number of the next document
+    file = first = 0  # position to resume at: index of a file, number of the next document
     for number in itertools.count():
         try:
             segment = Segment(directory / f"{number:06d}.segment")
@@ -148,8 +148,8 @@ class _DuplicateFinder:
         """Collect the codes of all segments, then mark exact and near duplicates if `cleaner` enables these rules.
         directory: for temporary files.
         """
-        self.first: dict[str, int] = {}  # of each rule, the first document that it drops
-        self.earlier: dict[str, dict[int, int]] = {}  # sample -> what it repeats
+        self.first: dict[str, int] = {}  # rule -> number of the first document that it drops
+        self.earlier: dict[str, dict[int, int]] = {}  # rule -> {sample: document that it repeats}
         self._segments, self._directory = segments, directory
         for left in directory.glob(f"{PARTIAL}*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -221,12 +221,14 @@ class _ReportBuilder:
         cleaner: Cleaner,
         segments: Sequence[Segment],
         duplicates: _DuplicateFinder,
+        pieces: Sequence[int],
     ) -> None:
         """files: the source files that `reader` split and `cleaner` checked. segments: results for runs of consecutive
-        documents. duplicates: the final code (kept, or dropped by which rule) of each document.
+        documents. duplicates: the final code (kept, or dropped by which rule) of each document. pieces: number of
+        documents in each file.
         """
         self.files, self.reader, self.cleaner = files, reader, cleaner
-        self.segments, self.duplicates = segments, duplicates
+        self.segments, self.duplicates, self.pieces = segments, duplicates, pieces
         self.labels = sorted({file.counted_as for file in files})
         self._label_of = [self.labels.index(file.counted_as) for file in files]
 
@@ -336,11 +338,7 @@ class _ReportBuilder:
         """
         found: dict[int, tuple[str, str]] = {}
         begin, at = 0, 0
-        pieces = [0] * len(self.files)
-        for segment in self.segments:
-            for file, count in segment.header["pieces"]:
-                pieces[file] += count
-        for file, count in zip(self.files, pieces, strict=True):
+        for file, count in zip(self.files, self.pieces, strict=True):
             here = [number for number in numbers[at:] if number < begin + count] if at < len(numbers) else []
             if here:
                 at += len(here)

@@ -23,7 +23,7 @@ from meshwright.data.sources.resolution import KEYED_FORMATS, SourceFile, find_f
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
-SHORTEST = 8  # words; a shorter example of an evaluation set says nothing (arXiv:2005.14165, appendix C)
+SHORTEST = 8  # words; overlap with a shorter example is no evidence (arXiv:2005.14165, appendix C)
 _KEY = "data.clean.evaluation_sets"
 _UNDECODABLE = re.compile("[\udc80-\udcff]")
 
@@ -49,7 +49,9 @@ class EvaluationSets:
                 if len(words) >= min(n, SHORTEST):
                     runs[min(n, len(words))].append(words.hash_ngrams(min(n, len(words))))
             if sum(map(len, runs.values())) == before:
-                raise UserError(f"data.clean.evaluation_sets: {path} holds no example of {min(n, SHORTEST)} words")
+                raise UserError(
+                    f"data.clean.evaluation_sets: {path} has no example of at least {min(n, SHORTEST)} words"
+                )
         self.runs = {length: np.unique(np.concatenate(hashes)) for length, hashes in sorted(runs.items())}
 
     def measure_overlap(self, text: str) -> float:

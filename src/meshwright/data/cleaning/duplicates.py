@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-PART = 1 << 21  # keys sorted at a time: about 100 MB
+PART = 1 << 21  # keys sorted at a time, about 100 MB
 _MOST_PARTS = 512  # files open at a time
 
 Keys = NDArray[np.uint64]

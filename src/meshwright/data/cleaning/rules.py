@@ -158,10 +158,9 @@ class Cleaner(Rewriter):
             if controls > recipe.maximum_control_fraction * len(text):
                 return "control_characters", f"{controls:,} of {len(text):,} characters"
         if blank and emptied and "c4" in recipe.heuristics:
-            return "c4_sentences", "no line is left"
-        if blank or len(text) < recipe.minimum_characters:
-            return "length", f"{len(text):,} characters"
-        if recipe.maximum_characters is not None and len(text) > recipe.maximum_characters:
+            return "c4_sentences", "no line remains"
+        most = len(text) if recipe.maximum_characters is None else recipe.maximum_characters
+        if blank or not recipe.minimum_characters <= len(text) <= most:
             return "length", f"{len(text):,} characters"
         if recipe.maximum_repetition < 1:
             share = measure_repeated_lines(text)
@@ -181,5 +180,5 @@ class Cleaner(Rewriter):
             if family in self.recipe.heuristics and (found := ask(text)):
                 return found
         if self.blocked is not None and (word := self.blocked.find_blocked(text)):
-            return "blocked_words", f'holds "{word}"'
+            return "blocked_words", f'contains "{word}"'
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "text": (str,),
@@ -13,12 +13,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "list": (list,),
     "table": (dict,),
 }
-
-
-class SchemaViolation(NamedTuple):
-    """Stand-in for the text of a record that violates the schema. problem: the violation, as a clause."""
-
-    problem: str
 
 
 def find_record_problem(record: Any, required: Mapping[str, str], text_key: str) -> str | None:

@@ -57,7 +57,7 @@ class SegmentWriter:
     def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
         self.first, self.minhash, self.rewrites = first, minhash, rewrites
         self.documents = self.characters = self.longest_kept = 0
-        self.pieces: dict[int, int] = {}  # of each file
+        self.pieces: dict[int, int] = {}  # index of a source file -> number of its documents
         self.examples: dict[str, str] = {}
         self.samples: dict[str, list[dict[str, Any]]] = {}
         self._columns = {name: bytearray() for name in list_column_types(0, rewrites)}
@@ -85,7 +85,7 @@ class SegmentWriter:
             keys = np.zeros(self.minhash.bands, np.uint64)
             if code == KEPT:
                 shingles = self.minhash.hash_shingles(verdict.text)
-                # A text without words resembles nothing: a key of its own keeps it apart.
+                # A text without words has no near duplicates: its key is unique.
                 keys = (
                     self.minhash.hash_bands(self.minhash.compute_signature(shingles))
                     if len(shingles)
@@ -97,7 +97,7 @@ class SegmentWriter:
         else:
             assert verdict.rule is not None
             self.examples.setdefault(verdict.rule, name)
-            shown = verdict.text or ("" if self.rewrites else text)  # what is to be masked is shown to nobody
+            shown = verdict.text or ("" if self.rewrites else text)  # text that should be masked is never shown
             self._keep_sample(verdict.rule, name, shown, verdict.why)
         self.pieces[file] = self.pieces.get(file, 0) + 1
         self.documents += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshwright.data.packing.shards import DOCUMENTS, TEXT, TOKENS, Shard, format_shard_file_name
 
-NO_TARGET = -100  # what a loss passes over, as in PyTorch's cross-entropy
+NO_TARGET = -100  # ignored by the loss, as `ignore_index` of PyTorch's cross-entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,12 @@ class PackedDataset(ABC):
             self._mapped[number, kind] = np.memmap(path, dtype=dtype, mode="r", shape=(shard.tokens,))
         return self._mapped[number, kind]
 
+    @cached_property
+    def _document_begins(self) -> NDArray[np.int64]:
+        """Position of each document's first token in the split's token stream, int64 [documents]."""
+        begins = [self._map_index(shard)[:, 0].astype(np.int64) for shard in self.shards]
+        return np.concatenate([np.zeros(0, np.int64), *map(np.add, begins, self._bounds[:-1])])
+
     def _map_index(self, shard: Shard) -> NDArray[np.uint64]:
         """Memory-map a shard's document index, uint64 [documents, 2 or 3]: each document's first token, UTF-8 bytes
         and, for records, number of response tokens.
@@ -171,8 +178,6 @@ class PackedTokens(PackedDataset):
     last one. If `stored.sources` is given, each data source is a stream by itself, and its rows follow those of the
     source before it.
     """
-
-    _starts: NDArray[np.int64] | None = None
 
     @property
     def sequences_by_source(self) -> list[int]:
@@ -246,16 +251,11 @@ class PackedTokens(PackedDataset):
         """Return a mask [B, S + 1] of the positions in each row at which a document begins; position 0 is never marked.
         begins: position in the token stream at which each row begins, [B].
         """
-        if self._starts is None:
-            parts = [
-                self._map_index(shard)[:, 0].astype(np.int64) + bound
-                for shard, bound in zip(self.shards, self._bounds, strict=False)
-            ]
-            self._starts = np.concatenate(parts)
-        first = np.searchsorted(self._starts, begins, side="right")
-        counts = np.searchsorted(self._starts, begins + self.sequence, side="right") - first
+        starts = self._document_begins
+        first = np.searchsorted(starts, begins, side="right")
+        counts = np.searchsorted(starts, begins + self.sequence, side="right") - first
         row_of = np.repeat(np.arange(len(begins)), counts)
         within = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
         marks = np.zeros((len(begins), self.sequence + 1), dtype=bool)
-        marks[row_of, self._starts[first[row_of] + within] - begins[row_of]] = True
+        marks[row_of, starts[first[row_of] + within] - begins[row_of]] = True
         return marks

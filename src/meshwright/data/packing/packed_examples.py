@@ -109,9 +109,8 @@ class PackedExamples(PackedDataset):
 
     def iterate_texts(self) -> Iterator[str]:
         """Yield the text of each record in order, all of its messages joined (see `Example.join_texts`)."""
-        return itertools.islice(
-            super().iterate_texts(), 0, None, self.packing.documents_per_example
-        )  # the text of a record is stored with its first document
+        # The text of a record is stored with its first document.
+        return itertools.islice(super().iterate_texts(), 0, None, self.packing.documents_per_example)
 
     @property
     def rows_sha256(self) -> str:
@@ -124,8 +123,7 @@ class PackedExamples(PackedDataset):
     @cached_property
     def _documents(self) -> NDArray[np.int64]:
         """Token range [begin, end) of each document in the split's token stream, int64 [documents, 2]."""
-        starts = [self._map_index(shard)[:, 0].astype(np.int64) for shard in self.shards]
-        begins = np.concatenate([np.zeros(0, np.int64), *map(np.add, starts, self._bounds[:-1])])
+        begins = self._document_begins
         return np.stack([begins, np.append(begins[1:], self.tokens)[: len(begins)]], axis=1)
 
     @cached_property
@@ -219,7 +217,7 @@ class PackedExamples(PackedDataset):
         tokens = self._map_shard(number)[span]
         if self.packing.train_on == "all":
             trained = np.ones(len(tokens), bool)
-            trained[:1] = False  # nothing comes before it
+            trained[:1] = False  # nothing predicts it
             return tokens, trained
         return tokens, self._map_shard(number, TRAINED)[span] != 0
 
@@ -247,16 +245,14 @@ class PackedExamples(PackedDataset):
         """Build the error for examples longer than a row. number: index of the first such example; count: number of
         such examples; longest: tokens in the longest one; capacity: tokens in a row.
         """
-        begins, ends = (
-            self._documents[number * self.packing.documents_per_example],
-            self._documents[(number + 1) * self.packing.documents_per_example - 1],
-        )
-        size = int(ends[1] - begins[0])
-        beginning = self.packing.decode(self._read_document(int(begins[0]), min(int(ends[1]), int(begins[0]) + 40))[0])
-        more = f", and so are {count - 1:,} more" if count > 1 else ""
+        documents = self.packing.documents_per_example
+        own = self._documents[number * documents : (number + 1) * documents]
+        begin, end = int(own[0, 0]), int(own[-1, 1])
+        beginning = self.packing.decode(self._read_document(begin, min(end, begin + 40))[0])
+        more = f"; {count - 1:,} more are too long as well" if count > 1 else ""
         return UserError(
-            f"data.too_long: example {number + 1:,} of the {self.directory.name} split has {size:,} tokens, more than "
-            f"the {capacity:,} of a row{more}; it begins with {beginning[:80]!r}; raise data.sequence to "
+            f"data.too_long: example {number + 1:,} of the {self.directory.name} split has {end - begin:,} tokens, "
+            f"more than the {capacity:,} of a row{more}; it begins with {beginning[:80]!r}; raise data.sequence to "
             f'{longest - 1}, or set data.too_long to "truncate" or "drop"'
         )
 
@@ -270,7 +266,7 @@ def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     bins: Johnson et al. 1974, doi:10.1137/0203025.)
     """
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (room that is left, row), ascending
+    open_rows: list[tuple[int, int]] = []  # (remaining capacity, row), ascending
     for place, size in enumerate(sizes):
         assert 0 < size <= capacity, (size, capacity)
         at = bisect_left(open_rows, (size, -1))

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -141,7 +140,7 @@ class ShardWriter:
                 if shard is None:
                     encoded = encoded or self._encode_documents(following, end)
                     shard = self._write_shard(
-                        number, following, end, encoded, partial(_report_progress, progress, done)
+                        number, following, end, encoded, lambda size, before=done: progress(before + size)
                     )
                 else:
                     encoded = None
@@ -240,11 +239,6 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _report_progress(progress: Callable[[int], None], done: int, more: int) -> None:
-    """Call `progress` with `done` + `more`, the UTF-8 bytes of earlier shards and of the current one."""
-    progress(done + more)
 
 
 def limit_rate(say: Callable[[int], None]) -> Callable[[int], None]:

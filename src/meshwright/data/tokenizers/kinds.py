@@ -21,7 +21,7 @@ from meshwright.names import TOKENIZERS
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "[UNK]"
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-"""The tokens of single bytes as SentencePiece writes them, for characters that are no tokens."""
+"""Tokens of single bytes in SentencePiece's notation, for characters outside the vocabulary."""
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": the pattern of GPT-2's encoder.py.
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -116,7 +116,7 @@ def _train_wordpiece(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     normalizer = normalizers.BertNormalizer(strip_accents=False, lowercase=False)
     kept = [normalizer.normalize_str(text) for text in texts]
     alphabet = [character for character in _rank_characters(kept) if not character.isspace()][: vocabulary // 4]
-    # Named before the trainer meets them: it numbers what it meets in an order of chance, and ties go by number.
+    # Listed in advance: the trainer numbers new tokens in random order, and breaks ties by number.
     later = [f"##{character}" for character in alphabet if not _stands_alone(character)]
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -145,7 +145,7 @@ def _train_unigram(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     """
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
     room, kept = vocabulary - 257, list(texts)
-    characters = _rank_characters(kept)[: room // 2]  # more, and the trainer never ends
+    characters = _rank_characters(kept)[: room // 2]  # with more the trainer does not terminate
     pieces: list[tuple[str, float]] = []
     if characters:
         among = "".join(rf"\x{{{ord(character):x}}}" for character in characters)

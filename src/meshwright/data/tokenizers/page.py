@@ -61,11 +61,11 @@ def _render_sections(report: Mapping[str, Any], shown: Mapping[str, Any] | None)
 
 
 def _format_round_trip(report: Mapping[str, Any]) -> str:
-    """Return the clause "N of M documents come back exactly" for documents that were encoded and decoded. report: JSON
+    """Return the clause "N of M documents round-trip exactly" for documents that were encoded and decoded. report: JSON
     of `measure_tokenizer`.
     """
     found = report["round_trip"]
-    return f"{found['exact']:,} of {found['documents']:,} documents come back exactly"
+    return f"{found['exact']:,} of {found['documents']:,} documents round-trip exactly"
 
 
 def _render_tokens(tokens: Iterable[Mapping[str, Any]]) -> Markup:

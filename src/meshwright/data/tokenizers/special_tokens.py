@@ -33,8 +33,15 @@ def find_named_special(config: Mapping[str, Any]) -> set[str]:
         for token in (decoder.values() if isinstance(decoder, dict) else ())
         if isinstance(token, dict) and token.get("special")
     ]
-    contents = (value.get("content") if isinstance(value, dict) else value for value in named)
-    return {content for content in contents if isinstance(content, str)}
+    return set(filter(None, map(get_token_text, named)))
+
+
+def get_token_text(token: Any) -> str | None:
+    """Return the text of a token in Hugging Face's JSON files: a string, or the `content` of an object; None if it is
+    neither.
+    """
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def find_named_in(directory: Path) -> set[str]:
@@ -108,7 +115,7 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if hidden.isdisjoint(_split_merge(merge))]
-    state["post_processor"] = None  # adds special tokens, which text does not get, and knows them by their names
+    state["post_processor"] = None  # it adds special tokens, which text must not get, by name
     with convert_library_errors("its special tokens cannot be kept out of text"):
         return Tokenizer.from_str(json.dumps(state)), names
 
@@ -123,9 +130,8 @@ def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, A
         return None
     state: dict[str, Any] = json.loads(tokenizer.to_str())
     if not spelled and isinstance(tokenizer.model, models.BPE) and not tokenizer.model.ignore_merges:
-        spelled = any(
-            not hidden.isdisjoint(_split_merge(merge)) for merge in state["model"]["merges"]
-        )  # as nothing else can
+        # BPE writes a token only by a merge.
+        spelled = any(not hidden.isdisjoint(_split_merge(merge)) for merge in state["model"]["merges"])
         return state if spelled else None
     return state
 
