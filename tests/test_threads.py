@@ -52,24 +52,13 @@ def test_spin_policy_is_set_unless_user_has_set_one():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's wheels load libgomp on Linux alone")
-def test_the_waiting_policy_reaches_libgomp():
+def test_command_sets_spin_policy_before_torch_loads_libgomp(tmp_path):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
-    code = "from meshwright.threads import prepare_process; prepare_process(); import torch"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=clean | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True
-    )
-    assert f"GOMP_SPINCOUNT = '{threads.OPENMP_SPIN_POLICY['GOMP_SPINCOUNT']}'" in ended.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="torch's wheels load libgomp on Linux alone")
-def test_command_sets_the_waiting_policy_before_torch_is_loaded(tmp_path):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
-    command = [sys.executable, "-m", "meshwright", "generate", str(tmp_path), "--prompt", "x"]
     code = (
         "import sys; from meshwright.cli.main import main; assert 'torch' not in sys.modules; "
         "main(sys.argv[1:]); import torch"
     )
-    command[1:3] = ["-c", code]
+    command = [sys.executable, "-c", code, "generate", str(tmp_path), "--prompt", "x"]
     ended = subprocess.run(command, env=clean | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True)
     assert f"GOMP_SPINCOUNT = '{threads.OPENMP_SPIN_POLICY['GOMP_SPINCOUNT']}'" in ended.stderr
 

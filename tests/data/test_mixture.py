@@ -154,7 +154,7 @@ def test_shards_end_with_source_and_resume_after_kill(corpus: Path, tmp_path: Pa
 def test_weighted_source_without_samples_is_refused_by_name(corpus: Path):
     (corpus / "code.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(
-        UserError, match='data.sources: "code" has a weight, and what is left of it after cleaning cannot'
+        UserError, match='data.sources: "code" has a weight, but too little of it remains after cleaning'
     ):
         prepare(recipe(corpus, {"web": 2, "code": 1}))
     assert prepare(recipe(corpus, {"web": None, "code": None})).summary()["sources"][1]["train"]["documents"] == 0

@@ -55,7 +55,7 @@ def test_epochs_and_seeds_differ():
 
 
 def test_every_permutation_of_a_small_set_is_equally_likely():
-    epochs = 2400
+    epochs = 960
     samples = SampleOrder(3, 4).sample(np.arange(4 * epochs)).reshape(epochs, 4)
     counts = Counter(map(tuple, samples.tolist()))
     expected = epochs / 24

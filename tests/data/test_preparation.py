@@ -117,7 +117,7 @@ def refusal(data: DataRecipe) -> str:
 
 def test_a_split_that_cannot_fill_a_sample_is_refused(corpus: Path, tmp_path: Path):
     line = refusal(recipe(corpus, tmp_path, sequence=100_000))
-    assert line.startswith("data.sequence = 100000: the validation split holds only")
+    assert line.startswith("data.sequence = 100000: the validation split has only")
     assert line.endswith("one sample needs 100,001; add text, raise data.validation_fraction or reduce data.sequence")
     assert "the train split" in refusal(recipe(corpus, tmp_path, sequence=10**6, validation_fraction=0))
 

@@ -173,7 +173,7 @@ class TestDamage:
         content = json.loads(index.read_text())
         content["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
         index.write_text(json.dumps(content))
-        assert "tensor ghost is missing, though the index says" in self.refused(tmp_path)
+        assert "tensor ghost is missing, though the index lists it there" in self.refused(tmp_path)
         del content["weight_map"]["ghost"], content["weight_map"]["odd"]
         index.write_text(json.dumps(content))
         assert inspect_model(tmp_path)["not_in_index"] == ["odd"]

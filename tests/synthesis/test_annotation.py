@@ -255,7 +255,7 @@ def test_span_over_heading_is_clipped_to_its_side():
     ("tool", "task", "change", "said"),
     [
         ("doccano", "classify", {"label": ["response:asertive"]}, 'did you mean "response:assertive"?'),
-        ("doccano", "classify", {"label": [[0, 1, "assertive"]]}, "a project of another kind"),
+        ("doccano", "classify", {"label": [[0, 1, "assertive"]]}, "a project of another task"),
         ("doccano", "classify", {"label": "refuses"}, '"label" is not a list'),
         ("doccano", "rewrite", {"text": "Say  hello"}, "the text differs from the exported one"),
         ("doccano", "classify", {"text": "edited"}, "the text differs from the exported one"),

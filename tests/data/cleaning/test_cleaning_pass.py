@@ -173,7 +173,7 @@ def test_pass_killed_at_any_time_ends_with_same_segments(tmp_path: Path):
     assert start(tmp_path / "undisturbed").wait(60) == 0
     usual = time.perf_counter() - begun
     draw, kills = random.Random(2), 0
-    for _ in range(8):
+    for _ in range(5):
         process = start(tmp_path / "killed")
         time.sleep(draw.uniform(0, usual / 3))
         os.kill(process.pid, signal.SIGKILL)
@@ -190,7 +190,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(cleaning_pass, "SEGMENT_CHARACTERS", 40_000)
     monkeypatch.setattr(duplicates, "PART", 100)
     peaks = []
-    for count in (200, 1600):
+    for count in (200, 1000):
         # A tenth repeats, far from where it stood first; the documents stay on disk.
         source = write(tmp_path / f"{count}", texts(count, count) + texts(count // 10, count))
         cleaned(source, tmp_path / "warm")  # what is imported and compiled once

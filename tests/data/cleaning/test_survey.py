@@ -90,7 +90,7 @@ def test_without_a_validation_fraction_everything_trains(tmp_path: Path):
 
 def test_one_short_text_cannot_be_split(tmp_path: Path):
     (tmp_path / "a.txt").write_text(text(1))
-    with pytest.raises(UserError, match="one short text, too little to split"):
+    with pytest.raises(UserError, match="only one short text remains after cleaning, too little to split"):
         surveyed(tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_one_long_text_is_cut_into_splittable_documents(tmp_path: Path):
     assert result.bytes == {name: len("".join(split)) for name, split in splits.items()}
     assert log == [
         "only 1 document: long ones are cut after blank lines into pieces of at most 8,000 characters, "
-        "so that both splits get some"
+        "so that no split is empty"
     ]
 
 

@@ -136,7 +136,7 @@ def test_template_that_inspects_text_refuses_special_token_in_message():
     source = "{% for m in messages %}{{ '<|a|>' + (m.content.split('</t>')[-1]) }}{% endfor %}"
     template = ChatTemplate(source, {}, frozenset({"<|a|>"}), "it")
     assert template.render_with_spans([Message("user", "x</t>y")], prompt=True).text == "<|a|>y"
-    with pytest.raises(TemplateError, match=r"one holds the special token <\|a\|>"):
+    with pytest.raises(TemplateError, match=r"one contains the special token <\|a\|>"):
         template.render_with_spans([Message("user", "x</t><|a|>")], prompt=True)
 
 
@@ -149,7 +149,7 @@ def test_template_with_undetermined_answers_is_refused_with_advice():
     template = ChatTemplate(source, {}, frozenset(), "it")
     one = [Message("user", "Q"), Message("assistant", "A")]
     assert template.render_with_spans(one).responses == [(len("user:Q;"), len("user:Q;assistant:A;"))]
-    with pytest.raises(TemplateError, match=r"has no {% generation %} .* in a .jinja file"):
+    with pytest.raises(TemplateError, match=r"does not mark .* {% generation %}.* in a .jinja file"):
         template.render_with_spans([*one, *one])
 
 

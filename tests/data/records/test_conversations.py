@@ -289,7 +289,7 @@ def test_cleaning_covers_whole_records_and_masks_reach_tokens(tmp_path: Path):
         ({"records": "chats"}, 'unknown kind "chats"; did you mean "chat"'),
         ({"records": "chat", "record_keys": {"message": "x"}}, 'unknown key of chat records "message"'),
         ({"records": "chat", "text_key": "x"}, "text_key applies to text"),
-        ({"records": "chat", "format": "wet"}, 'format "wet" holds text'),
+        ({"records": "chat", "format": "wet"}, 'format "wet" is text'),
         ({"records": "chat", "clean": {"heuristics": ["c4"]}}, "must stay whole"),
         ({"records": "preference", "train_on": "all"}, "trained on their responses"),
     ],

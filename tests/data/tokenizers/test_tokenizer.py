@@ -232,7 +232,7 @@ class TestExisting:
         content = json.loads((directory / "tokenizer.json").read_text())
         content["model"]["vocab"]["a"] = 2**31  # writing this tokenizer would take 8 GiB
         (directory / "tokenizer.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match="a token with the id 2,147,483,648; allowed are ids below 16,777,216"):
+        with pytest.raises(UserError, match="a token with the id 2,147,483,648; ids must be below 16,777,216"):
             find_tokenizer(str(directory))
 
     def test_text_without_token_is_one_error_line(self, directory: Path):
