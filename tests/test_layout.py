@@ -22,12 +22,12 @@ def refusal(text: str) -> str:
     return message
 
 
-FILLED = ("dualpipe", "dualpipe-v", "pipedream-2bw")  # that want a number of micro-batches for each rank
+FILLED = ("dualpipe", "dualpipe-v", "pipedream-2bw")  # schedules with a minimum number of micro-batches per rank
 
 
 @st.composite
 def layouts(draw: st.DrawFn, most: int = 3) -> Layout:
-    """Any layout that can exist, with axes of up to `most` ranks."""
+    """Strategy for valid layouts, with axes of up to `most` ranks."""
     size = st.integers(1, most)
     dp, tp, cp, pp = draw(size), draw(size), draw(size), draw(size)
     zero = draw(st.integers(0, 3))

@@ -1,4 +1,4 @@
-"""Recipes: what is right is read, what is wrong is one line that names file, key and the nearest right name."""
+"""Valid recipes are read; each mistake is a one-line error with file, key and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_recipe_round_trips_through_toml(tiny_recipe: Path):
     again = load_recipe_text(recipe.to_toml(), "copy")
     assert again == recipe
     assert again != load_recipe(tiny_recipe)
-    assert tomllib.loads(recipe.to_toml())["train"]["weight_decay"] == 0.1  # defaults are written down too
+    assert tomllib.loads(recipe.to_toml())["train"]["weight_decay"] == 0.1  # defaults are written too
 
 
 def test_overrides_are_toml_or_bare_words_and_last_wins(tiny_recipe: Path):
@@ -202,7 +202,7 @@ weight = 0.5
 
 
 def with_sources(recipe: Path, text: str = SOURCES) -> Path:
-    """The recipe with tables of sources in place of its source."""
+    """Write the recipe with tables of sources instead of its source."""
     lines = [line for line in recipe.read_text().splitlines() if not line.startswith("source")]
     recipe.write_text("\n".join(lines) + "\n" + text)
     return recipe

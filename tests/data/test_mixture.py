@@ -1,4 +1,4 @@
-"""Several sources by weight: prepared apart, mixed in the order of samples, counted and reported each for itself."""
+"""Weighted mixtures: sources are packed separately, mixed by the sample order, and counted separately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.corpus import files
 
 
 def write(directory: Path, name: str, letter: str, documents: int) -> str:
-    """A JSON Lines file of texts of one letter, so that every token says where it comes from."""
+    """A JSON Lines file of texts of one letter, so that every token identifies its source."""
     path = directory / f"{name}.jsonl"
     lines = [json.dumps({"text": letter * (50 + number)}) + "\n" for number in range(documents)]
     path.write_text("".join(lines))
@@ -46,7 +46,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def letters(data, numbers: np.ndarray) -> list[str]:
-    """The letter of each sample, in the order of training; no sample has two."""
+    """Return the letter of each sample in training order; no sample has two."""
     batch = data.split("train").read_batch(data.make_sample_order().sample(numbers))
     found = []
     for row in batch.tokens:

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation each epoch, and a function of (seed, number) alone."""
+"""The sample order: a permutation in each epoch, and a function of (seed, number) alone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sample_order_never_changes():
     assert SampleOrder(7, 10).sample(np.arange(20)).tolist() == published
 
 
-# --- several sources by weight
+# --- mixtures
 
 
 shares = st.lists(st.integers(1, 60), min_size=1, max_size=8)

@@ -1,4 +1,4 @@
-"""The cache: found again by contents, complete, and every reason why it cannot be made said in a line."""
+"""The data cache: keyed by contents, complete, with one-line errors if it cannot be written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_second_call_uses_cache(corpus: Path, tmp_path: Path):
     first = prepare(recipe(corpus, tmp_path), log=log.append)
     assert any(line.startswith("packed train") for line in log)
     log.clear()
-    # How samples are cut is not part of what is stored.
+    # The packing of samples is not part of the cache.
     again = prepare(recipe(corpus, tmp_path, sequence=64, document_mask=False), log=log.append)
     assert log == [] and again.directory == first.directory
     assert again.split("train").sequence == 64

@@ -1,4 +1,4 @@
-"""A look into a model's files shows what torch and numpy see in them, and every kind of damage is one line."""
+"""Inspection of model files matches torch and NumPy; every kind of damage gives a one-line error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAMES = {
 
 
 def sharded(directory: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Path:
-    """A directory of two shards with an index."""
+    """Write two shards with an index; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     weight_map = {}
     for number in (1, 2):
@@ -58,7 +58,7 @@ def sharded(directory: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Path
 
 
 def bin_of(directory: Path) -> Path:
-    """The same tensors as `torch.save` writes them."""
+    """Write the same tensors with `torch.save`."""
     directory.mkdir()
     torch.save(TENSORS, directory / "pytorch_model.bin")
     return directory
@@ -92,7 +92,7 @@ def test_every_8_bit_float_decodes_as_in_torch(name: str, dtype: torch.dtype):
 
 
 def test_blockwise_statistics_equal_whole_tensor_statistics():
-    """A mean far from zero, which sums of squares would lose."""
+    """A mean far from zero, for which a sum of squares would lose precision."""
     values = np.random.default_rng(0).normal(1e6, 1e-2, 2 * BLOCK + 77)
     found = compute_statistics(values.view(np.uint8), "F64")
     assert found is not None
@@ -145,7 +145,7 @@ def write_raw(path: Path, header: Any, data: bytes) -> None:
 
 
 class TestDamage:
-    """What is wrong is said in one line that names the file."""
+    """Damage is reported in one line that names the file."""
 
     def refused(self, path: Path, **options: Any) -> str:
         with pytest.raises(UserError) as caught:

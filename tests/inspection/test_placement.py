@@ -1,4 +1,4 @@
-"""Where layers would go is where training puts them, counted from the tensors themselves."""
+"""Predicted placement matches training, counted from the tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.inspection.placement_cases import parameter_bytes
 
 
 def config() -> ModelConfig:
-    """Five layers, a tied embedding."""
+    """Return a model with five layers and a tied embedding."""
     return dataclasses.replace(preset("qwen3-tiny"), layers=5)
 
 
@@ -35,8 +35,8 @@ def padded(elements: int) -> int:
 
 
 def of_layers(model: ModelConfig, layers: list[int], more: str) -> int:
-    """Elements of the tensors of some layers, and of those whose name begins as `more` says, by their names alone; each
-    unit is filled up to whole aligned buffers."""
+    """Return the elements of the tensors of `layers`, and of those whose name matches `more`; each unit is padded to
+    aligned buffers."""
     units: dict[str, int] = {}
     for entry in parameter_table(model).entries:
         layer = re.match(r"model\.layers\.(\d+)\.", entry.name)

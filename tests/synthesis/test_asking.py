@@ -1,4 +1,4 @@
-"""Many requests at once: each is asked once, its answer outlives the process."""
+"""Concurrent requests: each is sent once, and the journal preserves its answer across processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_answers_keep_request_order_under_concurrency(tmp_path: Path):
 
     def reply(body: dict, number: int) -> str:
         if number < 4:
-            four.wait()  # nobody passes unless four are here
+            four.wait()  # passes only with four concurrent requests
         return echo(body, number)
 
     with served(reply) as server, asker(server.url, tmp_path / "j", concurrency=4) as ask:
@@ -133,7 +133,7 @@ def test_journal_is_locked_against_second_process(tmp_path: Path):
 
 
 def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
-    """`meshwright data label` on 40 records, killed by SIGKILL after some answers, started again."""
+    """`meshwright data label` on 40 records, killed after some answers and restarted."""
     records = [{"instruction": f"number {n}", "output": f"out {n}"} for n in range(40)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     gate, killed = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""A served model: what is sent, what is tried again, what is not, and that the key goes nowhere else."""
+"""The endpoint client: requests, retries, final errors, and where the API key is sent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_invalid_server_address_is_refused(url: str):
 
 
 def broken(kind: str):
-    """One bad reply of a kind."""
+    """Return an invalid reply of this kind."""
     good = json.dumps(completion("Hi")).encode()
     return {
         "503": (503, {}, b"busy"),

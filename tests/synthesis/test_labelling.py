@@ -1,4 +1,4 @@
-"""Labels by a served model: what it says arrives as a guess, what people said stays."""
+"""Labels by a served model are marked as such, and labels by people are kept."""
 
 from __future__ import annotations
 

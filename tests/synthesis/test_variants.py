@@ -1,4 +1,4 @@
-"""Self-Instruct and Evol-Instruct against a served model that is a program: what is asked, what is left out, why."""
+"""Self-Instruct and Evol-Instruct with a scripted model: prompts, discarded tasks, reasons."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def new_task(random_: random.Random) -> str:
 
 
 def self_instruct_model(body: dict, number: int):
-    """Answers the four prompts of Self-Instruct, each as a function of what is asked."""
+    """Scripted answers to the four prompts of Self-Instruct."""
     prompt = body["messages"][-1]["content"]
     random_ = random.Random(f"{prompt} {body['seed']}")
     if prompt.startswith("Here are"):
@@ -89,7 +89,7 @@ def test_prompt_contains_eight_tasks_with_two_generated(tmp_path: Path):
         shown = re.findall(r"^\d+\. (.*)$", prompt, re.MULTILINE)
         assert len(shown) == len(set(shown)) == 8
         own[sum(task not in people for task in shown)] += 1
-    assert set(own) == {0, 2} and own[0] == 8 and own[2] >= 8  # none in the first round: there are none yet
+    assert set(own) == {0, 2} and own[0] == 8 and own[2] >= 8  # the first round has no generated tasks
     assert len(set(prompts)) == len(prompts)
 
 
@@ -118,7 +118,7 @@ def test_task_similarity_threshold_is_seven_tenths(tmp_path: Path):
         body["messages"][0]["content"] for body in server.requests if "yes or no" in body["messages"][0]["content"]
     ]
     assert len(asked) == 1 and asked[0].endswith(six)
-    # One seed gives one prompt; each request for it has a seed of its own.
+    # A single seed task gives equal prompts; each request has a different seed.
     assert len(rounds) == 8 and len({body["seed"] for body in rounds}) == 8
 
 
@@ -225,7 +225,7 @@ def task_of(prompt: str) -> str:
 
 
 def evolving(body: dict, number: int):
-    """A model whose every evolution is new and whose every response is fine."""
+    """Scripted model whose evolutions are all new and whose responses are all usable."""
     prompt = body["messages"][-1]["content"]
     if prompt.startswith(("Rewrite the task", "Write a new task")):
         return f"{task_of(prompt)} + {body['seed'] % 1000}"
@@ -282,7 +282,7 @@ def test_six_methods_are_chosen_uniformly_with_distinct_prompts(tmp_path: Path):
 def test_failed_evolutions_are_dropped_by_the_papers_rules(tmp_path: Path, task, judgement, response, reason):
     def model(body: dict, number: int):
         prompt = body["messages"][-1]["content"]
-        if "task 1\n" in prompt or prompt == "well":  # one that goes well, so that not all fail
+        if "task 1\n" in prompt or prompt == "well":  # one that succeeds
             return "well"
         if prompt.startswith(("Rewrite the task", "Write a new task")):
             return task

@@ -1,4 +1,4 @@
-"""Documents that hold a listed word are dropped, and those that hold it only inside other words are not."""
+"""Blocked words: documents that contain a listed word are dropped, unless it is only a part of other words."""
 
 from __future__ import annotations
 

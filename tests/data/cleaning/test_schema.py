@@ -1,4 +1,4 @@
-"""Records that do not fit the schema are counted and dropped; without a schema they are an error."""
+"""Records that violate the schema are counted and dropped; without a schema they are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The split goes by content, no split is left empty in silence, and what was dropped is counted."""
+"""The split depends on content, an empty split is an error, and dropped documents are counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text(number: int, lines: int = 3) -> str:
 
 
 def surveyed(directory: Path, log: list[str] | None = None, **data: Any) -> tuple[Survey, dict[str, list[str]]]:
-    """The survey of a directory and the texts of each split."""
+    """Return the survey of a directory and the texts of each split."""
     recipe = DataRecipe(source=str(directory), sequence=8, **data)
     files = find_files(recipe.all_sources)
     result = survey_corpus(files, recipe, (log if log is not None else []).append)
@@ -179,7 +179,7 @@ def test_last_document_of_split_is_found_across_blocks(monkeypatch: pytest.Monke
 
 
 def test_samples_of_dropped_documents_are_masked(tmp_path: Path):
-    """Neither of a document that its own text drops, nor of a duplicate and what it repeats."""
+    """Applies to documents dropped for their text, to duplicates, and to the documents they repeat."""
     secret = "someone@example.org"
     for name, content in (
         ("a", f"Write to {secret} today.\n"), ("b", f"Write to {secret} today.\n"), ("c", f"{secret}\n" * 9),

@@ -1,4 +1,4 @@
-"""Conversations through templates, against `transformers.apply_chat_template`."""
+"""Conversations rendered by chat templates, compared with `transformers.apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TURNS = [
 
 
 class Pair:
-    """A tokenizer with a template as we and as `transformers` read it."""
+    """Return a tokenizer with a template, loaded by us and by `transformers`."""
 
     def __init__(self, directory, style: str, kind: str = "byte-level") -> None:
         from transformers import AutoTokenizer
@@ -37,7 +37,7 @@ class Pair:
         return list(turns if self.style.system else turns[1:])
 
     def pieces(self, *turns: Message, prompt: tuple[Message, ...] = ()):
-        """(tokens, trained) of one conversation."""
+        """Return (tokens, response mask) of one conversation."""
         [[piece]] = self.ours.encode_documents([Document("d", "", None, Example(prompt, (turns,)))])
         return piece.tokens, piece.trained
 
@@ -102,7 +102,7 @@ def test_prompt_answers_and_blank_answers_are_not_targets(pairs):
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 @pytest.mark.parametrize("style", STYLES)
 def test_message_text_never_becomes_special_token(pairs, style: str, kind: str):
-    """Whatever a person writes, there are as many special tokens as for harmless text, and the text comes back."""
+    """Any message text gives as many special tokens as harmless text, and decodes to itself."""
     pair = pairs(style, kind)
     special = {pair.theirs.convert_tokens_to_ids(token) for token in pair.style.special}
     harmless = sum(token in special for token in pair.pieces(*pair.turns())[0])
@@ -115,7 +115,7 @@ def test_message_text_never_becomes_special_token(pairs, style: str, kind: str):
             if kind == "byte-level":
                 assert pair.theirs.decode(tokens) == rendered
             with_theirs = pair.apply(turns)["input_ids"]
-            if token in evil:  # the plain text of the template says something else to a tokenizer
+            if token in evil:  # tokenized as plain text, the rendered template has other tokens
                 assert sum(one in special for one in with_theirs) > harmless
 
 
@@ -141,7 +141,7 @@ def test_template_that_inspects_text_refuses_special_token_in_message():
 
 
 def test_template_with_undetermined_answers_is_refused_with_advice():
-    """One that shows earlier answers shorter than the last, as those of models that think."""
+    """The template shortens earlier answers, as those of reasoning models do."""
     source = (
         "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and not loop.last %}..{% else %}"
         "{{ m.content }}{% endif %};{% endfor %}"

@@ -1,4 +1,4 @@
-"""Records of every format to conversations, and one clear line for each that cannot be read."""
+"""Records of every format are parsed to conversations; malformed ones give a one-line error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECORDS: dict[str, list[Any]] = {
 
 
 def write(path: Path, records: list[Any]) -> Path:
-    """The records in the format that the suffix says."""
+    """Write the records in the format of the suffix."""
     match path.suffix:
         case ".json":
             path.write_text(json.dumps(records, indent=1))

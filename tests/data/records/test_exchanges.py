@@ -1,4 +1,4 @@
-"""Records of instruction and chat data: both sides in every form, and lines about what is none."""
+"""Prompt and response of records in every format, and one-line errors for other records."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_imported_response_leaves_other_fields_unchanged(form: str):
     assert split_exchange(changed, "x") == (FORMS[form][1], "new")
     assert json.dumps(record) == before
     old = FORMS[form][2]
-    if old:  # the same text with the one answer exchanged
+    if old:  # only the answer is replaced
         assert json.dumps(changed) == before.replace(f'"{old}"', '"new"')
 
 

@@ -1,4 +1,4 @@
-"""Zstandard, Parquet and WET: what they hold becomes documents, and what is wrong with them becomes one line."""
+"""Zstandard, Parquet and WET files are read as documents; damaged ones give a one-line error."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_truncated_wet_file_is_refused(file, compressed: bool):
     data = wet(PAGES[:6], compressed)
     begins = [found.start() for found in re.finditer(rb"\x1f\x8b\x08" if compressed else rb"WARC/1\.0\r\n", data)]
     assert len(begins) == 7
-    # The two line ends that follow a record may be missing: nothing of a page is lost.
+    # The two line ends after a record may be missing: no text is lost.
     whole = {end for begin in begins for end in ([begin] if compressed else range(begin - 4, begin + 1))}
     for end in set(range(1, len(data) - 4, 7)) - whole:
         assert re.search("cut short|does not begin with WARC/|not a readable gzip", refusal(file(name, data[:end]))), (
@@ -238,7 +238,7 @@ def test_invalid_wet_file_is_refused(file, data: bytes, said: str):
     assert said in refusal(file("a.wet", data))
 
 
-# --- what is too large, and what is not installed
+# --- oversized records and missing packages
 
 
 def test_record_of_100_megabytes_is_cut_into_documents(file):
@@ -281,7 +281,7 @@ def test_missing_package_error_shows_install_command(
     assert f"needs the package {package}: pip install 'meshwright[data]'" in refusal(file(name, b"PAR1"))
 
 
-# --- all of them at once
+# --- all formats together
 
 
 def test_same_texts_prepare_alike_in_any_format(tmp_path: Path, file, parquet):

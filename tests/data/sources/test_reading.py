@@ -1,4 +1,4 @@
-"""From files to documents, and one line for every file that cannot be read."""
+"""Files are read as documents; an unreadable file gives a one-line error."""
 
 from __future__ import annotations
 
@@ -105,6 +105,6 @@ def test_unknown_encoding_error_suggests_nearest():
     check_encoding("utf-8")
     with pytest.raises(UserError, match='unknown encoding "utf-9"; did you mean "utf-8"'):
         check_encoding("utf-9")
-    for name in ("hex", "undefined", "idna", "punycode", "a\0b"):  # Python knows most of them, but not for text
+    for name in ("hex", "undefined", "idna", "punycode", "a\0b"):  # known to Python, but not as text encodings
         with pytest.raises(UserError, match="unknown encoding"):
             check_encoding(name)

@@ -1,4 +1,4 @@
-"""Which files a source means, and what is said of one that means none."""
+"""Resolution of sources to files, and errors for sources without files."""
 
 from __future__ import annotations
 

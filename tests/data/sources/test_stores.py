@@ -1,4 +1,4 @@
-"""Sources behind URLs: found, read, noticed when they change, tried again when the store fails, no secret in sight."""
+"""Sources behind URLs: listing, reading, change detection, retries, and masking of secrets."""
 
 from __future__ import annotations
 
@@ -142,13 +142,13 @@ def test_store_and_disk_prepare_alike_and_are_cached(s3: Server, tmp_path: Path)
     assert remote.sha256 == local.sha256
     s3.reads.clear()
     assert prepare(data_recipe("s3://bucket/a.jsonl", tmp_path / "cache")).directory == remote.directory
-    assert not s3.reads  # the store was asked for the version alone
+    assert not s3.reads  # only the version was requested
 
 
 def test_changed_object_is_prepared_again(s3: Server, tmp_path: Path):
     s3.put("bucket/a.jsonl", LINES)
     before = prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
-    s3.put("bucket/a.jsonl", LINES.replace(b"alpha", b"omega"))  # as long as before
+    s3.put("bucket/a.jsonl", LINES.replace(b"alpha", b"omega"))  # same size
     after = prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
     assert after.sha256 != before.sha256
     assert any("omega" in text for text in after.iterate_documents())
@@ -205,7 +205,7 @@ def test_persistent_store_failure_ends_in_one_line_and_resumes(
         assert "6 tries failed, the last with: " in line and "run the command again" in line and "\n" not in line
         assert not [path for path in (tmp_path / "cache").rglob("*") if path.name.startswith(".partial")]
         assert not list((tmp_path / "cache").rglob("manifest.json"))
-    assert len(list((tmp_path / "cache").rglob("*.tokens.bin"))) > 2  # whole shards stay
+    assert len(list((tmp_path / "cache").rglob("*.tokens.bin"))) > 2  # complete shards are kept
     s3.failing = lambda path, number: None
     assert prepare(recipe).sha256 == expected.sha256
     [there], [here] = (
@@ -225,7 +225,7 @@ def test_prepared_data_are_used_while_store_is_unreachable(s3: Server, tmp_path:
     log: list[str] = []
     assert prepare(recipe, log=log.append, check=True).sha256 == before.sha256
     assert len(log) == 1 and "using its listing of 20" in log[0] and "cannot be read" in log[0]
-    # What must be read cannot be; and a store that was never reached is none.
+    # New files cannot be read, and a store that was never reached has no listing.
     with pytest.raises(UserError, match=r"^s3://bucket/\*.jsonl cannot be read: "):
         prepare(recipe.model_copy(update={"shard_tokens": 12_345}))
     with pytest.raises(UserError, match=r"^s3://bucket/a.jsonl cannot be read: "):

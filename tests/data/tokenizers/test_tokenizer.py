@@ -1,4 +1,4 @@
-"""Tokenizers give back what they were given, and `transformers` loads them."""
+"""Tokenizers round-trip text, and `transformers` loads them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_byte_tokenizer_id_is_the_byte(own: dict[str, tuple[Path, TextTokenizer]
     (tokens,) = tokenizer.encode([text])
     assert tokens.tolist() == list(text.encode())
     assert tokenizer.vocabulary == 257 and tokenizer.end == tokenizer.start == 256
-    # The short cut is what the file says as well.
+    # The shortcut for bytes matches the tokenizer file.
     assert Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text).ids == tokens.tolist()
 
 
@@ -87,7 +87,7 @@ def test_text_never_becomes_a_special_token(own: dict[str, tuple[Path, TextToken
 
 @each_kind
 def test_special_token_in_corpus_stays_ordinary_text(tmp_path: Path, name: str):
-    """Trained on text in which it is the most frequent word of all, and on the name for unknown text as well."""
+    """The training text contains the end-of-text and unknown tokens as frequent words."""
     corpus = [f"{END_OF_TEXT} {UNKNOWN} {END_OF_TEXT} word {END_OF_TEXT}{END_OF_TEXT}"] * 50
     write_tokenizer(tmp_path, name, 400, None, iter(corpus))
     tokenizer = load_tokenizer(tmp_path)
@@ -120,12 +120,12 @@ def test_tokenizer_training_is_reproducible(own: dict[str, tuple[Path, TextToken
 
 @each_kind
 def test_vocabulary_never_exceeds_requested_size(tmp_path: Path, name: str):
-    """Of a text with 5,000 different characters as well."""
+    """Also holds for a text with 5,000 different characters."""
     characters = "".join(filter(str.isprintable, map(chr, range(32, 6000))))
     for vocabulary in (257, 258, 300, 700):
         write_tokenizer(tmp_path, name, vocabulary, None, iter([characters, *CODE]))
         tokenizer = load_tokenizer(tmp_path)
-        full = name != "bytes" and (name, vocabulary) != ("unigram", 258)  # which has no room for both kinds of piece
+        full = name != "bytes" and (name, vocabulary) != ("unigram", 258)  # too small for both kinds of pieces
         assert tokenizer.vocabulary == (vocabulary if full else 257)
         (tokens,) = tokenizer.encode([characters])
         assert (tokenizer.decode(tokens) == characters) == (name in EXACT)
@@ -156,13 +156,13 @@ def test_transformers_loads_every_kind_and_encodes_alike(own: dict[str, tuple[Pa
         tokens = tokenizer.encode([text])[0].tolist()
         assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == tokens
         assert theirs.decode(tokens) == tokenizer.decode(tokens)
-    assert theirs(CODE[0])["input_ids"] == tokenizer.encode([CODE[0]])[0].tolist()  # nothing special in it
+    assert theirs(CODE[0])["input_ids"] == tokenizer.encode([CODE[0]])[0].tolist()  # no special tokens
     assert theirs.eos_token_id == tokenizer.end and theirs.eos_token == END_OF_TEXT
     assert len(theirs) == tokenizer.vocabulary and theirs.unk_token == KINDS[name].unknown
 
 
 class TestExisting:
-    """A tokenizer that exists is taken as it is, with the ends that its files name."""
+    """Existing tokenizers are used unchanged, with the BOS and EOS tokens that their files name."""
 
     @pytest.fixture
     def directory(self, tmp_path: Path) -> Path:
