@@ -241,7 +241,7 @@ class Layout:
 
     @property
     def expert_parallel(self) -> bool:
-        """True if experts have axes of their own (ep, etp); else they are split over tp like other weights."""
+        """True if experts have separate axes (ep, etp); else they are split over tp like other weights."""
         return self.ep > 1 or self.etp > 1
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -58,7 +58,7 @@ def wrap_items(text: str, width: int) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print text, which may quote untrusted files, on standard error at once, with control characters escaped."""
+    """Print text, which may quote untrusted files, on standard error, unbuffered, with control characters escaped."""
     print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 

@@ -16,7 +16,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 @dataclass
 class Server:
-    """A running server. `failing(path, number)` returns the failure to inject into the number-th read of a path (from 1):
+    """A running server. `failing(path, number)` returns the failure to inject into read `number` (from 1) of a path:
     None (it does not), "half" (half of the body, then the connection is closed), or a status such as "503"."""
 
     url: str = ""

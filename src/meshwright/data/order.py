@@ -73,7 +73,7 @@ class SampleOrder:
 
 
 class MixtureOrder:
-    """Order in which training reads a weighted mixture of K data sources, each shuffled in endless epochs of its own;
+    """Order in which training reads a weighted mixture of K data sources, each shuffled in separate endless epochs;
     computed per sample and never stored.
 
     sequences: number of samples of each source; source k's samples have the indices from sequences[0] + ... +

@@ -33,7 +33,7 @@ def inspect_model(
 
     names: globs that select the tensors to describe (sums cover all tensors). layout: such as "dp8 zero3"; adds the key
     "placement", the layers and bytes that each of its ranks would hold (see `describe_placement`). sequence: tokens of
-    a sequence, for the placement. values: number of first values to report of each tensor, beside its statistics; None:
+    a sequence, for the placement. values: number of first values to report of each tensor, with its statistics; None:
     neither, so that only headers are read. progress: called with (bytes read, bytes to read). log: receives lines about
     skipped checkpoints. Raises UserError for no model, a truncated or missing file, an unknown dtype, or a glob without
     a match.

@@ -251,7 +251,7 @@ class TrackRecipe(Table):
 class CheckpointRecipe(Table):
     """[checkpoint]: interval, retention and dtype of checkpoints.
 
-    every: optimizer steps between checkpoints; 0: save only when the run ends or is told to stop. keep: number of
+    every: optimizer steps between checkpoints; 0: save only when the run ends or is stopped. keep: number of
     newest checkpoints to retain. keep_best: retain the one with the lowest validation loss too. dtype: "float32" or
     "bfloat16", of the exported model weights (optimizer state and master weights stay float32). background: write in a
     thread while training continues.

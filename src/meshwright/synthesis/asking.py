@@ -25,7 +25,7 @@ _MOST_REFUSALS = 10  # refusals without a single answer after which the run ends
 
 class Journal:
     """Append-only file of the model's answers, so that a restarted run sends no request twice. It has one JSON line per
-    request, keyed by the SHA-256 of the request and flushed to disk at once.
+    request, keyed by the SHA-256 of the request and flushed to disk immediately.
 
     A truncated last line is removed. Raises `UserError` for a file that is not a journal or is in use.
     """
@@ -187,8 +187,8 @@ class ChatClient:
 
     def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
         """Send requests from `concurrency` daemon threads and wait for the answers; an interrupt of the main thread
-        exits at once with the journal intact. requests: (key in the journal, request). doing: activity for the progress
-        line.
+        exits immediately with the journal intact. requests: (key in the journal, request). doing: activity for the
+        progress line.
         """
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:

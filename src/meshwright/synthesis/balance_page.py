@@ -1,4 +1,4 @@
-"""The page of a balance report: acts with their shares beside the target, refusals, group by group."""
+"""The page of a balance report: shares and targets of the acts, and refusals, by group."""
 
 from __future__ import annotations
 

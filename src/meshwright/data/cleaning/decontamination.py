@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.cleaning.words import Hashes, Words
-from meshwright.data.records.record_files import iterate_file_records
+from meshwright.data.records.record_files import format_position, iterate_file_records
 from meshwright.data.sources.contents import hash_source
 from meshwright.data.sources.reading import Reader, open_source
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceFile, find_files
@@ -114,10 +114,10 @@ def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
     """Yield the parsed records of a JSON Lines or Parquet file. stream: the file's decompressed bytes. Raises
     `UserError`.
     """
-    for record in iterate_file_records(file, stream, None, "utf-8"):
-        if record.problem is not None:
-            raise UserError(f"{_KEY}: {record.where} {record.problem}")
-        yield record.value
+    for position, value, problem in iterate_file_records(file, stream, None, "utf-8"):
+        if problem is not None:
+            raise UserError(f"{_KEY}: {format_position(file, position)} {problem}")
+        yield value
 
 
 def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:

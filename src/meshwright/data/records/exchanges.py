@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.data.files import canonical_json, write_atomic
 from meshwright.data.records.conversations import Example, MalformedRecord, Message, RecordFormat
-from meshwright.data.records.record_files import iterate_file_records
+from meshwright.data.records.record_files import format_position, iterate_file_records
 from meshwright.data.sources.reading import open_source
 from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
@@ -100,12 +100,13 @@ def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
         if not head:
             raise UserError(f"{path} is empty: it has no records")
         file = dataclasses.replace(file, format="json" if head.startswith(b"[") else "jsonl")
-        for record in iterate_file_records(file, stream, None, "utf-8", errors="strict", quick=False):
-            if record.problem is not None:
-                raise UserError(f"{record.where}: {record.problem.removeprefix('is ')}")
-            if not isinstance(record.value, dict):
-                raise UserError(f'{record.where}: not an object, as in {{"instruction": "...", "output": "..."}}')
-            yield record.where, record.value
+        for position, value, problem in iterate_file_records(file, stream, None, "utf-8", errors="strict", quick=False):
+            where = format_position(file, position)
+            if problem is not None:
+                raise UserError(f"{where}: {problem.removeprefix('is ')}")
+            if not isinstance(value, dict):
+                raise UserError(f'{where}: not an object, as in {{"instruction": "...", "output": "..."}}')
+            yield where, value
 
 
 def read_records(path: Path) -> list[tuple[str, Record]]:

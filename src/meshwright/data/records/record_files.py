@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from meshwright.data.sources.parquet import open_parquet
 from meshwright.data.sources.resolution import SourceFile
@@ -19,15 +19,15 @@ _CHUNK = 1 << 20  # bytes read of a JSON list at a time
 _ROWS = 256  # of a Parquet file at a time
 
 
-class FileRecord(NamedTuple):
-    """One parsed record of a file. place: its position in the file, such as ":17". where: file and position, for
-    errors. value: the JSON value. problem: a clause such as "is not JSON (...)" if the record cannot be parsed; None if
-    it can."""
+ParsedRecord: TypeAlias = tuple[str, Any, str | None]
+"""A record of a file: (its position, such as ":17" or ":row 17"; its JSON value; a clause such as "is not JSON (...)" if
+it cannot be parsed, else None). A plain tuple, since one is made for each line of a corpus."""
 
-    place: str
-    where: str
-    value: Any
-    problem: str | None = None
+
+def format_position(file: SourceFile, position: str) -> str:
+    """Return file and position of a record for errors, such as "a.jsonl:17" or "a.parquet: row 17"."""
+    place = position.removeprefix(":")
+    return f"{file.path}:{place}" if place.isdecimal() else f"{file.path}: {place}"
 
 
 def iterate_file_records(
@@ -37,8 +37,8 @@ def iterate_file_records(
     encoding: str,
     errors: str = "surrogateescape",
     quick: bool = True,
-) -> Iterator[FileRecord]:
-    """Yield the records of a JSON, JSON Lines or Parquet file in order.
+) -> Iterator[ParsedRecord]:
+    """Yield (position, value, problem) of each record of a JSON, JSON Lines or Parquet file in order.
 
     stream: the file's decompressed bytes. columns: those to read of a Parquet file (None: all). encoding, errors: of
     JSON text, as in `bytes.decode`; by default bytes that do not decode become lone surrogates. quick: parse JSON Lines
@@ -58,7 +58,7 @@ def iterate_file_records(
     )
 
 
-def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str, quick: bool) -> Iterator[FileRecord]:
+def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str, quick: bool) -> Iterator[ParsedRecord]:
     """Yield a record for each line of a JSON Lines file that is not blank. Arguments as in `iterate_file_records`.
     Raises `UserError` for a line of `LONGEST_LINE` bytes or more.
     """
@@ -68,23 +68,25 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str,
             line = line.removeprefix(codecs.BOM_UTF8)
         if not line or line.isspace():
             continue
-        place, where = f":{number}", f"{file.path}:{number}"
+        place = f":{number}"
         if len(line) == LONGEST_LINE:
-            raise UserError(f"{where}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line")
+            raise UserError(
+                f"{file.path}{place}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line"
+            )
         if parse_quickly is not None:
             try:
-                yield FileRecord(place, where, parse_quickly(line))
+                yield place, parse_quickly(line), None
                 continue
             except ValueError:  # the slower parser reports the error, if there is one
                 pass
         try:
-            yield FileRecord(place, where, json.loads(line.rstrip(b"\r\n").decode(encoding, errors)))
+            yield place, json.loads(line.rstrip(b"\r\n").decode(encoding, errors)), None
         except json.JSONDecodeError as error:
-            yield FileRecord(place, where, None, f"is not JSON ({error.msg} at column {error.colno})")
+            yield place, None, f"is not JSON ({error.msg} at column {error.colno})"
         except UnicodeDecodeError as error:
-            yield FileRecord(place, where, None, f"is not {encoding.upper()} (byte {error.start})")
+            yield place, None, f"is not {encoding.upper()} (byte {error.start})"
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deep
-            yield FileRecord(place, where, None, f"is not JSON ({error})")
+            yield place, None, f"is not JSON ({error})"
 
 
 def _find_orjson_parser() -> Callable[[bytes], Any] | None:
@@ -96,7 +98,7 @@ def _find_orjson_parser() -> Callable[[bytes], Any] | None:
     return loads
 
 
-def _iterate_list(file: SourceFile, buffer: _ListBuffer) -> Iterator[FileRecord]:
+def _iterate_list(file: SourceFile, buffer: _ListBuffer) -> Iterator[ParsedRecord]:
     """Yield the elements of the JSON list in `buffer` as records, one at a time; the list may be larger than memory."""
     if buffer.next_character() != "[":
         raise UserError(
@@ -112,7 +114,7 @@ def _iterate_list(file: SourceFile, buffer: _ListBuffer) -> Iterator[FileRecord]
             buffer.at += 1
             buffer.next_character()
         number += 1
-        yield FileRecord(f":record {number}", f"{file.path}: record {number}", buffer.parse_value(number))
+        yield f":record {number}", buffer.parse_value(number), None
     buffer.at += 1
     if buffer.next_character(at_end=True):
         raise buffer.broken_record_error(number, "there is more after the end of the list")
@@ -193,7 +195,7 @@ class _ListBuffer:
         return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
 
 
-def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[FileRecord]:
+def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[ParsedRecord]:
     """Yield the rows of a Parquet file as records. columns: those to read (None: all). stream: the file's bytes, used
     if it is not on a local disk.
     """
@@ -208,6 +210,6 @@ def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | Non
             for batch in table.iter_batches(_ROWS, columns=there, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
-                    yield FileRecord(f":row {number}", f"{file.path}: row {number}", row)
+                    yield f":row {number}", row, None
         except UnicodeDecodeError as error:
             raise UserError(f"{file.path}: text after row {number} is not UTF-8 ({error.reason})") from None

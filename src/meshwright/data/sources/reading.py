@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from meshwright.data.cleaning.schema import find_record_problem
 from meshwright.data.records.conversations import Example, MalformedRecord, RecordFormat
-from meshwright.data.records.record_files import iterate_file_records
+from meshwright.data.records.record_files import format_position, iterate_file_records
 from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream, detect_compression, list_decoding_errors, open_stream
@@ -101,21 +101,22 @@ class Reader:
         if file.named and not stream.peek(1):
             raise UserError(f"{file.path} is empty")
         required = self.required_keys
-        for record in iterate_file_records(file, stream, [*records.columns, *required], self.encoding):
-            problem = record.problem
+        columns = [*records.columns, *required]
+        for position, value, problem in iterate_file_records(file, stream, columns, self.encoding, quick=not required):
             if problem is None and required:
-                problem = find_record_problem(record.value, required, next(iter(required)))
+                problem = find_record_problem(value, required, next(iter(required)))
             if problem is None:
                 try:
-                    example = records.parse_example(record.value)
+                    example = records.parse_example(value)
                 except MalformedRecord as error:
                     problem = str(error)
                 else:
-                    yield Document(file.name + record.place, example.join_texts(), None, example)
+                    yield Document(file.name + position, example.join_texts(), None, example)
                     continue
             if not required:
-                raise UserError(f"{record.where}: the record {problem}; expected {records.format_example_record()}")
-            yield Document(file.name + record.place, None, problem)
+                where = format_position(file, position)
+                raise UserError(f"{where}: the record {problem}; expected {records.format_example_record()}")
+            yield Document(file.name + position, None, problem)
 
     def _read_records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         """Yield the documents of a JSON Lines, JSON, Parquet or WET file, named by file and position. stream: its
@@ -150,16 +151,16 @@ class Reader:
         record without text if nothing is required.
         """
         required = self.required_keys
-        for record in iterate_file_records(file, stream, [key], self.encoding, quick=not required):
-            problem = record.problem
+        for position, value, problem in iterate_file_records(file, stream, [key], self.encoding, quick=not required):
             if problem is None and required:
-                problem = find_record_problem(record.value, required, key)
+                problem = find_record_problem(value, required, key)
             if problem is None:
-                yield record.place, _get_text(record.value, key, record.where, file.key_setting), None
+                text = value.get(key) if type(value) is dict else None
+                yield position, text if type(text) is str else _get_text(value, key, file, position), None
             elif required:
-                yield record.place, "", problem
+                yield position, "", problem
             else:
-                raise UserError(f"{record.where}: {problem.removeprefix('is ')}")
+                raise UserError(f"{format_position(file, position)}: {problem.removeprefix('is ')}")
 
     def _explain_not_text(self, head: bytes) -> str | None:
         """Return why a file is not text in this encoding, as a clause, or None if it is. head: its first bytes."""
@@ -213,10 +214,11 @@ def check_encoding(encoding: str) -> None:
         raise UserError(f'data.clean.encoding: unknown encoding "{encoding}"{hint}') from None
 
 
-def _get_text(value: Any, key: str, where: str, setting: str) -> str:
-    """Return the text of a record under `key` ("a.b": key b inside a); null is "". where: file and position, with which
-    errors begin. setting: name of the recipe key that sets `key`, for errors. Raises `UserError` if there is no text.
+def _get_text(value: Any, key: str, file: SourceFile, position: str) -> str:
+    """Return the text of a record with the JSON value `value` under `key` ("a.b": key b inside a); null is "". Raises
+    `UserError` if there is no text. file, position: of the record, for the error.
     """
+    where, setting = format_position(file, position), file.key_setting
     if not isinstance(value, dict):
         raise UserError(f'{where}: the record is not an object, as in {{"{key}": "..."}}')
     for name in [key] if key in value else key.split("."):

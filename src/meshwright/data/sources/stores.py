@@ -163,7 +163,7 @@ def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
     """Call `ask`, a request to the store of `url`, up to `TRIES` times with exponential backoff, and return its result;
     if every call fails, raise a one-line `UserError`.
 
-    Errors that waiting does not change are raised at once: a missing file, refused access. where: appended to the error
+    Errors that waiting does not change, such as a missing file, are raised immediately. where: appended to the error
     message, such as " at byte 8,388,608 of 9,000,000".
     """
     for number in range(TRIES):

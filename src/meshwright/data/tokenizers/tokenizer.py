@@ -40,7 +40,7 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
-        """start, end: ids of the tokens that frame a document. named: tokens that the files beside tokenizer.json list
+        """start, end: ids of the tokens that frame a document. named: tokens that the other files of a tokenizer list
         as special (see `find_named_special`).
         """
         self.tokenizer, self.start, self.end = tokenizer, start, end
