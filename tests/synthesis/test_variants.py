@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import ChatClient
+from meshwright.synthesis.chat_client import ChatClient
 from meshwright.synthesis.endpoint import Endpoint, Sampling
 from meshwright.synthesis.evol_instruct import METHODS, evol_instruct
 from meshwright.synthesis.rouge import compute_rouge_l, split_words
@@ -51,7 +51,7 @@ SEEDS = [
 ]
 
 
-def asker(url: str, path: Path, concurrency: int = 4) -> ChatClient:
+def make_client(url: str, path: Path, concurrency: int = 4) -> ChatClient:
     return ChatClient(Endpoint(url, "m", backoff=0.001, tries=2), path, concurrency)
 
 
@@ -75,8 +75,8 @@ def self_instruct_model(body: dict, number: int):
 
 
 def made(tmp_path: Path, model=self_instruct_model, count: int = 12, **options):
-    with served(model) as server, asker(server.url, tmp_path / "j") as ask:
-        return self_instruct(SEEDS, ask, count, **options), server
+    with served(model) as server, make_client(server.url, tmp_path / "j") as client:
+        return self_instruct(SEEDS, client, count, **options), server
 
 
 def test_prompt_contains_eight_tasks_with_two_generated(tmp_path: Path):
@@ -110,8 +110,8 @@ def test_task_similarity_threshold_is_seven_tenths(tmp_path: Path):
     def model(body: dict, number: int) -> str:
         return f"2. {seven}\n3. {six}" if body["messages"][0]["content"].startswith("Here are") else "Output: x"
 
-    with served(model) as server, asker(server.url, tmp_path / "j") as ask:
-        outcome = self_instruct([("s", {"instruction": seed})], ask, 1)
+    with served(model) as server, make_client(server.url, tmp_path / "j") as client:
+        outcome = self_instruct([("s", {"instruction": seed})], client, 1)
         rounds = [body for body in server.requests if body["messages"][0]["content"].startswith("Here are")]
     assert outcome.dropped["like another task"] >= 1 and outcome.dropped["task without an example"] == 1
     asked = [
@@ -134,8 +134,8 @@ def test_instances_are_input_first_or_label_first_for_classification(tmp_path: P
 
 def test_self_instruct_depends_on_seed_not_concurrency(tmp_path: Path):
     def run(name: str, seed: int, concurrency: int) -> list:
-        with served(self_instruct_model) as server, asker(server.url, tmp_path / name, concurrency) as ask:
-            return self_instruct(SEEDS, ask, 20, Sampling(seed=seed)).records
+        with served(self_instruct_model) as server, make_client(server.url, tmp_path / name, concurrency) as client:
+            return self_instruct(SEEDS, client, 20, Sampling(seed=seed)).records
 
     assert run("a", 1, 1) == run("b", 1, 8) != run("c", 2, 8)
 
@@ -211,8 +211,8 @@ def test_truncated_answers_are_not_used(tmp_path: Path):
 
 
 def test_seed_file_without_tasks_is_refused(tmp_path: Path):
-    with served(self_instruct_model) as server, asker(server.url, tmp_path / "j") as ask:
-        for run in (lambda: self_instruct([("s", {"instruction": " "})], ask, 1), lambda: evol_instruct([], ask)):
+    with served(self_instruct_model) as server, make_client(server.url, tmp_path / "j") as client:
+        for run in (lambda: self_instruct([("s", {"instruction": " "})], client, 1), lambda: evol_instruct([], client)):
             with pytest.raises(UserError, match="the file has none"):
                 run()
 
@@ -233,9 +233,9 @@ def evolving(body: dict, number: int):
 
 
 def evolved(tmp_path: Path, model=evolving, count: int = 30, **options):
-    with served(model) as server, asker(server.url, tmp_path / "j") as ask:
+    with served(model) as server, make_client(server.url, tmp_path / "j") as client:
         return (
-            *evol_instruct([(f"s:{n}", {"instruction": f"task {n}"}) for n in range(count)], ask, **options),
+            *evol_instruct([(f"s:{n}", {"instruction": f"task {n}"}) for n in range(count)], client, **options),
             server,
         )
 

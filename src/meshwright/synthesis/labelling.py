@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.data.records.exchanges import Exchange, Record, split_exchange
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import ChatClient
+from meshwright.synthesis.chat_client import ChatClient
 from meshwright.synthesis.endpoint import ChatRequest, Completion
 from meshwright.synthesis.speech_acts import ACTS, Annotation, parse_annotation, replace_annotation, resolve_act
 from meshwright.untrusted import parse_json
@@ -25,30 +25,30 @@ _SYSTEM = (
 
 
 def label_records(
-    records: Sequence[tuple[str, Record]], asker: ChatClient, seed: int = 0, again: bool = False, max_tokens: int = 200
+    records: Sequence[tuple[str, Record]], client: ChatClient, seed: int = 0, again: bool = False, max_tokens: int = 200
 ) -> tuple[list[Record], dict[str, Any]]:
     """Label records by speech acts and refusals with a served model; returns (all records in order, summary as JSON).
 
     records: (position for errors, record). Labelled records stay as they are; with `again`, those labelled by a model
-    alone are labelled anew. asker: client of the model; new labels name "model NAME" as their author. seed: of the
+    alone are labelled anew. client: client of the model; new labels name "model NAME" as their author. seed: of the
     first request; a retry after an unreadable answer adds 1. max_tokens: maximum length of an answer.
 
     Summary, in numbers of records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server,
     `unreadable` (no labels in any of the model's answers).
     """
     labelled = [record for _, record in records]
-    open_ones: list[tuple[int, Exchange, Annotation]] = []
+    pending: list[tuple[int, Exchange, Annotation]] = []
     for place, (where, record) in enumerate(records):
         sides = split_exchange(record, where)
         said = parse_annotation(record, sides, where)
         if not said.judged or (again and said.by_model):
-            open_ones.append((place, sides, said))
-    summary = {"records": len(records), "labelled": 0, "kept": len(records) - len(open_ones), "refused": 0}
-    by = f"model {asker.endpoint.model}"
+            pending.append((place, sides, said))
+    summary = {"records": len(records), "labelled": 0, "kept": len(records) - len(pending), "refused": 0}
+    by = f"model {client.endpoint.model}"
     for attempt in range(_TRIES):
-        requests = [_make_request(sides, seed + attempt, max_tokens) for _, sides, _ in open_ones]
+        requests = [_make_request(sides, seed + attempt, max_tokens) for _, sides, _ in pending]
         left = []
-        for one, answer in zip(open_ones, asker.ask(requests, "labelling"), strict=True):
+        for one, answer in zip(pending, client.ask(requests, "labelling"), strict=True):
             if answer is None:
                 summary["refused"] += 1
             elif (guess := _parse_labels(answer, one[2], by)) is None:
@@ -56,8 +56,8 @@ def label_records(
             else:
                 labelled[one[0]] = replace_annotation(labelled[one[0]], guess)
                 summary["labelled"] += 1
-        open_ones = left
-    return labelled, {**summary, "unreadable": len(open_ones)}
+        pending = left
+    return labelled, {**summary, "unreadable": len(pending)}
 
 
 def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.data.records.exchanges import Record, find_first_request
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import ChatClient
+from meshwright.synthesis.chat_client import ChatClient
 from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, make_user_message
 from meshwright.synthesis.rouge import SimilarityPool
 
@@ -75,7 +75,7 @@ class SelfInstructResult:
 
 def self_instruct(
     seeds: Sequence[tuple[str, Record]],
-    asker: ChatClient,
+    client: ChatClient,
     count: int,
     sampling: Sampling = DEFAULT_SAMPLING,
     instances: int = 1,
@@ -85,7 +85,7 @@ def self_instruct(
     (Self-Instruct). Raises `UserError` without seed tasks.
 
     seeds: (position for errors, record) of tasks written by people, some of which each request shows to the model.
-    asker: client of the model. sampling: settings of the requests. instances: maximum number of pairs for a task with
+    client: client of the model. sampling: settings of the requests. instances: maximum number of pairs for a task with
     free-text answers; a classification task gets one for each of up to 5 labels. log: receives progress lines. Requests
     depend only on the seed and earlier answers: a restarted run sends the same ones, and the client has their answers.
     """
@@ -104,7 +104,7 @@ def self_instruct(
             for number, prompt in enumerate(prompts)
         ]
         before = len(made)
-        for answer in asker.ask(requests, "new tasks"):
+        for answer in client.ask(requests, "new tasks"):
             for task in _parse_numbered_list(answer, outcome.dropped):
                 reason = find_unsuitable_reason(task) or (
                     "like another task" if pool.has_similar(task, TOO_ALIKE) else None
@@ -117,7 +117,7 @@ def self_instruct(
         idle = 0 if len(made) > before else idle + 1
         outcome.rounds += 1
         log(f"{len(made):,} of {count:,} new tasks after {outcome.rounds} rounds")
-    _add_instances(outcome, made, asker, sampling, instances)
+    _add_instances(outcome, made, client, sampling, instances)
     return outcome
 
 
@@ -173,17 +173,17 @@ def _parse_numbered_list(answer: Completion | None, dropped: Counter[str]) -> li
 def _add_instances(
     outcome: SelfInstructResult,
     tasks: Sequence[str],
-    asker: ChatClient,
+    client: ChatClient,
     sampling: Sampling,
     instances: int,
 ) -> None:
     """Ask the model for input-output pairs of each task and append them to `outcome.records`.
 
-    tasks: instructions. asker: client of the model. sampling: settings of the requests. instances: maximum number of
+    tasks: instructions. client: client of the model. sampling: settings of the requests. instances: maximum number of
     pairs of a task with free-text answers. For classifications the label is generated before the input, so that labels
     are balanced.
     """
-    kinds = asker.ask(
+    kinds = client.ask(
         [
             ChatRequest(make_user_message(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=sampling.seed)
             for task in tasks
@@ -196,11 +196,11 @@ def _add_instances(
         prompt = _WRITE_LABELLED if has_labels else _WRITE_INSTANCE
         text = prompt.format(task=task, count=MOST_INSTANCES if has_labels else instances)
         requests.append(sampling.make_request(text, _derive_seed(sampling.seed, -1, number)))
-    for task, has_labels, answer in zip(tasks, labelled, asker.ask(requests, "examples"), strict=True):
+    for task, has_labels, answer in zip(tasks, labelled, client.ask(requests, "examples"), strict=True):
         pairs = _parse_pairs(answer, has_labels, outcome.dropped)
         if not pairs:
             outcome.dropped["task without an example"] += 1
-        origin = {"method": "self-instruct", "model": asker.endpoint.model, "classification": has_labels}
+        origin = {"method": "self-instruct", "model": client.endpoint.model, "classification": has_labels}
         for given, wanted in pairs[:MOST_INSTANCES]:
             outcome.records.append({"instruction": task, "input": given, "output": wanted, "origin": origin})
 

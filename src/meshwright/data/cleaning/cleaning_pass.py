@@ -8,9 +8,8 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from meshwright.data.cleaning.segments import (
 )
 from meshwright.data.files import PARTIAL, sync_directory
 from meshwright.data.packing.shards import limit_rate
-from meshwright.data.sources.reading import Document
+from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 
 SEGMENT_CHARACTERS = 1 << 25  # approximate characters of text in a segment: the work that is lost if the pass is killed
@@ -39,13 +38,6 @@ _LENGTHS = 33  # bins of document lengths, with the upper bounds 1, 2, 4, ... 2^
 _SOURCES = 20  # sources that the report lists one by one; the others are summed
 
 Log = Callable[[str], None]
-
-
-class DocumentReader(Protocol):
-    """Protocol of objects that split a source file into documents, such as `Reader`."""
-
-    def read_documents(self, file: SourceFile) -> Iterator[Document]:
-        """Yield the documents of `file` in order."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class CleaningResult:
 
 
 def run_cleaning_pass(
-    files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
+    files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> CleaningResult:
     """Apply every rule of `cleaner` to every document of `files`, and return which documents stay, with a report.
 
@@ -96,7 +88,7 @@ def run_cleaning_pass(
 
 
 def _iterate_segments(
-    files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
+    files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
     """Yield all segments (files with the rules' results for runs of consecutive documents) in order: first those that
     already exist in `directory`, then new ones, written while `files` are read. log: receives progress lines.
@@ -163,7 +155,9 @@ class _DuplicateFinder:
             self._drop_repeats("exact_duplicates", lambda segment: segment.read_column("digest"))
         if cleaner.minhash is not None:
             for band in range(cleaner.minhash.bands):
-                self._drop_repeats("near_duplicates", partial(_select_band, band))
+                self._drop_repeats(
+                    "near_duplicates", lambda segment, at=band: segment.read_column("bands")[:, at : at + 1]
+                )
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that another
@@ -204,11 +198,6 @@ class _DuplicateFinder:
         self.earlier[rule] = {number: known[number] for number in best}
 
 
-def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
-    """Return column `band` (an index) of the MinHash keys of a segment's documents, uint64 [documents, 1]."""
-    return segment.read_column("bands")[:, band : band + 1]
-
-
 class _ReportBuilder:
     """Builder of the JSON report of a cleaning pass: documents dropped by each rule, and statistics of the corpus
     before and after the cleaning.
@@ -217,7 +206,7 @@ class _ReportBuilder:
     def __init__(
         self,
         files: Sequence[SourceFile],
-        reader: DocumentReader,
+        reader: Reader,
         cleaner: Cleaner,
         segments: Sequence[Segment],
         duplicates: _DuplicateFinder,

@@ -20,8 +20,8 @@ _ROWS = 256  # of a Parquet file at a time
 
 
 ParsedRecord: TypeAlias = tuple[str, Any, str | None]
-"""A record of a file: (its position, such as ":17" or ":row 17"; its JSON value; a clause such as "is not JSON (...)" if
-it cannot be parsed, else None). A plain tuple, since one is made for each line of a corpus."""
+"""A record of a file: (its position, such as ":17" or ":row 17"; its JSON value; a clause such as "is not JSON (...)"
+if it cannot be parsed, else None). A plain tuple, since one is made for each line of a corpus."""
 
 
 def format_position(file: SourceFile, position: str) -> str:

@@ -67,6 +67,8 @@ class Reader:
         read.
         """
         with open_source(file) as stream:
+            if file.named and not stream.peek(1):
+                raise UserError(f"{file.path} is empty")
             if self.records is not None:
                 yield from self._read_examples(file, stream, self.records)
             elif file.format == "text":
@@ -80,8 +82,6 @@ class Reader:
         decompressed bytes.
         """
         head = stream.peek(_HEAD)[:_HEAD]
-        if not head and file.named:
-            raise UserError(f"{file.path} is empty")
         if problem := self._explain_not_text(head):
             if file.named:
                 raise UserError(f"{file.path} {problem}")
@@ -98,8 +98,6 @@ class Reader:
         """Yield one document with a parsed example for each record. A malformed record raises `UserError`, or with
         `required_keys` becomes a document with a problem. stream: the file's decompressed bytes. records: their format.
         """
-        if file.named and not stream.peek(1):
-            raise UserError(f"{file.path} is empty")
         required = self.required_keys
         columns = [*records.columns, *required]
         for position, value, problem in iterate_file_records(file, stream, columns, self.encoding, quick=not required):
@@ -122,8 +120,6 @@ class Reader:
         """Yield the documents of a JSON Lines, JSON, Parquet or WET file, named by file and position. stream: its
         decompressed bytes.
         """
-        if file.named and not stream.peek(1):
-            raise UserError(f"{file.path} is empty")
         key = file.text_key or self.text_key
         texts: Iterator[tuple[str, str, str | None]]
         match file.format:

@@ -33,7 +33,8 @@ ALLOWED = "MESHWRIGHT_STORES"  # environment variable: comma-separated list of f
 _SECRET_QUERY = re.compile(r"(?i)[?&](x-amz-|x-goog-|sig=|signature=|token=|access_token=|key=|api_?key=)")
 _SECRET_VARIABLE = re.compile(r"(?i)key|token|secret|password|credential|signature|connection_string")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
-_FINAL_OF_OBSTORE = {"NotFoundError", "PermissionDeniedError", "UnauthenticatedError", "NotSupportedError"}
+_REFUSED_BY_OBSTORE = {"PermissionDeniedError", "UnauthenticatedError"}
+_FINAL_OF_OBSTORE = {"NotFoundError", "NotSupportedError", *_REFUSED_BY_OBSTORE}
 _TEMPORARY_STATUS = (408, 425, 429)
 _NO_CREDENTIALS = "169.254.169.254"  # metadata service of cloud machines, queried if the environment has no credentials
 
@@ -368,10 +369,7 @@ def _format_reason(error: Exception) -> str:
 
 def _is_refused(error: Exception) -> bool:
     """Return whether an error means that the store denies this process access."""
-    named = isinstance(error, PermissionError) or type(error).__name__ in (
-        "PermissionDeniedError",
-        "UnauthenticatedError",
-    )
+    named = isinstance(error, PermissionError) or type(error).__name__ in _REFUSED_BY_OBSTORE
     return named or _NO_CREDENTIALS in str(error) or _find_status(error) in (401, 403)
 
 

@@ -141,9 +141,9 @@ class ChatClient:
         `RequestRefused` if it refuses all or the first ten requests; answers received until then are in the journal.
         """
         names = [self._request_key(request) for request in requests]
-        open_ones = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
-        if open_ones:
-            self._send_all(list(open_ones.items()), doing)
+        pending = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
+        if pending:
+            self._send_all(list(pending.items()), doing)
         for name in names:
             if name not in self._used:
                 self._used.add(name)
