@@ -166,10 +166,10 @@ class Schema(Generic[Root]):
         place = problem["loc"].index(inside[0])
         inner, there = Schema(rows, {}), {**problem, "loc": problem["loc"][place + 1 :]}
         name = inner._find_key(there)
-        said = (
+        reason = (
             inner._explain_problem(name, there) if name else f"should be a table, not {_format_value(problem['input'])}"
         )
-        return [f"{key} number {inside[0] + 1}", name, said]
+        return [f"{key} number {inside[0] + 1}", name, reason]
 
     def _explain_problem(self, key: str, problem: Any) -> str:
         """Return the reason, as text, why pydantic rejected the value of the dotted key `key`. problem: one entry of

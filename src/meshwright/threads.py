@@ -69,8 +69,8 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
 def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if OMP_NUM_THREADS is set, and not by `build_child_environment` of a parent process."""
     environment = os.environ if environment is None else environment
-    said = read_user_threads(environment)
-    return said is not None and environment.get(THREADS_VARIABLE) != str(said)
+    chosen = read_user_threads(environment)
+    return chosen is not None and environment.get(THREADS_VARIABLE) != str(chosen)
 
 
 def count_available_cores() -> int:
@@ -109,9 +109,9 @@ def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | No
     layer_flops: model FLOPs of one layer with its share of the LM head's, forward and backward of a micro-batch on one
     rank; None if unknown.
     """
-    said = read_user_threads()
-    if said is not None:
-        return said
+    chosen = read_user_threads()
+    if chosen is not None:
+        return chosen
     share = max(1, (count_available_cores() if cores is None else cores) // ranks)
     busy = share if layer_flops is None else max(1, int(layer_flops / FLOPS_PER_THREAD))
     return min(share, busy, limit_of("threads"))

@@ -171,8 +171,8 @@ class _Preparation:
                 log(f"{self.directory / 'manifest.json'}: hash mismatch or older format; preparing the data again")
             return None
         problems: list[str] = []
-        for name, said in manifest["tokenizer"].items():
-            if found := find_damage(self.directory / "tokenizer" / name, said, contents=True):
+        for name, recorded in manifest["tokenizer"].items():
+            if found := find_damage(self.directory / "tokenizer" / name, recorded, contents=True):
                 problems.append(f"{self.directory / 'tokenizer' / name} {found}")
         for split in SPLITS:
             for record in manifest["splits"][split]:
@@ -279,7 +279,9 @@ class _Preparation:
         """
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
         record = read_json(record_path)
-        if record is None or any(find_damage(directory / name, said, contents=True) for name, said in record.items()):
+        if record is None or any(
+            find_damage(directory / name, recorded, contents=True) for name, recorded in record.items()
+        ):
             recipe, size = self.recipe, result.bytes["train"]
             if _is_trained(recipe):
                 size, title = min(size, TRAINING_TEXT), KINDS[recipe.tokenizer].title

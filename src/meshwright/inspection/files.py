@@ -129,7 +129,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         if not isinstance(header, dict):
             raise ValueError("no object")
         header.pop("__metadata__", None)
-        entries = [_parse_entry(file, name, said, 8 + length) for name, said in header.items()]
+        entries = [_parse_entry(file, name, entry, 8 + length) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file}: not a safetensors file: its header is not a JSON object of tensors") from None
     entries.sort(key=lambda entry: (entry.offset, entry.name))
@@ -143,13 +143,13 @@ def read_header(file: Path) -> list[TensorEntry]:
     return entries
 
 
-def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
+def _parse_entry(file: Path, name: str, entry: dict[str, Any], begin: int) -> TensorEntry:
     """Parse the header entry of one tensor of a safetensors file. Raises `UserError` or `ValueError` if it is invalid.
 
-    file: path of the file. name: of the tensor. said: the entry, {"dtype", "shape", "data_offsets"}. begin: byte offset
+    file: path of the file. name: of the tensor. entry: the entry, {"dtype", "shape", "data_offsets"}. begin: byte offset
     in the file of the first tensor's data, from which data_offsets count.
     """
-    dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
+    dtype, shape, (first, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not isinstance(dtype, str) or not all(
         isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
     ):

@@ -143,9 +143,9 @@ class DataRecipe(Table):
         """Return the table if all options fit the kind of records (plain text, instruction, chat, preference), so that
         none is set which that kind ignores or forbids; else raise ValueError."""
         if self.records == "text":
-            if said := next((key for key in _OF_RECORDS if self._is_set(key)), None):
+            if wrong_key := next((key for key in _OF_RECORDS if self._is_set(key)), None):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
-                raise ValueError(f'{said} applies to records, but records is "text": set it to one of {kinds}')
+                raise ValueError(f'{wrong_key} applies to records, but records is "text": set it to one of {kinds}')
             return self
         keys = RECORD_KEYS[self.records]
         if wrong := next((key for key in self.record_keys if key not in keys), None):
@@ -198,5 +198,4 @@ class DataRecipe(Table):
     def weights(self) -> tuple[float, ...] | None:
         """Weight of each source in the mixture, in the order of `all_sources`; None if sources are concatenated without
         weights."""
-        said = tuple(source.weight for source in self.all_sources if source.weight is not None)
-        return said or None
+        return tuple(source.weight for source in self.all_sources if source.weight is not None) or None

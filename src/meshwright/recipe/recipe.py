@@ -191,27 +191,27 @@ def resolve_recipe(
 
 
 def _override(
-    tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
+    tables: dict[str, Any], overrides: Sequence[str], set_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
     """Apply overrides such as "train.steps=100" to `tables` (nested dictionaries, changed in place); return the
     validated recipe.
 
-    said_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
+    set_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
     there is none; trust: allow code that the recipe names to run.
     """
-    said_by = dict(said_by)
+    set_by = dict(set_by)
     for override in overrides:
         key = SCHEMA.override(tables, override)
         if key in _IN_PLACE_OF:  # replaces the other key, which the file may have set
             tables["data"].pop(_IN_PLACE_OF[key], None)
-        said_by.pop(key, None)  # the last one counts, and is the last in an error line too
-        said_by[key] = override
+        set_by.pop(key, None)  # the last one counts, and is the last in an error line too
+        set_by[key] = override
     run = tables.setdefault("run", {})
     if path is not None and isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
         run.setdefault("name", path.stem)
 
-    recipe = SCHEMA.check(tables, lambda key: _find_setter(said_by, key, str(path or "recipe")))
-    recipe._source_path, recipe._overrides, recipe._trusted = path, said_by, trust
+    recipe = SCHEMA.check(tables, lambda key: _find_setter(set_by, key, str(path or "recipe")))
+    recipe._source_path, recipe._overrides, recipe._trusted = path, set_by, trust
     return recipe
 
 
@@ -241,16 +241,16 @@ def _override_value(key: str, value: Any) -> str:
         raise UserError(f"override {key}: takes a value of TOML, not {shorten_repr(value)}") from None
 
 
-def _find_setter(said_by: Mapping[str, str], key: str, file: str) -> str:
+def _find_setter(set_by: Mapping[str, str], key: str, file: str) -> str:
     """Return the origin of the value of `key`, as text for error messages: the override that set it, else the file; for
     a table of which overrides set some keys, file and overrides.
 
-    said_by: dotted key -> override; file: path as text.
+    set_by: dotted key -> override; file: path as text.
     """
-    own = [text for name, text in said_by.items() if key == name or key.startswith(f"{name}.")]
+    own = [text for name, text in set_by.items() if key == name or key.startswith(f"{name}.")]
     if own:
         return f'override "{own[-1]}"'
-    inside = [f'"{text}"' for name, text in said_by.items() if not key or name.startswith(f"{key}.")]
+    inside = [f'"{text}"' for name, text in set_by.items() if not key or name.startswith(f"{key}.")]
     if not inside:
         return file
     return f"{file} with override{'s' if len(inside) > 1 else ''} {', '.join(inside)}"

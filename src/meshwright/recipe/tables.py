@@ -129,13 +129,13 @@ class ModelRecipe(Table):
     def _check_architecture(self) -> Self:
         """Return the table if exactly one of preset, from and family is given, with all fields that it needs; else
         raise ValueError."""
-        said = [
+        given = [
             key for key, value in (("preset", self.preset), ("from", self.from_path), ("family", self.family)) if value
         ]
-        if not said:
+        if not given:
             raise ValueError("has no architecture: give preset, from, or family with layers, hidden and heads")
-        if len(said) > 1:
-            raise ValueError(f"has two architectures, by {said[0]} and by {said[1]}: keep one")
+        if len(given) > 1:
+            raise ValueError(f"has two architectures, by {given[0]} and by {given[1]}: keep one")
         if self.family:
             missing = [key for key in ("layers", "hidden", "heads") if getattr(self, key) is None]
             if missing:

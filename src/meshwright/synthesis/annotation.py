@@ -66,17 +66,17 @@ def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> 
     check_tool_and_task(tool, task)
     for (where, record), name in zip(records, name_records([record for _, record in records]), strict=True):
         sides = split_exchange(record, where)
-        said = parse_annotation(record, sides, where)
+        present = parse_annotation(record, sides, where)
         # The same keys in every row: doccano reads them as a table, and would fill what is missing with nulls.
         row: Record = {"text": _make_task_text(task, sides), NAME: f"{task} {name}"}
         if tool == "doccano":
             if not row["text"]:
                 raise UserError(f"{where}: the prompt is empty, which doccano refuses; remove the record")
-            yield {**row, "label": _make_doccano_label(task, said, sides)}
+            yield {**row, "label": _make_doccano_label(task, present, sides)}
         else:
-            own = said.tool.get(f"prodigy {task}")  # restored only if there was a single annotator
+            own = present.tool.get(f"prodigy {task}")  # restored only if there was a single annotator
             kept = own[0] if isinstance(own, list) and len(own) == 1 and isinstance(own[0], dict) else {}
-            yield {**row, **_make_prodigy_fields(task, said, sides), **kept}
+            yield {**row, **_make_prodigy_fields(task, present, sides), **kept}
 
 
 def import_rows(
@@ -163,30 +163,30 @@ def _make_task_text(task: str, sides: Exchange) -> str:
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
-def _make_doccano_label(task: str, said: Annotation, sides: Exchange) -> list[Any]:
+def _make_doccano_label(task: str, present: Annotation, sides: Exchange) -> list[Any]:
     """Return the value of doccano's field `label` for a record: label names for the task "classify", [start, end, act]
     in the exported text for "spans", the response for "rewrite".
 
-    said: the record's present annotation. sides: its prompt and response.
+    present: the record's present annotation. sides: its prompt and response.
     """
     match task:
         case "classify":
-            return list(said.list_labels())
+            return list(present.list_labels())
         case "spans":
-            return [[*_map_to_exported_text(span, sides), span.act] for span in said.spans or ()]
+            return [[*_map_to_exported_text(span, sides), span.act] for span in present.spans or ()]
         case _:
             return [sides.response] if sides.response else []
 
 
-def _make_prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record:
+def _make_prodigy_fields(task: str, present: Annotation, sides: Exchange) -> Record:
     """Return the JSON fields that Prodigy reads for a record under a task. task: "classify", "spans" or "rewrite".
-    said: the record's present annotation. sides: its prompt and response."""
+    present: the record's present annotation. sides: its prompt and response."""
     match task:
         case "classify":
             options = [{"id": label, "text": label.replace(":", ": ").replace("-", " ")} for label in LABELS]
-            return {"options": options, "accept": list(said.list_labels()), "config": {"choice_style": "multiple"}}
+            return {"options": options, "accept": list(present.list_labels()), "config": {"choice_style": "multiple"}}
         case "spans":
-            places = [(*_map_to_exported_text(span, sides), span.act) for span in said.spans or ()]
+            places = [(*_map_to_exported_text(span, sides), span.act) for span in present.spans or ()]
             return {"spans": [{"start": start, "end": end, "label": act} for start, end, act in places]}
         case _:
             return {"user_input": sides.response}
@@ -247,10 +247,10 @@ def _parse_prodigy_row(row: Record, task: str, sides: Exchange, where: str) -> I
         return ImportedRow("labelled", text, fields)
     if task == "classify" and "label" in row:
         raise UserError(f"{where}: one label to accept or reject; only rows of the choice interface can be imported")
-    said = row.get("accept" if task == "classify" else "spans", [])
-    if not isinstance(said, list):
+    marks = row.get("accept" if task == "classify" else "spans", [])
+    if not isinstance(marks, list):
         raise UserError(f'{where}: "{"accept" if task == "classify" else "spans"}" is not a list')
-    return ImportedRow("labelled", _parse_value(row, task, said, sides, where), fields)
+    return ImportedRow("labelled", _parse_value(row, task, marks, sides, where), fields)
 
 
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
@@ -261,20 +261,20 @@ def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
         raise UserError(f"{where}: the text differs from the exported one, so its annotation does not apply")
 
 
-def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where: str) -> Value:
+def _parse_value(row: Record, task: str, marks: list[Any], sides: Exchange, where: str) -> Value:
     """Parse the labels or spans in one row of an annotation tool; return a frozenset of label names or a tuple of
     `Span`.
 
-    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". said: the
+    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". marks: the
     row's JSON list of labels or spans. sides: prompt and response of the annotated record. where: position of the row,
     for the `UserError`.
     """
     if task == "classify":
-        if not all(isinstance(label, str) for label in said):
+        if not all(isinstance(label, str) for label in marks):
             raise UserError(f"{where}: a label is not a string; is this a project of another task?")
-        parse_label_set(set(said), where)  # raises for an unknown label
-        return frozenset(said)
-    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in said}))
+        parse_label_set(set(marks), where)  # raises for an unknown label
+        return frozenset(marks)
+    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in marks}))
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
@@ -341,9 +341,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
     if isinstance(values[0], str):
         most = max(values, key=values.count)
         return most if values.count(most) > half else None
-    said = [set(value) for value in values if not isinstance(value, str)]
+    sets = [set(value) for value in values if not isinstance(value, str)]
     votes: dict[Any, int] = {}
-    for one in said:
+    for one in sets:
         for item in one:
             votes[item] = votes.get(item, 0) + 1
     if half in votes.values():
@@ -373,21 +373,21 @@ def _replace_value(
     task, such as "doccano spans". fields: the tool's other JSON fields, one dict per annotator. where: position of the
     record, for errors.
     """
-    said = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
+    labels = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
     kept: Mapping[str, Any] = before.tool
     by: str | None = source.partition(" ")[0]
     if isinstance(value, str):
         if value != split_exchange(record, where).response:
             record = replace_response(record, value, where)
             spans = None if before.spans is None else tuple(span for span in before.spans if span.side == "prompt")
-            said |= {"response": None, "refuses": None, "spans": spans}
+            labels |= {"response": None, "refuses": None, "spans": spans}
             kept = {}  # they have hashes of the replaced text
         by = before.by
     elif isinstance(value, tuple):
-        said["spans"] = value
+        labels["spans"] = value
         by = before.by if before.judged else by
     else:
-        said |= parse_label_set(set(value), where)
+        labels |= parse_label_set(set(value), where)
     if any(fields):
         kept = {**kept, source: fields}
-    return replace_annotation(record, Annotation(**said, by=by, tool=kept))
+    return replace_annotation(record, Annotation(**labels, by=by, tool=kept))

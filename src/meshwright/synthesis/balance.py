@@ -33,15 +33,15 @@ def measure_balance(
     groups: dict[str, list[Annotation]] = {ALL: []}
     named: set[str] = set()
     for group, where, record in records:
-        said = parse_annotation(record, split_exchange(record, where), where)
+        annotation = parse_annotation(record, split_exchange(record, where), where)
         named.add(group)
         for name in (ALL, group, *([] if by is None else [f"{by}={_get_value(record, by)}"])):
-            groups.setdefault(name, []).append(said)
+            groups.setdefault(name, []).append(annotation)
     if len(named) == 1:  # which is all
         groups.pop(*named)
     return {
         "target": {act: float(share) for act, share in target.items()},
-        "groups": {name: _measure_group(said, target) for name, said in groups.items()},
+        "groups": {name: _measure_group(annotations, target) for name, annotations in groups.items()},
     }
 
 
@@ -87,12 +87,12 @@ def _get_value(record: Mapping[str, Any], key: str) -> str:
     return "none" if value is None else str(value)[:60]
 
 
-def _measure_group(said: list[Annotation], target: Mapping[str, Fraction]) -> dict[str, Any]:
+def _measure_group(annotations: list[Annotation], target: Mapping[str, Fraction]) -> dict[str, Any]:
     """Measure how speech acts are distributed in one group of records; return its entry in `groups` of
-    `measure_balance`. said: the records' annotations. target: {act: desired share}."""
-    judged = [one for one in said if one.judged]
+    `measure_balance`. annotations: the records' annotations. target: {act: desired share}."""
+    judged = [one for one in annotations if one.judged]
     return {
-        "records": len(said),
+        "records": len(annotations),
         "labelled": len(judged),
         "guessed": sum(one.by_model for one in judged),
         **{side: _measure_side([getattr(one, side) or () for one in judged], target) for side in SIDES},
@@ -121,14 +121,14 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
     }
 
 
-def _count_refusals(said: list[Annotation]) -> dict[str, int]:
-    """Return {judgement: number of labelled records} on refusals. said: the records' annotations.
+def _count_refusals(annotations: list[Annotation]) -> dict[str, int]:
+    """Return {judgement: number of labelled records} on refusals. annotations: the records' annotations.
 
     `should_refuse`, `harmless`: the prompt should be refused, or not. `refused`, `answered`: it should, and the
     response refuses or does not. `refused_harmless`, `answered_harmless`: it should not, and the response refuses or
     does not. `not_judged`: one of the two judgements is missing.
     """
-    pairs = [(one.should_refuse, one.refuses) for one in said]
+    pairs = [(one.should_refuse, one.refuses) for one in annotations]
     return {
         "should_refuse": sum(should is True for should, _ in pairs),
         "refused": pairs.count((True, True)),

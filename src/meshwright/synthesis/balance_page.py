@@ -59,16 +59,16 @@ def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]
     yield table(("act", "labels", "share", "", "target", "to add"), rows)
 
 
-def _render_refusals(said: Mapping[str, int]) -> Iterator[Markup]:
-    """Yield an HTML table of refused and answered prompts. said: {judgement such as "refused": number of records}, from
-    `balance._count_refusals`.
+def _render_refusals(counted: Mapping[str, int]) -> Iterator[Markup]:
+    """Yield an HTML table of refused and answered prompts. counted: {judgement such as "refused": number of records},
+    from `balance._count_refusals`.
     """
     counts = (
-        ("should be refused", said["should_refuse"], said["refused"], said["answered"]),
-        ("should be answered", said["harmless"], said["refused_harmless"], said["answered_harmless"]),
+        ("should be refused", counted["should_refuse"], counted["refused"], counted["answered"]),
+        ("should be answered", counted["harmless"], counted["refused_harmless"], counted["answered_harmless"]),
     )
     yield element("h3", "refusals")
     rows = [(name, *(f"{count:,}" for count in row)) for name, *row in counts]
     yield table(("prompt", "records", "refused", "answered"), rows)
-    if said["not_judged"]:
-        yield paragraph(f"{said['not_judged']:,} not judged", muted=True)
+    if counted["not_judged"]:
+        yield paragraph(f"{counted['not_judged']:,} not judged", muted=True)

@@ -62,9 +62,9 @@ class Journal:
                     raise UserError(f"{self.path}:{number}: not a journal of requests; use another file")
                 break
             try:
-                said = parse_json(line)
-                answer = said["answer"]
-                self._answers[said["request"]] = None if answer is None else Completion(*answer)
+                record = parse_json(line)
+                answer = record["answer"]
+                self._answers[record["request"]] = None if answer is None else Completion(*answer)
             except (ValueError, LookupError, TypeError):
                 raise UserError(f"{self.path}:{number}: not a journal of requests; use another file") from None
             whole += len(line)
@@ -157,7 +157,7 @@ class ChatClient:
 
         price_in, price_out: price of a million prompt tokens and of a million completion tokens, in any currency.
         """
-        said: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "requests": len(self._used),
             "sent": self._sent,
             "retries": self._retries,
@@ -167,10 +167,10 @@ class ChatClient:
             "uncounted": self._uncounted,
         }
         if price_in is not None or price_out is not None:
-            said["cost"] = (
+            summary["cost"] = (
                 self._prompt_tokens * (price_in or 0.0) + self._completion_tokens * (price_out or 0.0)
             ) / 1e6
-        return said
+        return summary
 
     def _request_key(self, request: ChatRequest) -> str:
         """Return the key of a request in the journal: the hex SHA-256 of its JSON."""

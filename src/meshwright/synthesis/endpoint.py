@@ -158,12 +158,12 @@ class Endpoint:
                 return _parse_completion(_read_body(answer, until))
         except urllib.error.HTTPError as error:
             with error:
-                said = _read_error_message(error, until)
+                message = _read_error_message(error, until)
             if error.code in _RETRY_STATUS or error.code >= 500:
-                raise _TryAgainError(f"status {error.code}: {said}", _parse_retry_after(error.headers)) from None
+                raise _TryAgainError(f"status {error.code}: {message}", _parse_retry_after(error.headers)) from None
             hint = {401: "; is the key right?", 403: "; is the key right?", 404: "; are address and model right?"}
             raise RequestRefused(
-                f"{self.address}: status {error.code}: {self._shorten(said)}{hint.get(error.code, '')}"
+                f"{self.address}: status {error.code}: {self._shorten(message)}{hint.get(error.code, '')}"
             ) from None
         except urllib.error.URLError as error:
             raise _TryAgainError(str(getattr(error.reason, "strerror", None) or error.reason)) from None
@@ -258,22 +258,22 @@ def _read_error_message(error: urllib.error.HTTPError, until: float) -> str:
     except (OSError, HTTPException, _TryAgainError):
         return error.reason or "no reason given"
     try:
-        said = json.loads(body)
-        said = said.get("error", said)
-        said = said.get("message", said.get("detail", said)) if isinstance(said, dict) else said
+        message = json.loads(body)
+        message = message.get("error", message)
+        message = message.get("message", message.get("detail", message)) if isinstance(message, dict) else message
     except (ValueError, AttributeError, RecursionError):
-        said = body.decode(errors="replace")
-    return " ".join(str(said).split())[:400] or error.reason or "no reason given"
+        message = body.decode(errors="replace")
+    return " ".join(str(message).split())[:400] or error.reason or "no reason given"
 
 
 def _parse_retry_after(headers: Any) -> float | None:
     """Parse the Retry-After header, a number of seconds or a date (RFC 9110, section 10.2.3); returns seconds from now,
     or None if it is missing or invalid.
     """
-    said = (headers.get("Retry-After") or "").strip()
-    if re.fullmatch(r"\d+(\.\d+)?", said):
-        return float(said)
+    value = (headers.get("Retry-After") or "").strip()
+    if re.fullmatch(r"\d+(\.\d+)?", value):
+        return float(value)
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(said).timestamp() - time.time())
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, TypeError):
         return None

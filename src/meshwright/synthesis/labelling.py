@@ -40,9 +40,9 @@ def label_records(
     pending: list[tuple[int, Exchange, Annotation]] = []
     for place, (where, record) in enumerate(records):
         sides = split_exchange(record, where)
-        said = parse_annotation(record, sides, where)
-        if not said.judged or (again and said.by_model):
-            pending.append((place, sides, said))
+        present = parse_annotation(record, sides, where)
+        if not present.judged or (again and present.by_model):
+            pending.append((place, sides, present))
     summary = {"records": len(records), "labelled": 0, "kept": len(records) - len(pending), "refused": 0}
     by = f"model {client.endpoint.model}"
     for attempt in range(_TRIES):
@@ -78,9 +78,9 @@ def _parse_labels(answer: Completion, before: Annotation, by: str) -> Annotation
     """
     begin, end = answer.text.find("{"), answer.text.rfind("}")
     try:
-        said: Any = parse_json(answer.text[begin : end + 1]) if 0 <= begin < end else None
-        acts = {side: [resolve_act(act, side) for act in said[side]] for side in ("prompt", "response")}
-        flags = {key: said[key] for key in ("should_refuse", "refuses")}
+        labels: Any = parse_json(answer.text[begin : end + 1]) if 0 <= begin < end else None
+        acts = {side: [resolve_act(act, side) for act in labels[side]] for side in ("prompt", "response")}
+        flags = {key: labels[key] for key in ("should_refuse", "refuses")}
     except (ValueError, TypeError, KeyError, UserError):
         return None
     if not all(isinstance(flag, bool) for flag in flags.values()):

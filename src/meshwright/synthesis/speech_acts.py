@@ -121,45 +121,45 @@ def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> 
     sides: the record's prompt and response. where: position of the record, such as "a.jsonl:17", for the `UserError`
     for an invalid annotation.
     """
-    said = record.get(ANNOTATION)
-    if said is None:
+    stored = record.get(ANNOTATION)
+    if stored is None:
         return Annotation()
     where = f'{where}: "{ANNOTATION}"'
-    if not isinstance(said, dict):
+    if not isinstance(stored, dict):
         raise UserError(f'{where} is not an object, as in {{"response": ["assertive"], "refuses": false}}')
     known = {each.name for each in dataclasses.fields(Annotation)}
-    for key in said:
+    for key in stored:
         if key not in known:
             raise UserError(f"{where}: {unknown('key', key, sorted(known))}")
     for key, kind, name in (("spans", list, "a list"), ("by", str, "a string"), ("tool", dict, "an object")):
-        if not isinstance(said.get(key), (kind, type(None))):
+        if not isinstance(stored.get(key), (kind, type(None))):
             raise UserError(f'{where}: "{key}" is not {name}')
     return Annotation(
-        prompt=_parse_acts(said, "prompt", where),
-        response=_parse_acts(said, "response", where),
-        should_refuse=_parse_flag(said, "should_refuse", where),
-        refuses=_parse_flag(said, "refuses", where),
-        spans=None if said.get("spans") is None else parse_spans(said["spans"], sides, where),
-        by=said.get("by"),
-        tool=said.get("tool") or {},
+        prompt=_parse_acts(stored, "prompt", where),
+        response=_parse_acts(stored, "response", where),
+        should_refuse=_parse_flag(stored, "should_refuse", where),
+        refuses=_parse_flag(stored, "refuses", where),
+        spans=None if stored.get("spans") is None else parse_spans(stored["spans"], sides, where),
+        by=stored.get("by"),
+        tool=stored.get("tool") or {},
     )
 
 
 def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Record:
     """Return a copy of the record with `annotation` instead of its present one; an empty annotation is left out."""
     plain = {key: value for key, value in record.items() if key != ANNOTATION}
-    said = annotation.to_json()
-    return {**plain, ANNOTATION: said} if said else plain
+    fields = annotation.to_json()
+    return {**plain, ANNOTATION: fields} if fields else plain
 
 
-def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
+def parse_spans(items: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
     """Parse a JSON list of spans (character ranges with a speech act); return them sorted.
 
-    said: the list. sides: prompt and response of the record. where: position of the record, for the `UserError` for a
+    items: the list. sides: prompt and response of the record. where: position of the record, for the `UserError` for a
     span outside of its text.
     """
     spans = []
-    for number, one in enumerate(said, 1):
+    for number, one in enumerate(items, 1):
         here = f"{where}: span {number}"
         if not (isinstance(one, dict) and one.get("side") in SIDES):
             raise UserError(f'{here} has no "side", which is prompt or response')
@@ -182,12 +182,12 @@ def resolve_act(word: Any, where: str) -> str:
     return str(name)
 
 
-def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
+def _parse_acts(stored: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
     """Parse the speech acts of one side in a JSON annotation; return their names, None if not judged.
 
-    said: the annotation. side: "prompt" or "response". where: position of the record, for the `UserError`.
+    stored: the annotation. side: "prompt" or "response". where: position of the record, for the `UserError`.
     """
-    value = said.get(side)
+    value = stored.get(side)
     if value is None:
         return None
     if not isinstance(value, list):
@@ -196,10 +196,10 @@ def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ..
     return tuple(act for act in ACTS if act in named)
 
 
-def _parse_flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
-    """Parse the boolean under `key` in the JSON annotation `said`; return None if not judged. where: position of the
+def _parse_flag(stored: Mapping[str, Any], key: str, where: str) -> bool | None:
+    """Parse the boolean under `key` in the JSON annotation `stored`; return None if not judged. where: position of the
     record, for the `UserError`."""
-    value = said.get(key)
+    value = stored.get(key)
     if value is not None and not isinstance(value, bool):
         raise UserError(f'{where}: "{key}" is {value!r}, neither true nor false')
     return value

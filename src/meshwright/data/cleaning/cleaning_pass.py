@@ -104,7 +104,7 @@ def _iterate_segments(
         for file, count in segment.header["pieces"]:
             judged[file] += count
         first = segment.first + segment.documents
-    said = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
+    log_progress = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
     writer = SegmentWriter(first, cleaner.minhash, cleaner.rewrites)
 
     def finish_segment() -> Segment:
@@ -121,7 +121,7 @@ def _iterate_segments(
         for document in itertools.islice(reader.read_documents(files[at]), judged[at], None):
             verdict = cleaner.judge_document(document.text, document.name, document.problem)
             writer.add(at, document.name, document.text, verdict)
-            said(writer.first + writer.documents)
+            log_progress(writer.first + writer.documents)
             if writer.characters >= SEGMENT_CHARACTERS or writer.documents >= SEGMENT_DOCUMENTS:
                 yield finish_segment()
     if writer.documents:

@@ -95,12 +95,12 @@ def _mask_addresses(text: str) -> tuple[str, int]:
         """Return "<ip>" for a match that is a public address and count it, else the match unchanged."""
         nonlocal count
         try:
-            world_wide = ipaddress.ip_address(match[0]).is_global
+            is_public = ipaddress.ip_address(match[0]).is_global
         except ValueError:
             return match[0]
-        world_wide = world_wide and match[0].count(":") != 2  # a::b is a name in C++
-        count += world_wide  # private, local and example addresses identify nobody
-        return "<ip>" if world_wide else match[0]
+        is_public = is_public and match[0].count(":") != 2  # a::b is a name in C++
+        count += is_public  # private, local and example addresses identify nobody
+        return "<ip>" if is_public else match[0]
 
     text = _IPV4.sub(mask_address, text)
     return _IPV6.sub(mask_address, text) if _PERHAPS_IPV6.search(text) else text, count

@@ -176,8 +176,8 @@ class Cleaner(Rewriter):
             language, probability = identify_language(text)
             if language not in self.recipe.languages or probability < self.recipe.minimum_language_probability:
                 return "language", f"{language}, probability {probability:.2f}"
-        for family, ask in heuristics.CHECKS.items():
-            if family in self.recipe.heuristics and (found := ask(text)):
+        for family, check in heuristics.CHECKS.items():
+            if family in self.recipe.heuristics and (found := check(text)):
                 return found
         if self.blocked is not None and (word := self.blocked.find_blocked(text)):
             return "blocked_words", f'contains "{word}"'

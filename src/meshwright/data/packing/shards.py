@@ -56,8 +56,8 @@ class Shard:
         """Return what is wrong with the shard's files in `directory` (a path and "is missing" ...), or None. contents:
         compare the SHA-256 of each file, not only its size.
         """
-        for name, said in self.files.items():
-            if found := find_damage(directory / name, said, contents):
+        for name, recorded in self.files.items():
+            if found := find_damage(directory / name, recorded, contents):
                 return f"{directory / name} {found}"
         return None
 
@@ -241,17 +241,17 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
         yield batch
 
 
-def limit_rate(say: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that passes its argument (an amount of work done) on to `say`, but at most once in
+def limit_rate(report: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a function that passes its argument (an amount of work done) on to `report`, but at most once in
     `_LOG_SECONDS` seconds; other calls do nothing. The first interval begins now.
     """
     last = time.monotonic()
 
-    def say_if_due(done: int) -> None:
-        """Call `say(done)` if `_LOG_SECONDS` seconds have passed since its last call."""
+    def report_if_due(done: int) -> None:
+        """Call `report(done)` if `_LOG_SECONDS` seconds have passed since its last call."""
         nonlocal last
         if time.monotonic() - last >= _LOG_SECONDS:
             last = time.monotonic()
-            say(done)
+            report(done)
 
-    return say_if_due
+    return report_if_due

@@ -144,13 +144,13 @@ def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
             f'{where}: neither "instruction" with "output", nor "messages", nor "prompt" with "chosen" and "rejected" '
             f"(it has {held}){close}"
         )
-    said = dict(record)
+    completed = dict(record)
     if kind == "instruction":
-        said["output"] = "" if said.get("output") is None else said["output"]
+        completed["output"] = "" if completed.get("output") is None else completed["output"]
     elif kind == "preference":
-        said.setdefault("rejected", said["chosen"])
+        completed.setdefault("rejected", completed["chosen"])
     try:
-        example: Example = RecordFormat(kind).parse_example(said)
+        example: Example = RecordFormat(kind).parse_example(completed)
     except MalformedRecord as error:
         raise UserError(f"{where}: the record {error}") from None
     turns = (*example.prompt, *example.branches[0])
