@@ -146,7 +146,7 @@ def read_header(file: Path) -> list[TensorEntry]:
 def _parse_entry(file: Path, name: str, entry: dict[str, Any], begin: int) -> TensorEntry:
     """Parse the header entry of one tensor of a safetensors file. Raises `UserError` or `ValueError` if it is invalid.
 
-    file: path of the file. name: of the tensor. entry: the entry, {"dtype", "shape", "data_offsets"}. begin: byte offset
+    file: path of the file. name: of the tensor. entry: {"dtype", "shape", "data_offsets"}. begin: byte offset
     in the file of the first tensor's data, from which data_offsets count.
     """
     dtype, shape, (first, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
