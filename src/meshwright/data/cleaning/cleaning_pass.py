@@ -8,6 +8,7 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,7 @@ class _DuplicateFinder:
             self._drop_repeats("exact_duplicates", lambda segment: segment.read_column("digest"))
         if cleaner.minhash is not None:
             for band in range(cleaner.minhash.bands):
-                self._drop_repeats(
-                    "near_duplicates", lambda segment, at=band: segment.read_column("bands")[:, at : at + 1]
-                )
+                self._drop_repeats("near_duplicates", partial(_select_band, band))
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that another
@@ -196,6 +195,11 @@ class _DuplicateFinder:
             known[number] = min(known.get(number, number), int(earlier[at]))
         best = sorted(known, key=lambda number: int(compute_sampling_priority(np.array([number]))[0]))[:SAMPLES]
         self.earlier[rule] = {number: known[number] for number in best}
+
+
+def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
+    """Return column `band` (an index) of the MinHash keys of a segment's documents, uint64 [documents, 1]."""
+    return segment.read_column("bands")[:, band : band + 1]
 
 
 class _ReportBuilder:

@@ -132,6 +132,11 @@ class ShardWriter:
         self.directory.mkdir(exist_ok=True)
         shards: list[list[Shard]] = []
         done = following = number = 0
+
+        def report(size: int) -> None:
+            """Call `progress` with the bytes of all earlier shards and `size` bytes of the current one."""
+            progress(done + size)
+
         for end in self.ends:
             encoded: Iterator[tuple[int, list[EncodedDocument]]] | None = None
             shards.append([])
@@ -139,9 +144,7 @@ class ShardWriter:
                 shard = self._find_shard(number, following)
                 if shard is None:
                     encoded = encoded or self._encode_documents(following, end)
-                    shard = self._write_shard(
-                        number, following, end, encoded, lambda size, before=done: progress(before + size)
-                    )
+                    shard = self._write_shard(number, following, end, encoded, report)
                 else:
                     encoded = None
                 shards[-1].append(shard)
