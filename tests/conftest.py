@@ -1,4 +1,4 @@
-"""What tests share: where things are, the command line in this process, and a small recipe."""
+"""Shared fixtures: paths, the command line in this process, and a small recipe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from meshwright.comm import local
 # loaded, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Tests start runs on machines that were never measured, and look at what else these do: no profile of the person who
-# runs the tests may reach them, and none is measured.
+# Runs in tests have no hardware profile: the user's must not be found, and none is measured.
 os.environ["MESHWRIGHT_PROBE"] = "0"
 _HOME = Path(__file__).resolve().parent.parent / ".pytest_cache" / "home"
 os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = str(_HOME / "config"), str(_HOME / "cache")
@@ -28,7 +27,7 @@ os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = str(_HOME / "confi
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Nearly all ranks of tests compute a model: the server that they are forked from loads what they would load one by one.
+# Nearly all ranks in tests compute a model: the fork server loads their imports once.
 local._SERVER_CODE = local._SERVER_CODE.replace(
     "; serve(", "; import meshwright.training.loop, meshwright.verification.ranks; serve("
 )
@@ -40,12 +39,12 @@ LONGEST_FILES = (REPOSITORY / "tests" / "longest_files.txt").read_text().split()
 
 
 def exhaustive(*values: object) -> list[Any]:
-    """Values of a parameter (a tuple: one of each parameter) that run with --exhaustive alone."""
+    """Values of a parameter (a tuple: of several parameters) that run with --exhaustive only."""
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.exhaustive) for v in values]
 
 
 class Outcome(NamedTuple):
-    """What a command left: its exit code, standard output and standard error."""
+    """Result of a command: exit code, standard output and standard error."""
 
     code: int
     output: str
@@ -76,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker(marker)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker(marker)]
-    if hasattr(config, "workerinput"):  # one of several processes, to which whole files are given in this order
+    if hasattr(config, "workerinput"):  # one of several workers, which get whole files in this order
         places = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONGEST_FILES)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
 
@@ -88,7 +87,7 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Reference data beside the repository; where there are none, the tests that need them are skipped."""
+    """Directory of reference data; tests that need it are skipped if it is missing."""
     path = REPOSITORY.parent / "shared" / "data"
     if not path.is_dir():
         pytest.skip(f"no reference data at {path}")
@@ -144,7 +143,7 @@ def tiny_recipe(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
-    """A context in which transformers, which forms norms, rotations and scores in float32, forms them in float64."""
+    """Context in which transformers computes norms, rotations and scores in float64 instead of float32."""
     import torch
 
     importlib.import_module("torch._inductor.compile_fx")  # keeps tables by type: they must not be made inside

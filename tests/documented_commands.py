@@ -15,7 +15,7 @@ _UNITS = {"s": r"(?:ns|µs|ms|s|min)", "B": r"(?:bytes|B|KiB|MiB|GiB)"}
 
 @dataclass
 class File:
-    """A block that the text above it names as a file: "`tiny.toml`:"."""
+    """Block with the content of a file that the text above names: "`tiny.toml`:"."""
 
     name: str
     text: str
@@ -36,7 +36,7 @@ class Command:
 
     @property
     def exact(self) -> bool:
-        """True if numbers are compared, too: output that depends on nothing but the command."""
+        """True if numbers are compared too: the output depends only on the command."""
         return self.words[:2] in [["meshwright", name] for name in EXACT]
 
 
@@ -66,7 +66,7 @@ def normalize(line: str, exact: bool = False) -> str:
 
 
 def find_difference(shown: Sequence[str], printed: Sequence[str], exact: bool = False) -> str | None:
-    """Return the first shown line that was not printed in its place, None if all were.
+    """Return the first shown line that was not printed at its position, None if all were.
 
     A line "..." stands for any lines, " ..." at the end of a line for the rest of it. Empty lines are not compared.
     """

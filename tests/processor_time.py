@@ -1,4 +1,4 @@
-"""The time that processes compute, whatever else the machine does meanwhile."""
+"""CPU time of child processes, independent of other load."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import resource
 
 
 def of_ended_processes() -> float:
-    """Processor seconds of all processes that were started here and have ended."""
+    """Return the CPU seconds of all ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,4 +1,4 @@
-"""The processes of a run's ranks, as its directory names them."""
+"""Processes of a run's ranks, read from its directory."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def read_ranks(run: Path) -> dict[int, int]:
-    """Process ids by rank of the last run started in a directory."""
+    """Return the process ids, by rank, of the last run started in a directory."""
     return {int(rank): process for rank, process in json.loads((run / "ranks.json").read_text()).items()}

@@ -1,5 +1,5 @@
-"""The public functions of `meshwright`: lazily imported, what their examples say, the commands' own JSON, clear
-mistakes."""
+"""The public functions of `meshwright`: lazy imports, documented examples, the commands' JSON, and one-line
+errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAINING = ("train.steps=2", "run.directory=runs/tiny", "layout=dp1 mb2")
 
 
 def run_examples(function: Any) -> None:
-    """Run the examples in the docstring of a function; each prints what it says."""
+    """Run the examples in the docstring of a function; each prints its documented output."""
     [test] = doctest.DocTestFinder(recurse=False).find(function, globs={})
     assert test.examples, f"{function.__qualname__} has no example"
     report: list[str] = []
@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
-    """The run directory that the example of `train` leaves."""
+    """Run directory of the `train` example."""
     run_examples(mw.train)
     return place / "runs" / "tiny"
 
@@ -121,7 +121,7 @@ def test_fit_example_runs_in_script(place: Path):
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
-# --- the same documents as the commands
+# --- equality with the commands
 
 
 def answer(command_line: Callable[..., Outcome], *arguments: object) -> dict[str, Any]:
@@ -240,10 +240,10 @@ def test_model_on_ranks_generates_and_streams_as_one_process(trained: Path):
     ]
     pieces = two.stream("def ", max_tokens=4)
     assert "".join(pieces) == pieces.generation.text == expected[0].text
-    next(iter(two.stream("def ", max_tokens=4)))  # left before its end: the ranks end, and nothing hangs
+    next(iter(two.stream("def ", max_tokens=4)))  # abandoned stream: the ranks end, and nothing hangs
 
 
-# --- mistakes
+# --- errors
 
 
 @pytest.mark.parametrize(

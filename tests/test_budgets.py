@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.conftest import LONGEST_FILES, REPOSITORY
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
-MOST_LINES = 400  # of a file, all in all
+MOST_LINES = 400  # lines of a file in total
 TRAINING_CORE = 5_400  # lines of code
 SERVING = 4_960  # lines of code; the goal is 3,000, and 2,000 more for its breadth
 # The training core is comm/ without its executor of collective programs, model/, parallel/ and these of training/.
@@ -31,7 +31,7 @@ _LAYOUT = {
 
 
 def count_code_lines(source: str) -> int:
-    """Lines that hold code: no blank lines, comments and docstrings."""
+    """Count lines of code, without blank lines, comments and docstrings."""
     strings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)

@@ -1,4 +1,4 @@
-"""The documentation says what is: every key, default, command, option, layout, name and link in it is checked."""
+"""The documentation is true: every key, default, command, option, layout, name and link is checked."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_documented_type_is_the_type(key: str):
 
 
 def choices(key: str) -> list[str]:
-    """The words that a key takes, as the error about another word lists them; none when it takes any text."""
+    """Return the choices of a key, as listed in its error; [] if it accepts any text."""
     if "string" not in str(schema_of(key)) or key in ("layout", "model.rope_scaling"):
         return []
     tables = tomllib.loads(QUICKSTART.read_text())
@@ -171,7 +171,7 @@ def test_recipes_in_the_documentation_are_valid(page: Path):
     for text in blocks(page, "toml"):
         tables = copy.deepcopy(tomllib.loads(QUICKSTART.read_text()))
         for name, value in tomllib.loads(text).items():
-            # A model says its architecture once, data say their sources once.
+            # A model has one architecture, data have one list of sources.
             replaces = not isinstance(value, dict) or name == "model" or "sources" in value
             tables[name] = value if replaces else {**tables.get(name, {}), **value}
         Recipe.from_tables(tables, where=page.name)
@@ -223,7 +223,7 @@ def test_every_part_of_the_notation_is_documented():
 
 
 def click_command(words: list[str]) -> tuple[click.Command, list[str]]:
-    """The command that words name, and what follows its name."""
+    """Return the command that words name, and the words after its name."""
     found: click.Command = meshwright
     while isinstance(found, click.Group) and words and not words[0].startswith("-"):
         inner = found.get_command(click.Context(found), words[0])
@@ -387,7 +387,7 @@ def test_files_of_the_source_named_in_the_documentation_exist(page: Path):
         assert of_a_run or any((root / name).exists() for root in (source, REPOSITORY)), name
 
 
-# --- what a run leaves
+# --- files of a run
 
 
 def test_run_writes_documented_files(

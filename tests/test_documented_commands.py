@@ -1,4 +1,4 @@
-"""README, tutorial and learning path show what their commands print, numbers aside; those of programs to the digit."""
+"""README, tutorial and learning path show the output of their commands: except numbers, or exactly for programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_quick(command: Command) -> bool:
 
 
 def make_place(directory: Path) -> None:
-    """Put the folders of the repository that documented commands name into a directory."""
+    """Copy the folders that documented commands use into a directory."""
     for name in ("examples", "recipes", "scripts"):
         shutil.copytree(REPOSITORY / name, directory / name)
 
@@ -75,7 +75,7 @@ def test_quick_commands_print_what_the_page_shows(
 @pytest.mark.timeout(3600)
 @each_page
 def test_all_commands_print_what_the_page_shows(page: Path, tmp_path: Path):
-    """Runs them in one shell, in their order, on a machine that was never measured; `make demo` as its script."""
+    """Runs them in order in one shell without a hardware profile; `make demo` as its script."""
     make_place(tmp_path)
     (tmp_path / "bin").mkdir()
     for name, options in (("meshwright", " -m meshwright"), ("python", "")):

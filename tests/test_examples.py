@@ -40,7 +40,7 @@ def run_example(
 
 
 def train_here(recipe: Any, **options: Any) -> dict[str, Any]:
-    """Train a recipe of one rank in this process, which has torch loaded, in place of a new one."""
+    """Train a recipe of one rank in this process, which has torch loaded, instead of a new one."""
     from meshwright.comm.mesh import Mesh
     from meshwright.monitoring.run_directory import RunDirectory
     from meshwright.training.loop import train
@@ -69,7 +69,7 @@ def test_verify_example_proves_a_layout(run_example, monkeypatch: pytest.MonkeyP
 
     every = cases.CaseBuilder.default
     monkeypatch.setattr(cases.CaseBuilder, "default", lambda builder: every(builder)[:1])  # the others take longer
-    # Two ranks in place of eight.
+    # Two ranks instead of eight.
     printed = run_example("verify.py", "dp2 zero1").replace("dp2 zero1", "dp2 zero1 tp2").splitlines()
     assert find_difference(SHOWN["examples/verify.py"], printed) is None
 

@@ -22,12 +22,12 @@ def refusal(text: str) -> str:
     return message
 
 
-FILLED = ("dualpipe", "dualpipe-v", "pipedream-2bw")  # that want a number of micro-batches for each rank
+FILLED = ("dualpipe", "dualpipe-v", "pipedream-2bw")  # schedules with a minimum number of micro-batches per rank
 
 
 @st.composite
 def layouts(draw: st.DrawFn, most: int = 3) -> Layout:
-    """Any layout that can exist, with axes of up to `most` ranks."""
+    """Strategy for valid layouts, with axes of up to `most` ranks."""
     size = st.integers(1, most)
     dp, tp, cp, pp = draw(size), draw(size), draw(size), draw(size)
     zero = draw(st.integers(0, 3))
@@ -123,21 +123,21 @@ def test_unknown_part_error_names_nearest_part(text: str, nearest: str):
     ("text", "reason"),
     [
         ("", "the layout is empty"),
-        ("dp0", "dp counts from 1"),
-        ("dp2 mb0", "mb counts from 1"),
+        ("dp0", "dp must be at least 1"),
+        ("dp2 mb0", "mb must be at least 1"),
         ("dp-2", "takes a whole number"),
         ("dp2.5", "takes a whole number"),
         ("dp", "takes a whole number"),
-        ("dp" + "9" * 5000, "dp counts to 1,048,576 at most"),
-        ("dp99999999999", "dp99999999999: dp counts to 1,048,576 at most"),
-        ("pp2:interleaved:99999999999", "chunks counts to 1,048,576 at most"),
-        ("ep2:etp99999999999", "etp counts to 1,048,576 at most"),
+        ("dp" + "9" * 5000, "dp must be at most 1,048,576"),
+        ("dp99999999999", "dp99999999999: dp must be at most 1,048,576"),
+        ("pp2:interleaved:99999999999", "chunks must be at most 1,048,576"),
+        ("ep2:etp99999999999", "etp must be at most 1,048,576"),
         ("zero99999999999", "zero takes 0, 1, 2 or 3"),
         ("dp1025 tp1024", "dp x tp x cp x pp = 1,049,600 ranks: at most 1,048,576"),
         ("dp２", "takes a whole number"),  # a full-width digit
         ("zero4", "zero takes 0, 1, 2 or 3"),
-        ("dp2 dp2", "said twice"),
-        ("fp32 bf16", "bf16 after fp32: this is said twice"),
+        ("dp2 dp2", "set twice"),
+        ("fp32 bf16", "bf16 after fp32: this is set twice"),
         ("dp2:x", "dp is written dp2"),
         ("tp2:sp", "tp is written tp2, tp2:nosp"),
         ("ac", "ac:none or ac:selective or ac:full"),
@@ -152,15 +152,15 @@ def test_unknown_part_error_names_nearest_part(text: str, nearest: str):
         ("pp1:zb-v", "needs at least two stages"),
         ("pp1:@file", "needs at least two stages"),
         ("pp4:@", "file is missing"),
-        ("pp4:1f1b:2", "exactly 1 chunk a rank"),
-        ("pp4:zb-v:3", "exactly 2 chunks a rank"),
-        ("pp4:interleaved:1", "at least 2 chunks a rank"),
-        ("pp4:interleaved:0", "chunks count from 1"),
-        ("pp4:dualpipe mb9", "mb must be even: mb8 or mb10 would do"),
-        ("pp4:dualpipe mb7", "take an even mb from mb8 (2 x pp) on"),
-        ("pp3:dualpipe-v mb5", "take mb from mb6 (2 x pp) on"),
-        ("pp4:gems", "mb must be even: mb2 would do"),
-        ("pp3:chimera mb4", "pp must be even: pp2 or pp4 would do"),
+        ("pp4:1f1b:2", "exactly 1 chunk per rank"),
+        ("pp4:zb-v:3", "exactly 2 chunks per rank"),
+        ("pp4:interleaved:1", "at least 2 chunks per rank"),
+        ("pp4:interleaved:0", "chunks must be at least 1"),
+        ("pp4:dualpipe mb9", "mb must be even: use mb8 or mb10"),
+        ("pp4:dualpipe mb7", "use an even mb of at least mb8 (2 x pp)"),
+        ("pp3:dualpipe-v mb5", "use at least mb6 (2 x pp)"),
+        ("pp4:gems", "mb must be even: use mb2"),
+        ("pp3:chimera mb4", "pp must be even: use pp2 or pp4"),
     ],
 )
 def test_an_impossible_part_is_refused_with_the_reason(text: str, reason: str):
@@ -170,7 +170,7 @@ def test_an_impossible_part_is_refused_with_the_reason(text: str, reason: str):
 def test_layout_from_python_is_checked_like_parsed_one():
     with pytest.raises(UserError, match="hs3"):
         Layout(dp=4, zero=1, hybrid=3)
-    with pytest.raises(UserError, match="dp counts from 1"):
+    with pytest.raises(UserError, match="dp must be at least 1"):
         Layout().with_(dp=0)
     with pytest.raises(UserError, match='unknown schedule "1f2b"'):
         Layout(pp=2, schedule="1f2b")

@@ -1,4 +1,4 @@
-"""Names: the nearest one is found, and nothing is suggested where nothing is near."""
+"""Unknown names: the nearest known name is suggested, or none if none is similar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: what is right is read, what is wrong is one line that names file, key and the nearest right name."""
+"""Valid recipes are read; each mistake is a one-line error with file, key and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_recipe_round_trips_through_toml(tiny_recipe: Path):
     again = load_recipe_text(recipe.to_toml(), "copy")
     assert again == recipe
     assert again != load_recipe(tiny_recipe)
-    assert tomllib.loads(recipe.to_toml())["train"]["weight_decay"] == 0.1  # defaults are written down too
+    assert tomllib.loads(recipe.to_toml())["train"]["weight_decay"] == 0.1  # defaults are written too
 
 
 def test_overrides_are_toml_or_bare_words_and_last_wins(tiny_recipe: Path):
@@ -105,7 +105,7 @@ def test_a_typo_in_a_key_names_the_nearest_key(tiny_recipe: Path, written: str, 
 def test_mistyped_key_is_reported_before_missing_key(tiny_recipe: Path):
     tiny_recipe.write_text(tiny_recipe.read_text().replace("steps =", "stpes ="))
     assert refusal(tiny_recipe) == (
-        f"{tiny_recipe}: train.stpes: unknown key; did you mean train.steps? (and 1 more key to mend)"
+        f"{tiny_recipe}: train.stpes: unknown key; did you mean train.steps? (and 1 more key to fix)"
     )
 
 
@@ -181,7 +181,7 @@ def test_value_out_of_range_is_refused_with_valid_range(tiny_recipe: Path, overr
         (["train.decay=1"], 'schedule "cosine" has none'),
         (["train.momentum=0.9"], 'momentum belongs to optimizer "sgd"'),
         (["train.validate_every=1", "data.validation_fraction=0"], "data.validation_fraction is 0"),
-        (["model.preset=gpt2"], "says the architecture twice, by preset and by family"),
+        (["model.preset=gpt2"], "has two architectures, by preset and by family"),
         (["model.load_weights=true"], "load_weights needs from"),
     ],
 )
@@ -202,7 +202,7 @@ weight = 0.5
 
 
 def with_sources(recipe: Path, text: str = SOURCES) -> Path:
-    """The recipe with tables of sources in place of its source."""
+    """Write the recipe with tables of sources instead of its source."""
     lines = [line for line in recipe.read_text().splitlines() if not line.startswith("source")]
     recipe.write_text("\n".join(lines) + "\n" + text)
     return recipe
@@ -231,12 +231,12 @@ def test_several_sources_are_tables_with_weights(tiny_recipe: Path):
         (
             "weight = 0.5",
             "",
-            'data: sources: "b/*.parquet" has no weight and another has: give every source one, or none',
+            'data: sources: "b/*.parquet" has no weight but another source has: give every source one, or none',
         ),
-        ('path = "a"', 'path = "b/*.parquet"', 'two are called "b/*.parquet": give each a name of its own'),
-        (SOURCES, "", "data: says no text to read: give source, or a [[data.sources]] table for each of several"),
+        ('path = "a"', 'path = "b/*.parquet"', 'two are called "b/*.parquet": give each a unique name'),
+        (SOURCES, "", "data: names no source: give source, or a [[data.sources]] table for each of several"),
         (SOURCES, "[data.sources]", "data.sources: should be a list, each a table"),
-        (SOURCES, f'source = "a"\n{SOURCES}', "data: says its text twice, by source and by sources: keep one"),
+        (SOURCES, f'source = "a"\n{SOURCES}', "data: has both source and sources: keep one"),
     ],
 )
 def test_mistake_in_source_table_names_that_table(tiny_recipe: Path, old: str, new: str, reason: str):
@@ -254,7 +254,7 @@ def test_mistake_in_source_table_names_that_table(tiny_recipe: Path, old: str, n
 def test_a_model_needs_an_architecture(tiny_recipe: Path):
     text = tiny_recipe.read_text()
     tiny_recipe.write_text(text.replace('family = "llama"\n', ""))
-    assert "model: says no architecture: give preset, from, or family" in refusal(tiny_recipe)
+    assert "model: has no architecture: give preset, from, or family" in refusal(tiny_recipe)
     tiny_recipe.write_text(text.replace("layers = 2\n", "").replace("heads = 4\n", ""))
     assert "family llama needs layers and heads as well" in refusal(tiny_recipe)
     tiny_recipe.write_text(text.replace('family = "llama"\n', 'from = "directory"\nload_weights = true\n'))
@@ -276,7 +276,7 @@ def test_malformed_override_is_refused(tiny_recipe: Path, override: str, reason:
 def test_empty_file_is_refused_with_missing_keys(tmp_path: Path):
     empty = tmp_path / "empty.toml"
     empty.touch()
-    assert refusal(empty) == f"{empty}: model: this table is missing (and 2 more keys to mend)"
+    assert refusal(empty) == f"{empty}: model: this table is missing (and 2 more keys to fix)"
     with pytest.raises(UserError, match=r"^here: train: this table is missing; it needs steps, batch, learning_rate"):
         Recipe.from_tables({"model": {"preset": "gpt2"}, "data": {"source": "stdlib", "sequence": 8}}, "here")
 

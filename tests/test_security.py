@@ -1,4 +1,4 @@
-"""What strangers' files may not do. `SECURITY.md` names these tests, and others, line by line."""
+"""Protection against untrusted files. `SECURITY.md` refers to these and other tests line by line."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def numbers_of_the_recipe() -> list[str]:
 
 @pytest.mark.parametrize("key", numbers_of_the_recipe())
 def test_every_number_of_a_recipe_is_bounded(tiny_recipe: Path, key: str):
-    """Each value is taken or refused in one line; whole numbers beyond every limit, and what is not finite, refused."""
+    """Each value is accepted or refused in one line; integers beyond every limit and non-finite values are refused."""
     for value in ("0", "-1", "1000000000000", str(2**63), str(2**64), "1" + "0" * 400, "nan", "inf", "1e308"):
         try:
             found = load_recipe(tiny_recipe, [f"{key}={value}"])
@@ -129,7 +129,7 @@ def test_whole_numbers_of_a_recipe_name_their_limit(tiny_recipe: Path):
 
 def test_limits_have_reasons_and_are_enforced(repository: Path):
     source = "".join(path.read_text() for path in (repository / "src").rglob("*.py") if path.name != "limits.py")
-    assert [name for name in LIMITS if f'"{name}"' not in source] == []  # a limit that nothing reads bounds nothing
+    assert [name for name in LIMITS if f'"{name}"' not in source] == []  # a limit that nothing reads has no effect
     for name, limit in LIMITS.items():
         assert limit.reason and limit_error(name, limit.most) is None, name
         assert limit.reason in str(limit_error(name, limit.most + 1)), name
@@ -139,7 +139,7 @@ def test_limits_have_reasons_and_are_enforced(repository: Path):
 
 @pytest.mark.parametrize("layout", ["dp99999999", "dp1024 tp1024 pp1024", "mb99999999"])
 def test_layouts_beyond_any_cluster_are_refused(layout: str):
-    with pytest.raises(UserError, match="(ranks:|counts to) (at most )?1,048,576"):
+    with pytest.raises(UserError, match="(ranks:|must be) at most 1,048,576"):
         Layout.parse(layout)
 
 
@@ -293,7 +293,7 @@ def test_endless_template_times_out(monkeypatch):
     from meshwright.data.records import template_process
 
     slow = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    # A wall-clock limit of a second in place of ten of processor time: the same way out.
+    # A wall-clock limit of one second instead of ten of CPU time: the same code path.
     monkeypatch.setattr(template_process, "_WAIT_SECONDS", 1.0)
     template = ChatTemplate("{% if messages|length > 1 %}" + slow + "{% endif %}ok", {}, frozenset(), "it")
     template.check()
@@ -325,7 +325,7 @@ def test_an_interrupted_template_answers_no_later_request():
 @pytest.mark.exhaustive
 def test_endless_chat_template_is_killed_after_ten_cpu_seconds():
     source = "{% set n = 9**9 %}{{ 9**n }}"
-    with pytest.raises(UserError, match="takes more than 10 s of processor time"):
+    with pytest.raises(UserError, match="takes more than 10 s of CPU time"):
         ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
 
 
@@ -334,7 +334,7 @@ def test_endless_chat_template_is_killed_after_ten_cpu_seconds():
     ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range(10**12)|list }}", "{{ ''.__class__.mro() }}"],
 )
 def test_template_sandbox_escape_is_a_record_error(source: str):
-    with pytest.raises(TemplateError, match="^does not take it"):
+    with pytest.raises(TemplateError, match="^cannot render it"):
         ChatTemplate(source, {}, frozenset(), "it").render(TURNS)
 
 
@@ -525,7 +525,7 @@ def test_a_run_directory_of_another_program_is_one_line(tmp_path: Path, content:
         write_report(tmp_path)
 
 
-# --- the page about it
+# --- SECURITY.md
 
 
 def test_security_md_names_tests_that_exist(repository: Path):

@@ -1,4 +1,4 @@
-"""Threads of a process: how many, from where, and that libgomp really waits as it is told."""
+"""Threads of a process: their number, its origin, and the spin policy of libgomp."""
 
 from __future__ import annotations
 
@@ -52,24 +52,13 @@ def test_spin_policy_is_set_unless_user_has_set_one():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's wheels load libgomp on Linux alone")
-def test_the_waiting_policy_reaches_libgomp():
+def test_command_sets_spin_policy_before_torch_loads_libgomp(tmp_path):
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
-    code = "from meshwright.threads import prepare_process; prepare_process(); import torch"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=clean | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True
-    )
-    assert f"GOMP_SPINCOUNT = '{threads.OPENMP_SPIN_POLICY['GOMP_SPINCOUNT']}'" in ended.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="torch's wheels load libgomp on Linux alone")
-def test_command_sets_the_waiting_policy_before_torch_is_loaded(tmp_path):
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
-    command = [sys.executable, "-m", "meshwright", "generate", str(tmp_path), "--prompt", "x"]
     code = (
         "import sys; from meshwright.cli.main import main; assert 'torch' not in sys.modules; "
         "main(sys.argv[1:]); import torch"
     )
-    command[1:3] = ["-c", code]
+    command = [sys.executable, "-c", code, "generate", str(tmp_path), "--prompt", "x"]
     ended = subprocess.run(command, env=clean | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True)
     assert f"GOMP_SPINCOUNT = '{threads.OPENMP_SPIN_POLICY['GOMP_SPINCOUNT']}'" in ended.stderr
 
@@ -96,7 +85,7 @@ def test_threads_share_cores_as_far_as_work_suffices(monkeypatch):
     assert [choose_threads(1, 16, work * enough) for work in (0.1, 1.9, 2, 7.5, 1000)] == [1, 1, 2, 7, 16]
     assert choose_threads(8, 16, 1000 * enough) == 2
     assert choose_threads(1, 10_000) == limit_of("threads")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # a person's own number
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's number
     assert choose_threads(8, 16, 0.1 * enough) == 3
 
 
@@ -109,7 +98,7 @@ def test_threads_share_cores_as_far_as_work_suffices(monkeypatch):
             0.5,
         ),  # 50 idle or on a disk, 50 busy
         ("cpu  100 0 0 100 0 0 0 0", "cpu  100 0 0 150 0 0 0 0", 0.0),
-        ("cpu  100 0 0 100 0 0 0 0", "cpu  100 0 0 100 0 0 0 50", 1.0),  # the hypervisor had the core
+        ("cpu  100 0 0 100 0 0 0 0", "cpu  100 0 0 100 0 0 0 50", 1.0),  # steal time of the hypervisor
         ("cpu  100 0 0 100 0 0 0 0", "cpu  100 0 0 100 0 0 0 0", 0.0),  # no tick passed
         ("cpu  1 2", "cpu  1 2", 0.0),  # no Linux
     ],

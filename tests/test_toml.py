@@ -1,4 +1,4 @@
-"""TOML: what is written reads back equal through the standard library's own reader."""
+"""Written TOML parses back equal with the standard library."""
 
 from __future__ import annotations
 

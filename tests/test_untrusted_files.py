@@ -1,4 +1,4 @@
-"""Every reader of a path refuses files that never end, are too large, or declare what they do not hold."""
+"""Every reader refuses endless files, oversized files, and files with false declared sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def bounded_memory() -> Iterator[None]:
-    """A read without end is a MemoryError, and not the end of the machine."""
+    """Limit the address space, so that an endless read raises MemoryError."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 30), before[1]))
@@ -69,7 +69,7 @@ def test_endless_line_of_jobs_is_refused(command_line, bounded_memory: None):
 
 
 def answer_of(command_line, tmp_path: Path, **changes: object) -> str:
-    """The error that `plan --jobs` answers to a request with these changes."""
+    """Return the error of `plan --jobs` for a request with these changes."""
     request = {"model": "gpt2", "cluster": "8xh100-sxm", "sequence": 8, "batch": 8, **changes}
     (tmp_path / "jobs.jsonl").write_text(json.dumps(request) + "\n")
     return json.loads(command_line("plan", "--jobs", tmp_path / "jobs.jsonl").output)["error"]
@@ -100,7 +100,7 @@ def test_impossible_file_name_is_error_of_its_request(tmp_path: Path, command_li
     [
         ([2**62] * 65, r"tensor w has 65 dimensions: at most 64 are read"),
         ([2**63], "not a safetensors file: its header"),
-        ([2**62] * 64, r"needs [\d,.]+ bytes, its place has 4"),
+        ([2**62] * 64, r"needs [\d,.]+ bytes, its offsets span 4"),
     ],
 )
 def test_tensor_shape_is_bounded_before_its_product(tmp_path: Path, shape: list[int], said: str):
@@ -113,7 +113,7 @@ def test_tensor_shape_is_bounded_before_its_product(tmp_path: Path, shape: list[
 # --- direct reads
 
 
-# A module reads without untrusted.py only what no stranger writes, or bounds and checks it itself.
+# Modules may read without untrusted.py only trusted files, or files that they bound and check themselves.
 DIRECT_READS = {
     "untrusted": "is the bounded reader",
     **dict.fromkeys(

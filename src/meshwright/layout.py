@@ -98,9 +98,9 @@ class Layout:
         """Return the reason, as an error text, why no job can have this layout; None if one can."""
         for part, field in _FIELD_BY_PART.items():
             if part not in ("zero", "hs") and getattr(self, field) < 1:
-                return f"{part}{getattr(self, field)}: {part} counts from 1"
+                return f"{part}{getattr(self, field)}: {part} must be at least 1"
             if part != "hs" and getattr(self, field) > MAX_COUNT:
-                return f"{part}{getattr(self, field)}: {part} counts to {MAX_COUNT:,} at most"
+                return f"{part}{getattr(self, field)}: {part} must be at most {MAX_COUNT:,}"
         if self.world_size > MAX_COUNT:
             return f"dp x tp x cp x pp = {self.world_size:,} ranks: at most {MAX_COUNT:,}"
         if self.zero not in ZERO_LEVELS:
@@ -108,7 +108,7 @@ class Layout:
         if self.recompute not in RECOMPUTE:
             return unknown("recomputation", self.recompute, RECOMPUTE)
         if self.offload is not None and self.offload not in OFFLOADS:
-            return unknown("place to offload to", self.offload, OFFLOADS)
+            return unknown("offload target", self.offload, OFFLOADS)
         if self.precision is not None and self.precision not in PRECISIONS:
             return unknown("precision", self.precision, PRECISIONS)
         if self.cp_method not in CONTEXT_METHODS:
@@ -121,7 +121,7 @@ class Layout:
             return None
         part, data = f"hs{self.hybrid}", self.dp * self.cp
         if self.hybrid < 1:
-            return f"{part}: hs counts from 1"
+            return f"{part}: hs must be at least 1"
         if self.zero == 0:
             return f"{part} with zero0: nothing is sharded inside groups of {self.hybrid}; add zero1, zero2 or zero3"
         if self.hybrid == 1:
@@ -133,7 +133,7 @@ class Layout:
     def _find_expert_conflict(self) -> str | None:
         """Return the reason, as an error text, why expert parallelism (`epN:etpM`) is impossible, or None."""
         if self.etp < 1:
-            return f"etp{self.etp}: etp counts from 1"
+            return f"etp{self.etp}: etp must be at least 1"
         stage, experts = self.tp * self.cp * self.dp, self.ep * self.etp
         if stage % experts:
             return f"ep{self.ep}:etp{self.etp}: ep x etp = {experts} does not divide tp x cp x dp = {stage}"
@@ -150,9 +150,9 @@ class Layout:
         """Return the reason, as an error text, why the pipeline schedule is impossible, or None."""
         name = self.schedule
         if self.chunks > MAX_COUNT:
-            return f"pp{self.pp}:{name}:{self.chunks}: chunks count to {MAX_COUNT:,} at most"
+            return f"pp{self.pp}:{name}:{self.chunks}: chunks must be at most {MAX_COUNT:,}"
         if self.chunks < 1:
-            return f"pp{self.pp}:{name}:{self.chunks}: chunks count from 1"
+            return f"pp{self.pp}:{name}:{self.chunks}: chunks must be at least 1"
         if name == "@":
             return f"pp{self.pp}:@: the name of the schedule's file is missing"
         if not name.startswith("@") and name not in SCHEDULES:
@@ -160,31 +160,31 @@ class Layout:
         if self.pp == 1 and name != "1f1b":
             return f"pp1:{name}: a pipeline schedule needs at least two stages"
         if name.startswith("@"):
-            problem = f"pp{self.pp}:{name}: a schedule's file says itself how many chunks there are"
+            problem = f"pp{self.pp}:{name}: the number of chunks is set by the schedule's file"
             return None if self.chunks == 1 else problem
         _, least, most = SCHEDULE_CHUNKS[name]
         if self.chunks < least or (most is not None and self.chunks > most):
             holds = f"exactly {least}" if least == most else f"at least {least}"
-            return f"pp{self.pp}:{name}:{self.chunks}: {name} has {holds} chunk{'s' if least > 1 else ''} a rank"
+            return f"pp{self.pp}:{name}:{self.chunks}: {name} has {holds} chunk{'s' if least > 1 else ''} per rank"
         two_ways = name in BIDIRECTIONAL_SCHEDULES
         if name in ("dualpipe", "chimera") and self.pp % 2:
-            near = f"pp{self.pp - 1} or pp{self.pp + 1} would do" if self.pp > 1 else "pp2 would do"
+            near = f"use pp{self.pp - 1} or pp{self.pp + 1}"
             return f"pp{self.pp}:{name}: {name} pairs the stages from both ends; pp must be even: {near}"
         a_rank = LEAST_MICRO_BATCHES.get(name, 0)
         if self.micro_batches < a_rank * self.pp:
-            enough = f"{'an even mb' if two_ways else 'mb'} from mb{a_rank * self.pp} ({a_rank} x pp) on"
-            return f"pp{self.pp}:{name}: mb{self.micro_batches} is too few micro-batches to fill it; take {enough}"
+            enough = f"{'an even mb of ' if two_ways else ''}at least mb{a_rank * self.pp} ({a_rank} x pp)"
+            return f"pp{self.pp}:{name}: mb{self.micro_batches} cannot fill the pipeline; use {enough}"
         if two_ways and self.micro_batches % 2:
             half = f"half of the mb{self.micro_batches} micro-batches would run in each direction"
             below, above = self.micro_batches - 1, self.micro_batches + 1
-            near = f"mb{below} or mb{above} would do" if below else f"mb{above} would do"
+            near = f"use mb{below} or mb{above}" if below else f"use mb{above}"
             return f"pp{self.pp}:{name}: {half}; mb must be even: {near}"
         return None
 
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Parse layout notation such as `dp4 zero1 tp2 pp4:zb-v mb8 bf16`: parts in any order, separated by spaces.
-        `UserError` names the unknown, repeated or impossible part."""
+        Raises `UserError` that names the unknown, repeated or impossible part."""
         values: dict[str, object] = {}
         written: dict[str, str] = {}  # field -> part of the notation that set it
         parts = text.split()
@@ -194,11 +194,11 @@ class Layout:
             for part in parts:
                 for field, value in _parse_part(part).items():
                     if field in values:
-                        raise UserError(f"{part} after {written[field]}: this is said twice")
+                        raise UserError(f"{part} after {written[field]}: this is set twice")
                     values[field], written[field] = value, part
             layout = cls(**values)  # type: ignore[arg-type]
-            if values.get("chunks", layout.chunks) != layout.chunks:  # an explicit 1, which the schedule cannot mean
-                raise UserError(f"{written['chunks']}: {layout.schedule} has at least {layout.chunks} chunks a rank")
+            if values.get("chunks", layout.chunks) != layout.chunks:  # an explicit 1 with an interleaved schedule
+                raise UserError(f"{written['chunks']}: {layout.schedule} has at least {layout.chunks} chunks per rank")
         except UserError as error:
             raise UserError(f'layout "{shorten(text, 40)}": {str(error).removeprefix("impossible layout: ")}') from None
         return layout
@@ -229,7 +229,7 @@ class Layout:
         return " ".join(parts) or "dp1"
 
     def _format_schedule(self) -> str:
-        """Format schedule and chunks as they follow `ppN`: `:zb-v`, `:interleaved:4`; empty for defaults."""
+        """Return schedule and chunks as text to follow `ppN`: `:zb-v` or `:interleaved:4`; "" for defaults."""
         if self.schedule in SCHEDULE_CHUNKS and self.chunks != SCHEDULE_CHUNKS[self.schedule][0]:
             return f":{self.schedule}:{self.chunks}"
         return "" if self.schedule == "1f1b" else f":{self.schedule}"
@@ -241,7 +241,7 @@ class Layout:
 
     @property
     def expert_parallel(self) -> bool:
-        """True if experts have axes of their own (ep, etp); else they are split over tp like other weights."""
+        """True if experts have separate axes (ep, etp); else they are split over tp like other weights."""
         return self.ep > 1 or self.etp > 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -257,12 +257,12 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all process groups of an axis: a partition of the ranks, each group in coordinate order.
 
-        tp, cp, dp, pp: ranks that differ in that coordinate only. data: in dp and cp only. world: all ranks.
+        tp, cp, dp, pp: ranks that differ in that coordinate only. data: ranks that differ in dp and cp. world: all.
         shard: ranks over which ZeRO shards: the data group, or, under hybrid sharding (hsN), blocks of N of its ranks.
         replica: ranks at equal positions in the shard groups of a data group.
         ep, etp, expert_data: axes of a grid that the ranks of a pipeline stage form for experts, etp innermost.
-        expert_shard, expert_replica: as shard and replica, for the parameters of experts: an expert_data group, or
-            under hsN its ranks in one shard block; ranks at equal positions of those.
+        expert_shard: ranks over which ZeRO shards experts: an expert_data group, or under hsN blocks of one.
+        expert_replica: ranks at equal positions in the expert_shard groups of an expert_data group.
         """
         if axis in AXES:
             return self._group_ranks(axis)
@@ -359,13 +359,13 @@ def _parse_part(part: str) -> dict[str, object]:
 
 
 def _parse_count(part: str, name: str, digits: str) -> int:
-    """Parse the decimal digits of a part. part, name: the whole part and its letters, for the error. `UserError` above
-    `MAX_COUNT`."""
+    """Parse the number in a part such as `dp4`. digits: its text, "4". part, name: the part and its letters ("dp"), for
+    the error. Raises `UserError` above `MAX_COUNT`."""
     digits = digits.lstrip("0") or "0"
     if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
         if name == "zero":
             raise UserError(f"{shorten(part, 40)}: {_ZERO_TAKES}")
-        raise UserError(f"{shorten(part, 40)}: {name} counts to {MAX_COUNT:,} at most")
+        raise UserError(f"{shorten(part, 40)}: {name} must be at most {MAX_COUNT:,}")
     return int(digits)
 
 
@@ -388,7 +388,8 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
-    """Return the error text for an unknown part, with the nearest known one. name, number: its letters and the rest."""
+    """Return the error text for an unknown part, with the nearest known one. name: the part's letters; number: the text
+    after them."""
     flags = [f"{word}:" for word in _FIELD_BY_WORD]
     close = nearest(part, PRECISIONS) or nearest(part, [*(f"{word}{number}" for word in _FIELD_BY_PART), *flags])
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):

@@ -17,7 +17,7 @@ class Limit:
 
 
 LIMITS: dict[str, Limit] = {
-    "count": Limit(2**53, "whole numbers that floating point keeps apart: where nothing is made of so many"),
+    "count": Limit(2**53, "the largest range in which float64 represents every integer"),
     # --- a model
     "layers": Limit(1_024, "published models have up to 1,000 (DeepNet, arXiv:2203.00555), decoders up to 126"),
     "hidden": Limit(2**20, "published models have up to 53,248 (intermediate size of Llama 3.1 405B)"),
@@ -36,29 +36,29 @@ LIMITS: dict[str, Limit] = {
     "labels": Limit(2**17, "classes of an encoder's head"),
     "token_types": Limit(2**16, "kinds of segments of an encoder"),
     # --- training
-    "steps": Limit(10**12, "a step a millisecond for 30 years"),
-    "batch": Limit(2**24, "sequences in a step; published runs take up to 2**24 tokens"),
+    "steps": Limit(10**12, "one step per millisecond for 30 years"),
+    "batch": Limit(2**24, "sequences per step; published runs use up to 2**24 tokens per step"),
     "sequence": Limit(2**27, "13 times the published 10,485,760 positions (Llama 4 Scout)"),
     "seconds": Limit(10**9, "30 years"),
-    "threads": Limit(1024, "of a rank: beyond its cores they only wait, and libgomp crashes at some thousands"),
-    "documents": Limit(2**30, "sequences that are read for a loss of held-out text"),
+    "threads": Limit(1024, "per rank: more threads than cores only wait, and libgomp crashes at several thousand"),
+    "documents": Limit(2**30, "sequences that are read for a validation loss"),
     "characters": Limit(2**40, "characters in a document"),
-    "words": Limit(10**6, "words that are compared at once"),
+    "words": Limit(10**6, "words in an n-gram"),
     "shard_tokens": Limit(2**36, "tokens in one file of the cache"),
     # --- ranks and programs
     "ranks": Limit(2**20, "published clusters have up to 200,000 devices"),
-    "local_ranks": Limit(64, "processes on one machine, or 4 for each of its processors where those are more"),
-    "micro_batches": Limit(2**20, "micro-batches of a step and pipeline"),
+    "local_ranks": Limit(64, "processes on one machine, or 4 per processor if that is more"),
+    "micro_batches": Limit(2**20, "micro-batches per step of one pipeline"),
     "bytes": Limit(2**60, "bytes of a vector"),
     "new_tokens": Limit(2**30, "as max_positions"),
     # --- files
-    "config_bytes": Limit(2**24, "config.json and the like: published ones have up to 100,000 bytes"),
+    "config_bytes": Limit(2**24, "config.json and similar files: published ones have up to 100,000 bytes"),
     "json_bytes": Limit(2**26, "tokenizer.json, indexes, manifests: published ones have up to 33 MB (Gemma 3)"),
-    "checkpoint_bytes": Limit(2**30, "what a checkpoint or prepared data say of themselves: bytes a rank and tensor"),
-    "program_bytes": Limit(2**28, "pipeline and collective programs: some 40 bytes a step, 6 million steps"),
+    "checkpoint_bytes": Limit(2**30, "metadata of a checkpoint or of prepared data: some bytes per rank and tensor"),
+    "program_bytes": Limit(2**28, "pipeline and collective programs: about 40 bytes per step, 6 million steps"),
     "word_list_bytes": Limit(2**26, "published lists of blocked words have up to 30,000 bytes"),
-    "metrics_bytes": Limit(2**32, "metrics.jsonl: some 400 bytes a step, 10 million steps"),
-    "recipe_bytes": Limit(2**20, "recipes and cluster files, which people write"),
+    "metrics_bytes": Limit(2**32, "metrics.jsonl: about 400 bytes per step, 10 million steps"),
+    "recipe_bytes": Limit(2**20, "recipes and cluster files, which are written by hand"),
     "nesting": Limit(64, "levels of lists and objects in JSON and TOML"),
 }
 
@@ -95,5 +95,5 @@ def shorten_repr(value: object, width: int = 60) -> str:
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """Return `text`, if longer than `width` characters cut to `width`, the last three of which are then dots."""
+    """Return `text`, cut to `width` characters if it is longer; the last three are then dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

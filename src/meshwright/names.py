@@ -83,7 +83,7 @@ ALGORITHM_ALIASES: dict[str, dict[str, str]] = {
 }
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "dots1")
-ENCODER_FAMILIES = ("bert",)  # modules to train in a loop of any module, and priced by the planner
+ENCODER_FAMILIES = ("bert",)  # trained by `fit` in the user's own loop; supported by the planner
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 CORPORA = ("stdlib",)
@@ -95,7 +95,7 @@ TOO_LONG = ("truncate", "drop", "refuse")  # treatment of examples longer than a
 TOKENIZERS = ("bytes", "bpe", "word", "character", "wordpiece", "unigram")
 HEURISTICS = ("gopher-quality", "gopher-repetition", "c4", "fineweb")  # families of rules for prose
 PERSONAL_DATA = ("key", "email", "phone", "ip")  # what can be masked
-RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # of a value in a record
+RECORD_TYPES = ("text", "number", "integer", "boolean", "list", "table")  # types of a value in a record
 
 OPTIMIZERS = ("adamw", "sgd")
 OBJECTIVES = ("next-token", "dpo", "ipo")
@@ -105,10 +105,10 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 MOST_LISTED = 20
-"""Names that an error message lists; of more, the nearest ones."""
+"""Maximum number of names that an error message lists; of a longer list it shows only similar ones."""
 
 LISTED = '"meshwright plan --list" prints them'
-"""Where a person finds the names of presets and devices."""
+"""Hint in error messages: the command that prints the names of presets and devices."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -122,8 +122,8 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
     """Return the error message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
     sgd)`.
 
-    kind: what it should name ("optimizer"). listed: command or page that lists the known names; of more than
-    `MOST_LISTED`, the message names the nearest ones and this.
+    kind: what the name stands for ("optimizer"). Of more than `MOST_LISTED` known names the message has only similar
+    ones and `listed`, the command or page that prints all of them.
     """
     known = list(known)
     close = nearest(word, known)
@@ -136,8 +136,9 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
 
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:
-    """Raise `UserError` for the first name in `given` that is not a keyword argument of `function`: neither a parameter
-    nor a key of `options`, the `TypedDict` that types its `**` parameter."""
+    """Raise `UserError` for the first of the names `given` that `function` does not take as a keyword argument. It
+    takes its named parameters and the keys of `options`, the `TypedDict` of its `**` parameter.
+    """
     parameters = signature(function).parameters.values()
     known = [*(each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD), *options.__annotations__]
     for name in given:

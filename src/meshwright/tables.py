@@ -90,7 +90,8 @@ Root = TypeVar("Root", bound=Table)
 class Schema(Generic[Root]):
     """Schema of a TOML file format: its root table, known keys, and error messages for mistakes.
 
-    root: class of the root table. elsewhere: name of a key in other programs -> dotted key here, for suggestions.
+    root: class of the root table. elsewhere: {name of a key in other programs: dotted key here}; an unknown key gets a
+    suggestion from it.
     """
 
     root: type[Root]
@@ -102,10 +103,9 @@ class Schema(Generic[Root]):
         return _list_keys(self.root, "")
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """Validate parsed TOML and return it as the typed root table.
+        """Validate parsed TOML and return it as the typed root table. Raises `UserError` for the first mistake.
 
-        Raises `UserError` for the first mistake. where: returns the location of a dotted key for the message, such as
-        file and line.
+        where: function that returns the location of a dotted key for the message, such as file and line.
         """
         try:
             return self.root.model_validate(dict(tables))
@@ -115,12 +115,13 @@ class Schema(Generic[Root]):
         problem = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
         key = self._find_key(problem)
         others = len({self._find_key(problem) for problem in problems} - {key})
-        more = f" (and {others} more key{'s' if others > 1 else ''} to mend)" if others else ""
+        more = f" (and {others} more key{'s' if others > 1 else ''} to fix)" if others else ""
         raise UserError(": ".join(part for part in (where(key), *self._describe_problem(key, problem)) if part) + more)
 
     def override(self, tables: dict[str, Any], text: str) -> str:
         """Apply an override such as `train.steps=100` to the parsed TOML `tables`, in place; return its dotted key. A
-        bare word is a string."""
+        value that is a bare word is a string.
+        """
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise UserError(f'override "{text}": an override is written table.key=value, as in train.steps=100')
@@ -143,8 +144,9 @@ class Schema(Generic[Root]):
         return text if takes_text and not isinstance(value, (str, list)) else value  # run.name=5 names a run "5"
 
     def _find_key(self, problem: Any) -> str:
-        """Return the dotted key that a pydantic error is about, without indices and union members below it. problem:
-        one entry of `ValidationError.errors()`."""
+        """Return the dotted key that a pydantic error is about: its location, cut after the first key whose value is no
+        table, which leaves out list indices and union members. problem: one entry of `ValidationError.errors()`.
+        """
         key = ""
         for part in problem["loc"]:
             if key in self.keys and not is_table(self.keys[key].annotation):
@@ -153,8 +155,10 @@ class Schema(Generic[Root]):
         return key
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
-        """Return the parts of the message for a pydantic error: key and reason; in a list of tables: key and number of
-        the table, key inside it, reason. key: dotted key; problem: one entry of `ValidationError.errors()`."""
+        """Return the parts of the message for a pydantic error: [key, reason], or for a key in a list of tables [key
+        with the number of the table, key inside that table, reason]. key: dotted key; problem: one entry of
+        `ValidationError.errors()`.
+        """
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:
@@ -162,10 +166,10 @@ class Schema(Generic[Root]):
         place = problem["loc"].index(inside[0])
         inner, there = Schema(rows, {}), {**problem, "loc": problem["loc"][place + 1 :]}
         name = inner._find_key(there)
-        said = (
+        reason = (
             inner._explain_problem(name, there) if name else f"should be a table, not {_format_value(problem['input'])}"
         )
-        return [f"{key} number {inside[0] + 1}", name, said]
+        return [f"{key} number {inside[0] + 1}", name, reason]
 
     def _explain_problem(self, key: str, problem: Any) -> str:
         """Return the reason, as text, why pydantic rejected the value of the dotted key `key`. problem: one entry of
@@ -227,8 +231,9 @@ def _list_keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
 
 
 def _list_plain_types(kind: Any) -> list[Any]:
-    """Return the types that a value with this annotation may have, without Annotated and type arguments: [str,
-    NoneType] for `Name | None`."""
+    """Return the types that a value with this annotation may have, without Annotated and type arguments. `Name | None`,
+    with Name an annotated string, gives [str, NoneType].
+    """
     if get_origin(kind) is Annotated:
         return _list_plain_types(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):

@@ -25,8 +25,9 @@ def escape_on_terminal(text: str) -> str:
 
 
 def wrap_on_terminal(text: str) -> str:
-    """Wrap lines of prose at words if standard output is a terminal and narrower; tables and pictures, whose lines have
-    runs of spaces or bars, and text for files and pipes stay."""
+    """Wrap lines of prose at words to the terminal's width. Text for files and pipes is left unchanged, and so are
+    lines with runs of spaces or bars, which belong to tables and pictures.
+    """
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -40,8 +41,9 @@ def wrap_on_terminal(text: str) -> str:
 
 
 def wrap_items(text: str, width: int) -> str:
-    """Break a line of items that are separated by semicolons into a line for each item, and these at words, if it is
-    longer than `width` characters; lines after the first are indented. Semicolons in parentheses separate no items."""
+    """Break a line of items separated by semicolons, if it is longer than `width` characters, into one line per item,
+    each wrapped at words. All lines but the first are indented. Semicolons in parentheses separate no items.
+    """
     if len(text) <= width:
         return text
     items = re.split(r"; (?![^(]*\))", text)
@@ -56,13 +58,14 @@ def wrap_items(text: str, width: int) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print text, which may quote untrusted files, on standard error at once, with control characters escaped."""
+    """Print text, which may quote untrusted files, on standard error, unbuffered, with control characters escaped."""
     print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 
 def render_tables(parts: Iterable[Any], width: int = 120) -> str:
-    """Render rich tables and texts as one string for standard output: coloured if that is a terminal, else without
-    colour, `width` characters wide."""
+    """Render rich tables and texts as one string for standard output: for a terminal coloured and as wide as it, else
+    without colour and `width` characters wide.
+    """
     from rich.console import Console
 
     terminal = sys.stdout.isatty()

@@ -31,10 +31,11 @@ thread busy: with fewer a thread, another thread costs as much as it saves (benc
 
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set OpenMP's spin policy for this process, unless the user has set one. Call it before torch is imported.
+    """Set OpenMP's spin policy (how long threads spin at barriers) for this process, unless the user has set one. Call
+    it before torch is imported.
 
     environment: changed in place; default os.environ. Raises `UserError` for an OMP_NUM_THREADS above the limit of
-        `meshwright.limits`.
+    `meshwright.limits`.
     """
     environment = os.environ if environment is None else environment
     read_user_threads(environment)
@@ -56,9 +57,8 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
     """Return the thread count in OMP_NUM_THREADS; None if it is not set, not a positive number, or torchrun's default
     of 1. Raises `UserError` above the limit of `meshwright.limits`. environment: default os.environ."""
     environment = os.environ if environment is None else environment
-    first = (
-        environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    )  # a list is one number for each nesting level
+    # A list has one number for each nesting level.
+    first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not first.isdecimal() or not int(first) or (first == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return None
     if problem := limit_error("threads", int(first), "OMP_NUM_THREADS"):
@@ -69,8 +69,8 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
 def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if OMP_NUM_THREADS is set, and not by `build_child_environment` of a parent process."""
     environment = os.environ if environment is None else environment
-    said = read_user_threads(environment)
-    return said is not None and environment.get(THREADS_VARIABLE) != str(said)
+    chosen = read_user_threads(environment)
+    return chosen is not None and environment.get(THREADS_VARIABLE) != str(chosen)
 
 
 def count_available_cores() -> int:
@@ -103,16 +103,15 @@ def measure_busy_share(seconds: float = 0.2) -> float:
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
-    """Return the number of OpenMP threads for each of `ranks` ranks on this machine.
+    """Return the number of OpenMP threads for each of `ranks` ranks on this machine: OMP_NUM_THREADS if it is set, else
+    an equal share of `cores` (default: those available), but no more than the layers keep busy (`FLOPS_PER_THREAD`).
 
-    OMP_NUM_THREADS if it is set; else an equal share of `cores` (default: those available), but no more than the work
-    keeps busy (`FLOPS_PER_THREAD`).
     layer_flops: model FLOPs of one layer with its share of the LM head's, forward and backward of a micro-batch on one
-        rank; None if unknown.
+    rank; None if unknown.
     """
-    said = read_user_threads()
-    if said is not None:
-        return said
+    chosen = read_user_threads()
+    if chosen is not None:
+        return chosen
     share = max(1, (count_available_cores() if cores is None else cores) // ranks)
     busy = share if layer_flops is None else max(1, int(layer_flops / FLOPS_PER_THREAD))
     return min(share, busy, limit_of("threads"))

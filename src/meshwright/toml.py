@@ -44,12 +44,14 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
     except RecursionError:
         raise UserError(f"{where}: not valid TOML: nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits, a date that there is not, or too deep
+    except ValueError as error:  # a number with thousands of digits, an impossible date, or nested too deeply
         raise UserError(f"{where}: not valid TOML: {error}") from None
 
 
 def _describe_missing_file(path: Path, kind: str) -> str:
-    """Return the error text for a missing file, with the nearest name in its directory. kind: what it should be."""
+    """Return the error text for a missing file, with the nearest name in its directory. kind: what the file should be
+    ("recipe").
+    """
     if not path.parent.is_dir():
         return f"no such {kind}: {path} (there is no directory {path.parent})"
     files = [file.name for file in path.parent.iterdir() if file.suffix == ".toml"]

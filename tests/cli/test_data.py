@@ -121,7 +121,7 @@ def test_without_a_document_mask_every_row_is_one_document(command_line, recipe:
         ("data.tokenizer=bpee", 'did you mean "bpe"?'),
         ("data.clean.encoding=utf9", 'unknown encoding "utf9"; did you mean "utf-8"?'),
         ("data.sequence=1000000", "add text"),
-        ("data.clean.minimum_characters=10000", "no document is left after cleaning; dropped by rule: length 51"),
+        ("data.clean.minimum_characters=10000", "no document remains after cleaning; dropped by rule: length 51"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(command_line, recipe: Path, override: str, said: str):

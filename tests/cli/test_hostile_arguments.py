@@ -61,8 +61,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        ("dp99999999999", "dp99999999999: dp counts to 1,048,576 at most"),
-        ("pp2:interleaved:99999999999", "chunks counts to 1,048,576 at most"),
+        ("dp99999999999", "dp99999999999: dp must be at most 1,048,576"),
+        ("pp2:interleaved:99999999999", "chunks must be at most 1,048,576"),
         ("tp999999 dp999999", "= 999,998,000,001 ranks: at most 1,048,576"),
     ],
 )

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 
 class Style(NamedTuple):
-    """A template, the tokens of its tokenizer, and what it takes: a system message, a turn of the assistant's first."""
+    """A chat template, its special tokens, and whether it accepts a system message or an initial assistant turn."""
 
     template: str
     bos: str | None
@@ -90,7 +90,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; a user asks and the assista
 
 
 def write_tokenizer(directory: Path, style: Style, kind: str = "byte-level") -> Path:
-    """A tokenizer of this style as a Hugging Face directory: byte-level BPE, or as SentencePiece writes its own."""
+    """A tokenizer of this style as a Hugging Face directory: byte-level BPE, or in the form of SentencePiece."""
     from transformers import PreTrainedTokenizerFast
 
     special = [AddedToken(token, special=True, normalized=False) for token in style.special]
@@ -103,7 +103,7 @@ def write_tokenizer(directory: Path, style: Style, kind: str = "byte-level") -> 
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.train_from_iterator([TEXT], trainer)
-    if kind != "byte-level":  # with a token for each byte, for characters that have none
+    if kind != "byte-level":  # byte fallback: a token for each byte
         learnt = json.loads(tokenizer.to_str())["model"]
         tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), *learnt["vocab"]]
         merges = [tuple(merge) for merge in learnt["merges"]]

@@ -1,4 +1,4 @@
-"""A small corpus to prepare, and what an undisturbed preparation of it leaves."""
+"""A small corpus, and the files of an undisturbed preparation of it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def write_corpus(directory: Path) -> Path:
 
 
 def recipe(corpus: Path, cache: Path, **data: Any) -> DataRecipe:
-    """Several shards of bytes, or a BPE of 400 tokens."""
+    """Return a recipe with several shards, and the byte tokenizer or a BPE of 400 tokens."""
     settings = {"tokenizer": "bytes", "vocabulary": 400, "sequence": 32, "shard_tokens": 30_000, **data}
     return DataRecipe(source=str(corpus), cache=str(cache), **{"validation_fraction": 0.1, **settings})
 
 
 def files(directory: Path) -> dict[str, str]:
-    """SHA-256 of every file by its name below `directory`; the lock aside."""
+    """Return {path below `directory`: SHA-256} of every file except the lock."""
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in directory.rglob("*")
@@ -39,7 +39,7 @@ def files(directory: Path) -> dict[str, str]:
 
 @cache
 def undisturbed(tokenizer: str) -> dict[str, str]:
-    """The files that an undisturbed preparation leaves."""
+    """Return the files of an undisturbed preparation, by path with their SHA-256."""
     with TemporaryDirectory() as directory:
         prepare(recipe(write_corpus(Path(directory, "corpus")), Path(directory, "cache"), tokenizer=tokenizer))
         return files(Path(directory, "cache"))

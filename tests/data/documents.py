@@ -1,4 +1,4 @@
-"""A file's documents, or the line that says why there are none."""
+"""Documents of a file, or its error message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 
 
 def read(path: Path, *, named: bool = True, **settings: object) -> list[tuple[str, str | None]]:
-    """(name, text) of the documents of a file, named by the recipe or found by a glob."""
+    """Return (name, text) of the documents of a file that the recipe names, or that a glob found."""
     pattern = str(path) if named else f"{path.parent}/[{path.name[0]}]{path.name[1:]}"
     (file,) = find_files([pattern])
     assert file.named == named

@@ -1,4 +1,4 @@
-"""A server that behaves like an OpenAI-compatible one, in this process, with whatever goes wrong with such servers."""
+"""An OpenAI-compatible server in this process that can fail in the usual ways."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def completion(text: str, finish_reason: str = "stop", usage: bool = True) -> di
 
 
 class Served:
-    """What was asked, in order of arrival, and where."""
+    """Requests in order of arrival, with their paths."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -83,7 +83,7 @@ def served(reply: Callable[[dict[str, Any], int], Any]) -> Iterator[Served]:
                 elif status == 200:
                     with lock:
                         state.answered.append(raw.decode())
-            except OSError:  # whoever asked is gone
+            except OSError:  # the client has disconnected
                 self.close_connection = True
 
         def log_message(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Servers for the tests of stores: S3 as moto answers it, and plain HTTP; both can be told to fail."""
+"""Servers for the tests of stores: S3 (moto) and plain HTTP; both can inject failures."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 @dataclass
 class Server:
-    """A running server. `failing(path, number)`, asked about the number-th read of a path (from 1), says how it fails:
+    """A running server. `failing(path, number)` returns the failure to inject into read `number` (from 1) of a path:
     None (it does not), "half" (half of the body, then the connection is closed), or a status such as "503"."""
 
     url: str = ""
     failing: Callable[[str, int], str | None] = lambda path, number: None
-    refusing: str | None = None  # a status that everything is answered with
+    refusing: str | None = None  # status of every response
     reads: dict[str, int] = field(default_factory=dict)
     ranges: list[str] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ def _refused(status: str, start: Any) -> Iterable[bytes]:
 
 def _cut(body: bytes) -> Iterator[bytes]:
     yield body[: len(body) // 2]
-    raise ConnectionAbortedError  # the connection is closed before all that was promised has come
+    raise ConnectionAbortedError  # the connection closes before Content-Length bytes were sent
 
 
 class _Silent(WSGIRequestHandler):
@@ -74,7 +74,7 @@ class _Silent(WSGIRequestHandler):
 
 @contextmanager
 def running(application: Any) -> Iterator[Server]:
-    """The WSGI application behind faults, on a free port of this machine."""
+    """Serve the WSGI application with fault injection on a free local port."""
     server = Server()
     listening = make_server(
         "127.0.0.1", 0, lambda *request: server.answer(application, *request), threaded=True, request_handler=_Silent

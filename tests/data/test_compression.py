@@ -1,4 +1,4 @@
-"""The yardstick beside bits per byte."""
+"""The xz baseline for bits per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several sources by weight: prepared apart, mixed in the order of samples, counted and reported each for itself."""
+"""Weighted mixtures: sources are packed separately, mixed by the sample order, and counted separately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.corpus import files
 
 
 def write(directory: Path, name: str, letter: str, documents: int) -> str:
-    """A JSON Lines file of texts of one letter, so that every token says where it comes from."""
+    """A JSON Lines file of texts of one letter, so that every token identifies its source."""
     path = directory / f"{name}.jsonl"
     lines = [json.dumps({"text": letter * (50 + number)}) + "\n" for number in range(documents)]
     path.write_text("".join(lines))
@@ -46,7 +46,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def letters(data, numbers: np.ndarray) -> list[str]:
-    """The letter of each sample, in the order of training; no sample has two."""
+    """Return the letter of each sample in training order; no sample has two."""
     batch = data.split("train").read_batch(data.make_sample_order().sample(numbers))
     found = []
     for row in batch.tokens:
@@ -154,7 +154,7 @@ def test_shards_end_with_source_and_resume_after_kill(corpus: Path, tmp_path: Pa
 def test_weighted_source_without_samples_is_refused_by_name(corpus: Path):
     (corpus / "code.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(
-        UserError, match='data.sources: "code" has a weight, and what is left of it after cleaning cannot'
+        UserError, match='data.sources: "code" has a weight, but too little of it remains after cleaning'
     ):
         prepare(recipe(corpus, {"web": 2, "code": 1}))
     assert prepare(recipe(corpus, {"web": None, "code": None})).summary()["sources"][1]["train"]["documents"] == 0

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation each epoch, and a function of (seed, number) alone."""
+"""The sample order: a permutation in each epoch, and a function of (seed, number) alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_epochs_and_seeds_differ():
 
 
 def test_every_permutation_of_a_small_set_is_equally_likely():
-    epochs = 2400
+    epochs = 960
     samples = SampleOrder(3, 4).sample(np.arange(4 * epochs)).reshape(epochs, 4)
     counts = Counter(map(tuple, samples.tolist()))
     expected = epochs / 24
@@ -77,7 +77,7 @@ def test_sample_order_never_changes():
     assert SampleOrder(7, 10).sample(np.arange(20)).tolist() == published
 
 
-# --- several sources by weight
+# --- mixtures
 
 
 shares = st.lists(st.integers(1, 60), min_size=1, max_size=8)

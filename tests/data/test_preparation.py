@@ -1,4 +1,4 @@
-"""The cache: found again by contents, complete, and every reason why it cannot be made said in a line."""
+"""The data cache: keyed by contents, complete, with one-line errors if it cannot be written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_second_call_uses_cache(corpus: Path, tmp_path: Path):
     first = prepare(recipe(corpus, tmp_path), log=log.append)
     assert any(line.startswith("packed train") for line in log)
     log.clear()
-    # How samples are cut is not part of what is stored.
+    # The packing of samples is not part of the cache.
     again = prepare(recipe(corpus, tmp_path, sequence=64, document_mask=False), log=log.append)
     assert log == [] and again.directory == first.directory
     assert again.split("train").sequence == 64
@@ -117,8 +117,8 @@ def refusal(data: DataRecipe) -> str:
 
 def test_a_split_that_cannot_fill_a_sample_is_refused(corpus: Path, tmp_path: Path):
     line = refusal(recipe(corpus, tmp_path, sequence=100_000))
-    assert line.startswith("data.sequence = 100000: the validation split holds only")
-    assert line.endswith("one sample needs 100,001; add text, raise data.validation_fraction or shorten data.sequence")
+    assert line.startswith("data.sequence = 100000: the validation split has only")
+    assert line.endswith("one sample needs 100,001; add text, raise data.validation_fraction or reduce data.sequence")
     assert "the train split" in refusal(recipe(corpus, tmp_path, sequence=10**6, validation_fraction=0))
 
 
@@ -136,7 +136,7 @@ def test_full_disk_leaves_no_partial_data(corpus: Path, tmp_path: Path, monkeypa
 
     sync = os.fsync
     monkeypatch.setattr(os, "fsync", full)
-    assert "cannot be written: No space left on device; make room there" in refusal(recipe(corpus, tmp_path))
+    assert "cannot be written: No space left on device; free space there" in refusal(recipe(corpus, tmp_path))
     assert not list(tmp_path.rglob(".partial*"))
     monkeypatch.setattr(os, "fsync", sync)
     prepare(recipe(corpus, tmp_path))

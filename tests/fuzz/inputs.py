@@ -1,4 +1,4 @@
-"""Hostile and unlucky inputs: valid files of a format, spoiled by random edits of bytes, lines, numbers and values."""
+"""Corrupted inputs: valid files of a format with random edits of bytes, lines, numbers and values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-Inputs = Callable[[Random], bytes]  # makes one input; an equal generator makes an equal input
+Inputs = Callable[[Random], bytes]  # returns one input; equal generators return equal inputs
 
-# Values where others belong. Sizes that only a limit can refuse are among them.
+# Replacement values, including sizes that only a limit can refuse.
 HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, -(2**63), 10**12, 10**30, 0.0, -0.0, 0.5, -1.5, 1e-320, 1e308,
     float("inf"), float("nan"), "", "a", "\0", "\ud800", "é" * 9, "../x", "/", "1", "true", "NaN", "x" * 300, [], [[]],
@@ -46,7 +46,7 @@ _CHANGES = ("set", "set", "remove", "add", "swap", "nest", "repeat")
 
 
 def spoiled(seeds: Sequence[bytes], words: Sequence[bytes] = ()) -> Inputs:
-    """Bytes of a valid file with up to four edits, with `words` of the format among what is put in."""
+    """Return the bytes of a valid file with up to four edits; insertions include `words` of the format."""
     pieces = (*_BYTES, *words)
 
     def make(random: Random) -> bytes:
@@ -59,7 +59,7 @@ def spoiled(seeds: Sequence[bytes], words: Sequence[bytes] = ()) -> Inputs:
 
 
 def _edited(data: bytes, random: Random, piece: bytes, other: bytes) -> bytes:
-    """`data` with one edit: `piece` or the end of the file `other` put in, or a part of it gone, moved or changed."""
+    """Return `data` with one edit: insert `piece` or the end of `other`, or remove, move or change a part."""
     at = random.randrange(len(data) + 1)
     end = min(len(data), at + random.randrange(24))
     match random.choice(_EDITS):
@@ -71,7 +71,7 @@ def _edited(data: bytes, random: Random, piece: bytes, other: bytes) -> bytes:
             return data[:at] + data[end:]
         case "copy":
             return data[:at] + data[at:end] * 2 + data[end:]
-        case "line":  # two lines change places
+        case "line":  # swap two lines
             lines = data.split(b"\n")
             one, two = random.randrange(len(lines)), random.randrange(len(lines))
             lines[one], lines[two] = lines[two], lines[one]
@@ -91,7 +91,7 @@ def _edited(data: bytes, random: Random, piece: bytes, other: bytes) -> bytes:
 
 
 def _wrong_value(random: Random, text: bytes, others: Sequence[Any], words: Sequence[Any]) -> Any:
-    """The JSON value of `text` of which up to four parts are other values, gone, or new."""
+    """Return the JSON value of `text` with up to four parts replaced, removed or added."""
     value = json.loads(text)
     for _ in range(random.randrange(5)):
         other = copy.deepcopy(random.choice(others))
@@ -120,7 +120,7 @@ def _wrong_value(random: Random, text: bytes, others: Sequence[Any], words: Sequ
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Where something stands in nested lists and dictionaries: what holds it, and its key there."""
+    """Position in nested lists and dictionaries: the container, and the key in it."""
     found: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting and len(found) < 400:
@@ -133,12 +133,12 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _inside(value: Any, holder: Any) -> bool:
-    """Whether `holder` is `value` or lies in it."""
+    """Return True if `holder` is `value` or is nested in it."""
     return value is holder or any(inner is holder for at, key in _places(value) for inner in (at, at[key]))
 
 
 def spoiled_json(seeds: Sequence[Any], words: Sequence[Any] = ()) -> Inputs:
-    """JSON text with wrong values, or with wrong bytes. `words`: keys and names of it."""
+    """Return JSON text with wrong values or wrong bytes. `words`: its keys and names."""
     texts, others = [json.dumps(seed).encode() for seed in seeds], (*HOSTILE, *words)
     wrong_bytes = spoiled(texts, [json.dumps(word).encode() for word in words])
 
@@ -149,12 +149,12 @@ def spoiled_json(seeds: Sequence[Any], words: Sequence[Any] = ()) -> Inputs:
 
 
 def one_of(*inputs: Inputs) -> Inputs:
-    """Inputs of which each is made by one of `inputs`."""
+    """Return a function whose inputs each come from one of `inputs`."""
     return lambda random: random.choice(inputs)(random)
 
 
 def write_input(directory: Path, name: str, data: bytes) -> Path:
-    """Write `data` to the file `name` of `directory`, whose folders are made; its path."""
+    """Write `data` to the file `name` in `directory`, creating directories; return its path."""
     path = directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -162,5 +162,5 @@ def write_input(directory: Path, name: str, data: bytes) -> Path:
 
 
 def decode(data: bytes) -> str:
-    """`data` as text; what is not UTF-8 becomes U+FFFD."""
+    """Decode `data`; invalid UTF-8 becomes U+FFFD."""
     return data.decode("utf-8", "replace")

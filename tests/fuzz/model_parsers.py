@@ -128,7 +128,7 @@ def weights() -> Inputs:
 
 
 def read_tensors(directory: Path, path: Path) -> None:
-    """Read as `inspect` does, and as a model is."""
+    """Read as `inspect` does and as a model loader does."""
     from meshwright.inspection.report import inspect_model
     from meshwright.model.huggingface import CheckpointFiles
 
@@ -229,7 +229,7 @@ TEMPLATE_WORDS = (
 
 
 class SharedProcess(RenderProcess):
-    """Template rendered in the subprocess of the template before it: a process of its own takes 0.2 s to start."""
+    """Template rendered in the subprocess of the previous template: a new process takes 0.2 s to start."""
 
     alive: RenderProcess | None = None
 

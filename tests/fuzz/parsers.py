@@ -1,7 +1,7 @@
-"""Every parser of files and notations that a stranger may have written: valid inputs, and what reads them.
+"""Every parser of untrusted files and notations: valid inputs, and readers.
 
-A reader raises one of its `refusals` in one line, or returns; where there is a printer, it checks that what was read,
-printed and read again is equal.
+A reader raises one of its `refusals` in one line, or returns; if there is a printer, it checks that a value
+that is read, printed and read again is equal.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from tests.fuzz.run_parsers import (
 
 
 class Parser(NamedTuple):
-    """`inputs()` makes inputs, `read(data, directory)` reads one; the directory is empty before the first of them."""
+    """`inputs()` generates inputs, `read(data, directory)` reads one; the directory is empty before the first."""
 
     inputs: Callable[[], Inputs]
     read: Callable[[bytes, Path], None]

@@ -129,7 +129,7 @@ def manifest_bytes() -> bytes:
 
 
 def read_manifest(data: bytes, directory: Path) -> None:
-    """A manifest with a right hash of its own, or the bytes as they are."""
+    """Return a manifest with a valid hash, or the bytes unchanged."""
     from meshwright.checkpoint import manifest
 
     try:
@@ -209,7 +209,7 @@ def read_calibrate(data: bytes, directory: Path) -> None:
 
 
 def read_prepared(data: bytes, directory: Path) -> None:
-    """What is damaged in the cache is made again, or refused."""
+    """Damaged files in the cache are prepared again, or refused."""
     from meshwright.data import prepare
     from meshwright.recipe.data import DataRecipe
 

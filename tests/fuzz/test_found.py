@@ -1,4 +1,4 @@
-"""Inputs that fuzzing found to end in a traceback, once: each is refused in a line."""
+"""Inputs for which fuzzing once found a traceback: each is refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a file or an argument holds, it is read, or refused in one line."""
+"""Every file or argument is read, or refused in one line."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ import pytest
 from tests.fuzz.parsers import PARSERS
 
 FEW = 60
-SECONDS = 10.0  # of processor time for an input, also where it is the first and its reader imports PyTorch
-MEMORY_BYTES = 4 << 30  # beside what the process has already mapped
+SECONDS = 10.0  # of CPU time for an input, including the first one, whose reader imports PyTorch
+MEMORY_BYTES = 4 << 30  # in addition to the memory that is already mapped
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Empty directory, in memory where that can be."""
+    """Empty directory, in memory if possible."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as made:
         yield Path(made)
 
 
 @pytest.fixture
 def bounded_memory() -> Iterator[None]:
-    """An allocation without bound is a MemoryError, and not the end of the machine."""
+    """Limit the address space, so that an unbounded allocation raises MemoryError."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, before[1]))
@@ -42,12 +42,12 @@ def bounded_memory() -> Iterator[None]:
 
 
 class TooSlow(BaseException):
-    """The timer's; a reader that takes any `Exception` for a refusal must not take this for one."""
+    """Raised by the timer; a BaseException, which no reader mistakes for a refusal."""
 
 
 @contextmanager
 def bounded_time(text: bytes) -> Iterator[None]:
-    """AssertionError where the block takes more than `SECONDS` of processor time."""
+    """Raise AssertionError if the block takes more than `SECONDS` of CPU time."""
 
     def stop(number: int, frame: object) -> None:
         raise TooSlow
@@ -64,10 +64,10 @@ def bounded_time(text: bytes) -> Iterator[None]:
 
 
 def find_faults(name: str, numbers: range, directory: Path) -> dict[str, object]:
-    """Read the inputs `numbers` of a parser; returns the counts of inputs and refusals, processor seconds, and faults,
+    """Read the inputs `numbers` of a parser; returns the counts of inputs and refusals, CPU seconds, and faults,
     {where: the first input that failed there}.
 
-    Input n is made of the seed "NAME n" alone: `MESHWRIGHT_FUZZ=n:n+1` repeats it.
+    Input n depends only on the seed "NAME n": `MESHWRIGHT_FUZZ=n:n+1` repeats it.
     """
     parser, refused, begun = PARSERS[name], 0, time.process_time()
     make, faults = parser.inputs(), dict[str, str]()

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of placement: it makes its part of a model as training does."""
+"""Functions that ranks run in the placement tests: each builds its part of a model as in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.spec.config import ModelConfig
 
 
 def parameter_bytes(config: ModelConfig, text: str, sequence: int) -> int:
-    """Bytes of the parameters that this rank of a run keeps between steps."""
+    """Return the bytes of the parameters that this rank keeps between steps."""
     layout = Layout.parse(text)
     mesh = Mesh.create(layout)
     size = parallelize(config, mesh, sequence, seed=3, parameter_dtype=torch.float32).engine.memory()["parameters"]

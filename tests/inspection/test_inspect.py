@@ -1,4 +1,4 @@
-"""A look into a model's files shows what torch and numpy see in them, and every kind of damage is one line."""
+"""Inspection of model files matches torch and NumPy; every kind of damage gives a one-line error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NAMES = {
 
 
 def sharded(directory: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Path:
-    """A directory of two shards with an index."""
+    """Write two shards with an index; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     weight_map = {}
     for number in (1, 2):
@@ -58,7 +58,7 @@ def sharded(directory: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Path
 
 
 def bin_of(directory: Path) -> Path:
-    """The same tensors as `torch.save` writes them."""
+    """Write the same tensors with `torch.save`."""
     directory.mkdir()
     torch.save(TENSORS, directory / "pytorch_model.bin")
     return directory
@@ -92,7 +92,7 @@ def test_every_8_bit_float_decodes_as_in_torch(name: str, dtype: torch.dtype):
 
 
 def test_blockwise_statistics_equal_whole_tensor_statistics():
-    """A mean far from zero, which sums of squares would lose."""
+    """A mean far from zero, for which a sum of squares would lose precision."""
     values = np.random.default_rng(0).normal(1e6, 1e-2, 2 * BLOCK + 77)
     found = compute_statistics(values.view(np.uint8), "F64")
     assert found is not None
@@ -145,7 +145,7 @@ def write_raw(path: Path, header: Any, data: bytes) -> None:
 
 
 class TestDamage:
-    """What is wrong is said in one line that names the file."""
+    """Damage is reported in one line that names the file."""
 
     def refused(self, path: Path, **options: Any) -> str:
         with pytest.raises(UserError) as caught:
@@ -173,7 +173,7 @@ class TestDamage:
         content = json.loads(index.read_text())
         content["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
         index.write_text(json.dumps(content))
-        assert "tensor ghost is missing, though the index says" in self.refused(tmp_path)
+        assert "tensor ghost is missing, though the index lists it there" in self.refused(tmp_path)
         del content["weight_map"]["ghost"], content["weight_map"]["odd"]
         index.write_text(json.dumps(content))
         assert inspect_model(tmp_path)["not_in_index"] == ["odd"]
@@ -184,7 +184,7 @@ class TestDamage:
         ("header", "said"),
         [
             ({"x": {"dtype": "BF17", "shape": [1], "data_offsets": [0, 2]}}, '"BF17"; did you mean "BF16"?'),
-            ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "needs 12 bytes, its place has 8"),
+            ({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "needs 12 bytes, its offsets span 8"),
             ({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, "not a JSON object of tensors"),
             ({"x": {"dtype": "F32", "shape": [1]}}, "not a JSON object of tensors"),
             ({"x": 3}, "not a JSON object of tensors"),
@@ -198,7 +198,7 @@ class TestDamage:
         assert said in self.refused(tmp_path)
 
     def test_path_without_model_is_refused(self, tmp_path: Path):
-        assert "no model in it" in self.refused(tmp_path)
+        assert "has no model" in self.refused(tmp_path)
         (tmp_path / "model.txt").write_text("text")
         assert "not a model file" in self.refused(tmp_path / "model.txt")
         (tmp_path / "model.safetensors").write_text("a text that somebody renamed")
@@ -213,14 +213,14 @@ class TestDamage:
                 return (Path.touch, (ran,))
 
         torch.save({"x": Wicked()}, tmp_path / "pytorch_model.bin")
-        assert "it holds more than tensors" in self.refused(tmp_path)
+        assert "it has more than tensors" in self.refused(tmp_path)
         assert not ran.exists()
 
     def test_truncated_or_empty_bin_file_is_named(self, tmp_path: Path):
         file = bin_of(tmp_path / "model") / "pytorch_model.bin"
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
-        assert "cut or damaged" in self.refused(tmp_path / "model")
+        assert "truncated or damaged" in self.refused(tmp_path / "model")
         torch.save({"step": 3}, file)
         assert "holds no tensors" in self.refused(tmp_path / "model")
 

@@ -1,4 +1,4 @@
-"""Where layers would go is where training puts them, counted from the tensors themselves."""
+"""Predicted placement matches training, counted from the tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.inspection.placement_cases import parameter_bytes
 
 
 def config() -> ModelConfig:
-    """Five layers, a tied embedding."""
+    """Return a model with five layers and a tied embedding."""
     return dataclasses.replace(preset("qwen3-tiny"), layers=5)
 
 
@@ -35,8 +35,8 @@ def padded(elements: int) -> int:
 
 
 def of_layers(model: ModelConfig, layers: list[int], more: str) -> int:
-    """Elements of the tensors of some layers, and of those whose name begins as `more` says, by their names alone; each
-    unit is filled up to whole aligned buffers."""
+    """Return the elements of the tensors of `layers`, and of those whose name matches `more`; each unit is padded to
+    aligned buffers."""
     units: dict[str, int] = {}
     for entry in parameter_table(model).entries:
         layer = re.match(r"model\.layers\.(\d+)\.", entry.name)
@@ -88,14 +88,7 @@ def test_v_shaped_schedule_places_both_chunks_on_their_rank():
 
 def test_placed_elements_match_training_buffers():
     with LocalRanks(4, threads=1) as ranks:
-        for layout in (
-            "pp2 dp2 zero3",
-            "tp2 pp2",
-            "dp2 pp2:interleaved mb2",
-            "dp4 zero2",
-            "tp4",
-            "pp2:zb-v mb4 dp2 zero1",
-        ):
+        for layout in ("pp2 dp2 zero3", "tp2 pp2", "dp2 pp2:interleaved mb2", "pp2:zb-v mb4 dp2 zero2"):
             kept = ranks.run(parameter_bytes, config(), layout, 128)
             assert [rank["bytes"] for rank in describe_placement(config(), layout, "F32", 128)["ranks"]] == kept, layout
 

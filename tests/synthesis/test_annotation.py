@@ -1,4 +1,4 @@
-"""To doccano and Prodigy and back: the same records, what annotators changed, and counts of what they left."""
+"""Export to and import from doccano and Prodigy: unchanged records, changed labels, and counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def placed(records: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def rows_of(records: list[dict[str, Any]], tool: str, task: str) -> list[dict[str, Any]]:
-    """The rows as a file holds them, and as an annotator leaves them who agrees with all."""
+    """Return the rows as written to a file and returned by an annotator who changes nothing."""
     rows = [json.loads(json.dumps(row)) for row in export_rows(placed(records), tool, task)]
     return [{**row, "answer": "accept"} for row in rows] if tool == "prodigy" else rows
 
@@ -98,7 +98,7 @@ def test_rows_of_prodigy_have_the_keys_of_its_interfaces():
     assert row["user_input"] == ODD["output"]
 
 
-# What doccano 1.8.4 wrote after importing these records' rows, with a label, a span and a response changed in it.
+# Export of doccano 1.8.4 after importing the rows of these records and changing a label, a span and a response.
 # ruff: noqa: E501
 WRITTEN_BY_DOCCANO = {
     "classify": r"""
@@ -154,7 +154,7 @@ def test_doccano_rewrite_replaces_response_and_drops_its_labels():
     assert {**second, "annotation": 0} == {**CHAT, "annotation": 0} and summary["changed"] == 1
 
 
-# Answers as Prodigy's documentation shows them, with the fields that it adds.
+# Answers in the form of Prodigy's documentation, with its additional fields.
 ADDED = {
     "_input_hash": -1204379214,
     "_task_hash": 1867154,
@@ -175,7 +175,7 @@ def test_prodigy_fields_survive_round_trip():
     assert {key: again[key] for key in ADDED} == ADDED
     [record_again], summary = back([record], [{**again, "answer": "accept"}], "prodigy")
     assert record_again == record and summary["changed"] == 0
-    # The hashes of one task are not those of another, nor of a text with another response.
+    # Hashes differ by task, and for a text with another response.
     [spans] = export_rows(placed([record]), "prodigy", "spans")
     assert not set(ADDED) & set(spans)
     [rewriting] = rows_of([record], "prodigy", "rewrite")
@@ -212,7 +212,7 @@ def test_unlabelled_doccano_row_clears_only_exported_labels():
     records = [PLAIN, labelled]
     rows = rows_of(records, "doccano", "classify")
     rows[1]["label"] = []
-    # Both have the same name but for its number: the annotation is no part of it.
+    # Both have the same name except for its number: the annotation is not part of it.
     kept, summary = back(records, rows, "doccano")
     assert summary["answers"]["unlabelled"] == 1 and summary["changed"] == 1
     assert kept[0] == PLAIN and kept[1]["annotation"]["prompt"] == []
@@ -229,7 +229,7 @@ def test_annotator_majority_wins_and_tie_keeps_labels():
     assert record["annotation"]["prompt"] == ["directive"] and record["annotation"]["response"] == ["assertive"]
     assert record["annotation"]["refuses"] is False
     assert (summary["several"], summary["agreed"], summary["disputed"]) == (1, 0, [])
-    [record], summary = back([PLAIN], rows[:2], "doccano")  # one of two says that it refuses
+    [record], summary = back([PLAIN], rows[:2], "doccano")  # one of two annotators set "refuses"
     assert record == PLAIN and len(summary["disputed"]) == 1 and summary["labelled"] == 0
     [record], summary = back([PLAIN], [rows[0], rows[0]], "doccano")
     assert record["annotation"]["refuses"] is True and summary["agreed"] == 1
@@ -255,10 +255,10 @@ def test_span_over_heading_is_clipped_to_its_side():
     ("tool", "task", "change", "said"),
     [
         ("doccano", "classify", {"label": ["response:asertive"]}, 'did you mean "response:assertive"?'),
-        ("doccano", "classify", {"label": [[0, 1, "assertive"]]}, "a project of another kind"),
+        ("doccano", "classify", {"label": [[0, 1, "assertive"]]}, "a project of another task"),
         ("doccano", "classify", {"label": "refuses"}, '"label" is not a list'),
-        ("doccano", "rewrite", {"text": "Say  hello"}, "the text is not the one that was exported"),
-        ("doccano", "classify", {"text": "edited"}, "the text is not the one that was exported"),
+        ("doccano", "rewrite", {"text": "Say  hello"}, "the text differs from the exported one"),
+        ("doccano", "classify", {"text": "edited"}, "the text differs from the exported one"),
         ("doccano", "classify", {"record": None}, 'no "record"'),
         ("doccano", "classify", {"record": "classify 0123"}, "no record is named 0123"),
         ("doccano", "spans", {"label": [[0, 3, "assertive"]]}, "touches neither side"),

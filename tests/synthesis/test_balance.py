@@ -1,4 +1,4 @@
-"""The balance report: counts, shares, entropy, what is missing and what to add, refusals; and its page."""
+"""The balance report: counts, shares, entropy, missing acts, numbers to add, refusals; and its page."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_additions_are_the_fewest_that_reach_the_target(held: dict[str, int], gi
     add = count_additions(held, target)
     wanted = [act for act in ACTS if target[act]]
     assert all(add[act] == 0 for act in ACTS if not target[act]) and min(add.values()) >= 0
-    # The fullest act gets nothing; every other has at least its share beside the fullest, and with one less has not.
+    # The most frequent act gets none; every other one reaches its share, and with one less would not.
     fullest = max(wanted, key=lambda act: held[act] / target[act])
     assert add[fullest] == 0
     for act in wanted:

@@ -1,4 +1,4 @@
-"""A served model: what is sent, what is tried again, what is not, and that the key goes nowhere else."""
+"""The endpoint client: requests, retries, final errors, and where the API key is sent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_invalid_server_address_is_refused(url: str):
 
 
 def broken(kind: str):
-    """One bad reply of a kind."""
+    """Return an invalid reply of this kind."""
     good = json.dumps(completion("Hi")).encode()
     return {
         "503": (503, {}, b"busy"),
@@ -142,7 +142,7 @@ def test_slow_server_times_out():
         return "late"
 
     with served(silent) as server:
-        with pytest.raises(NoAnswer, match=r"(timed out|no whole answer in 0\.2 seconds)"):
+        with pytest.raises(NoAnswer, match=r"(timed out|no complete answer in 0\.2 seconds)"):
             endpoint(server.url, timeout=0.2, tries=1).complete(HELLO)
         release.set()
 
@@ -163,7 +163,7 @@ def test_slow_server_times_out():
                     pass
 
         threading.Thread(target=drip, daemon=True).start()
-        with pytest.raises(NoAnswer, match=r"no whole answer in 0\.3 seconds"):
+        with pytest.raises(NoAnswer, match=r"no complete answer in 0\.3 seconds"):
             endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=0.3, tries=1).complete(HELLO)
 
 

@@ -1,4 +1,4 @@
-"""Labels by a served model: what it says arrives as a guess, what people said stays."""
+"""Labels by a served model are marked as such, and labels by people are kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.synthesis.asking import ChatClient
+from meshwright.synthesis.chat_client import ChatClient
 from meshwright.synthesis.endpoint import Endpoint
 from meshwright.synthesis.labelling import label_records
 from meshwright.synthesis.speech_acts import ACTS
@@ -17,8 +17,8 @@ GOOD = {"prompt": ["directive"], "response": ["expressive", "assertive"], "shoul
 
 
 def labelled(reply, records: list[dict], path: Path, **options):
-    with served(reply) as server, ChatClient(Endpoint(server.url, "m", backoff=0.001), path, concurrency=2) as asker:
-        kept, summary = label_records([(f"r:{n}", record) for n, record in enumerate(records)], asker, **options)
+    with served(reply) as server, ChatClient(Endpoint(server.url, "m", backoff=0.001), path, concurrency=2) as client:
+        kept, summary = label_records([(f"r:{n}", record) for n, record in enumerate(records)], client, **options)
     return kept, summary, server
 
 

@@ -1,4 +1,4 @@
-"""ROUGE-L is what the reference implementation says, and a pool finds what a comparison with each would."""
+"""ROUGE-L matches the reference implementation, and the pool matches pairwise comparison."""
 
 from __future__ import annotations
 

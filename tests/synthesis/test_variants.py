@@ -1,4 +1,4 @@
-"""Self-Instruct and Evol-Instruct against a served model that is a program: what is asked, what is left out, why."""
+"""Self-Instruct and Evol-Instruct with a scripted model: prompts, discarded tasks, reasons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import ChatClient
+from meshwright.synthesis.chat_client import ChatClient
 from meshwright.synthesis.endpoint import Endpoint, Sampling
 from meshwright.synthesis.evol_instruct import METHODS, evol_instruct
 from meshwright.synthesis.rouge import compute_rouge_l, split_words
@@ -51,7 +51,7 @@ SEEDS = [
 ]
 
 
-def asker(url: str, path: Path, concurrency: int = 4) -> ChatClient:
+def make_client(url: str, path: Path, concurrency: int = 4) -> ChatClient:
     return ChatClient(Endpoint(url, "m", backoff=0.001, tries=2), path, concurrency)
 
 
@@ -61,7 +61,7 @@ def new_task(random_: random.Random) -> str:
 
 
 def self_instruct_model(body: dict, number: int):
-    """Answers the four prompts of Self-Instruct, each as a function of what is asked."""
+    """Scripted answers to the four prompts of Self-Instruct."""
     prompt = body["messages"][-1]["content"]
     random_ = random.Random(f"{prompt} {body['seed']}")
     if prompt.startswith("Here are"):
@@ -75,8 +75,8 @@ def self_instruct_model(body: dict, number: int):
 
 
 def made(tmp_path: Path, model=self_instruct_model, count: int = 12, **options):
-    with served(model) as server, asker(server.url, tmp_path / "j") as ask:
-        return self_instruct(SEEDS, ask, count, **options), server
+    with served(model) as server, make_client(server.url, tmp_path / "j") as client:
+        return self_instruct(SEEDS, client, count, **options), server
 
 
 def test_prompt_contains_eight_tasks_with_two_generated(tmp_path: Path):
@@ -89,7 +89,7 @@ def test_prompt_contains_eight_tasks_with_two_generated(tmp_path: Path):
         shown = re.findall(r"^\d+\. (.*)$", prompt, re.MULTILINE)
         assert len(shown) == len(set(shown)) == 8
         own[sum(task not in people for task in shown)] += 1
-    assert set(own) == {0, 2} and own[0] == 8 and own[2] >= 8  # none in the first round: there are none yet
+    assert set(own) == {0, 2} and own[0] == 8 and own[2] >= 8  # the first round has no generated tasks
     assert len(set(prompts)) == len(prompts)
 
 
@@ -110,15 +110,15 @@ def test_task_similarity_threshold_is_seven_tenths(tmp_path: Path):
     def model(body: dict, number: int) -> str:
         return f"2. {seven}\n3. {six}" if body["messages"][0]["content"].startswith("Here are") else "Output: x"
 
-    with served(model) as server, asker(server.url, tmp_path / "j") as ask:
-        outcome = self_instruct([("s", {"instruction": seed})], ask, 1)
+    with served(model) as server, make_client(server.url, tmp_path / "j") as client:
+        outcome = self_instruct([("s", {"instruction": seed})], client, 1)
         rounds = [body for body in server.requests if body["messages"][0]["content"].startswith("Here are")]
     assert outcome.dropped["like another task"] >= 1 and outcome.dropped["task without an example"] == 1
     asked = [
         body["messages"][0]["content"] for body in server.requests if "yes or no" in body["messages"][0]["content"]
     ]
     assert len(asked) == 1 and asked[0].endswith(six)
-    # One seed gives one prompt; each request for it has a seed of its own.
+    # A single seed task gives equal prompts; each request has a different seed.
     assert len(rounds) == 8 and len({body["seed"] for body in rounds}) == 8
 
 
@@ -134,8 +134,8 @@ def test_instances_are_input_first_or_label_first_for_classification(tmp_path: P
 
 def test_self_instruct_depends_on_seed_not_concurrency(tmp_path: Path):
     def run(name: str, seed: int, concurrency: int) -> list:
-        with served(self_instruct_model) as server, asker(server.url, tmp_path / name, concurrency) as ask:
-            return self_instruct(SEEDS, ask, 20, Sampling(seed=seed)).records
+        with served(self_instruct_model) as server, make_client(server.url, tmp_path / name, concurrency) as client:
+            return self_instruct(SEEDS, client, 20, Sampling(seed=seed)).records
 
     assert run("a", 1, 1) == run("b", 1, 8) != run("c", 2, 8)
 
@@ -211,8 +211,8 @@ def test_truncated_answers_are_not_used(tmp_path: Path):
 
 
 def test_seed_file_without_tasks_is_refused(tmp_path: Path):
-    with served(self_instruct_model) as server, asker(server.url, tmp_path / "j") as ask:
-        for run in (lambda: self_instruct([("s", {"instruction": " "})], ask, 1), lambda: evol_instruct([], ask)):
+    with served(self_instruct_model) as server, make_client(server.url, tmp_path / "j") as client:
+        for run in (lambda: self_instruct([("s", {"instruction": " "})], client, 1), lambda: evol_instruct([], client)):
             with pytest.raises(UserError, match="the file has none"):
                 run()
 
@@ -225,7 +225,7 @@ def task_of(prompt: str) -> str:
 
 
 def evolving(body: dict, number: int):
-    """A model whose every evolution is new and whose every response is fine."""
+    """Scripted model whose evolutions are all new and whose responses are all usable."""
     prompt = body["messages"][-1]["content"]
     if prompt.startswith(("Rewrite the task", "Write a new task")):
         return f"{task_of(prompt)} + {body['seed'] % 1000}"
@@ -233,9 +233,9 @@ def evolving(body: dict, number: int):
 
 
 def evolved(tmp_path: Path, model=evolving, count: int = 30, **options):
-    with served(model) as server, asker(server.url, tmp_path / "j") as ask:
+    with served(model) as server, make_client(server.url, tmp_path / "j") as client:
         return (
-            *evol_instruct([(f"s:{n}", {"instruction": f"task {n}"}) for n in range(count)], ask, **options),
+            *evol_instruct([(f"s:{n}", {"instruction": f"task {n}"}) for n in range(count)], client, **options),
             server,
         )
 
@@ -282,7 +282,7 @@ def test_six_methods_are_chosen_uniformly_with_distinct_prompts(tmp_path: Path):
 def test_failed_evolutions_are_dropped_by_the_papers_rules(tmp_path: Path, task, judgement, response, reason):
     def model(body: dict, number: int):
         prompt = body["messages"][-1]["content"]
-        if "task 1\n" in prompt or prompt == "well":  # one that goes well, so that not all fail
+        if "task 1\n" in prompt or prompt == "well":  # one that succeeds
             return "well"
         if prompt.startswith(("Rewrite the task", "Write a new task")):
             return task

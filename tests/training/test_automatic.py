@@ -60,5 +60,5 @@ def test_model_without_fitting_layout_is_one_line(measured: Path):
 def test_commands_other_than_train_need_a_layout(tmp_path: Path):
     path = tmp_path / "recipe.toml"
     path.write_text(format_toml(TABLES))
-    with pytest.raises(UserError, match=r'recipe.toml: layout "auto" is chosen by `meshwright train`; here name one'):
+    with pytest.raises(UserError, match=r'recipe.toml: layout "auto" is resolved by `meshwright train` only; give one'):
         _ = load_recipe(path).parsed_layout

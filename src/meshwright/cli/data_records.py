@@ -16,7 +16,7 @@ from meshwright.names import unknown
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 if TYPE_CHECKING:
-    from meshwright.synthesis.asking import ChatClient
+    from meshwright.synthesis.chat_client import ChatClient
 
 _METHODS = ("self-instruct", "evol-instruct")
 _FILE = click.Path(path_type=Path)
@@ -72,9 +72,9 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 
     with result_printer(as_json) as answer:
         rows = read_records(records)
-        with _make_client(served, output) as asker:
-            labelled, summary = label_records(rows, asker, served["seed"], again)
-            summary |= {"usage": _measure_usage(asker, served), "output": output}
+        with _make_client(served, output) as client:
+            labelled, summary = label_records(rows, client, served["seed"], again)
+            summary |= {"usage": _measure_usage(client, served), "output": output}
             write_records(output, labelled)
         answer(summary, render_tables([_make_summary_table(summary)]))
 
@@ -218,15 +218,15 @@ def vary(
         if method not in _METHODS:
             raise UserError(f"--method: {unknown('method', method, _METHODS)}")
         rows = read_records(seeds)
-        with _make_client(served, output) as asker:
+        with _make_client(served, output) as client:
             if method == _METHODS[0]:
                 sampling = Sampling(0.7 if temperature is None else temperature, max_tokens, served["seed"])
-                outcome = self_instruct(rows, asker, count, sampling, instances, print_message)
+                outcome = self_instruct(rows, client, count, sampling, instances, print_message)
                 records, summary = outcome.records, outcome.summarize()
             else:
                 sampling = Sampling(1.0 if temperature is None else temperature, max_tokens, served["seed"])
-                records, summary = evol_instruct(rows, asker, rounds, sampling, log=print_message)
-            summary |= {"usage": _measure_usage(asker, served), "output": output}
+                records, summary = evol_instruct(rows, client, rounds, sampling, log=print_message)
+            summary |= {"usage": _measure_usage(client, served), "output": output}
             write_records(output, records)
         answer(summary, render_tables([_make_summary_table(summary)]))
 
@@ -240,7 +240,7 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
     served: values of the options that `_served_model_options` adds, by parameter name. output: output file of the
     command; the file that keeps the model's answers is named after it by default.
     """
-    from meshwright.synthesis.asking import ChatClient
+    from meshwright.synthesis.chat_client import ChatClient
     from meshwright.synthesis.endpoint import Endpoint, read_key
 
     key = read_key(served["key_variable"])
@@ -249,12 +249,12 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
     return ChatClient(endpoint, journal, served["concurrency"], print_message)
 
 
-def _measure_usage(asker: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
+def _measure_usage(client: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
     """Return the token counts of all requests that the client has made, and their price, as JSON values by name.
 
     served: values of the options that `_served_model_options` adds, by parameter name, of which the prices are used.
     """
-    return asker.summarize_usage(served["price_in"], served["price_out"])
+    return client.summarize_usage(served["price_in"], served["price_out"])
 
 
 def _make_summary_table(summary: Mapping[str, Any]) -> Any:

@@ -19,10 +19,10 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
     """Return the first `count` training samples as JSON objects. If none of them contains a document boundary, the last
     one is replaced by the next sample that does.
 
-    `sample`: its index in the training split. `documents`: [{start, stop, text}], token range and decoded text, special
-    tokens by name. `masked_targets`: positions whose next token is not a target; `target_tokens`: number of all other
-    positions. For records also `padding`: number of tokens after the last document, and in each document `parts`:
-    [{text, trained}], runs of tokens that are, or are not, targets.
+    Keys of an object: `sample`: its index in the training split. `documents`: [{start, stop, text}], range of token
+    positions and decoded text with special tokens by name. `masked_targets`: positions whose next token is not a
+    target; `target_tokens`: number of all other positions. Records also have `padding`, the number of tokens after the
+    last document, and in each document `parts`: [{text, trained}], runs of tokens that are, or are not, targets.
     """
     split = data.split("train")
     order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))

@@ -89,6 +89,15 @@ def write_atomic(path: Path, data: bytes) -> dict[str, Any]:
         return file.finish()
 
 
+def remember_json(path: Path, value: Any) -> None:
+    """Write a JSON value to the file `path` of the cache, creating its directory. Errors are ignored: the file only
+    saves time, and a cache that cannot be written is reported when the data are written.
+    """
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, canonical_json(value))
+
+
 def write_array(file: AtomicFile, array: NDArray[Any]) -> None:
     """Write a 1-D array to `file` in .npy format, block by block: a memory-mapped array may be larger than memory."""
     header = io.BytesIO()
@@ -118,7 +127,7 @@ def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | N
     except FileNotFoundError:
         return "is missing"
     if size != recorded["bytes"]:
-        return f"holds {size:,} bytes instead of {recorded['bytes']:,}"
+        return f"has {size:,} bytes instead of {recorded['bytes']:,}"
     if contents and hash_file(path) != recorded["sha256"]:
         return "is damaged (its sha256 differs)"
     return None

@@ -10,7 +10,9 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-LONGEST_PERIOD = 1 << 16  # most samples after which a mixture repeats its sequence of sources
+from meshwright.data.cleaning.words import mix_bits
+
+LONGEST_PERIOD = 1 << 16  # maximum samples after which the sequence of sources of a mixture repeats
 _ROUNDS = 8
 
 
@@ -66,19 +68,21 @@ class SampleOrder:
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in keys:
-            left, right = right, left ^ (_mix_bits(right + key) & mask)
+            left, right = right, left ^ (mix_bits(right + key) & mask)
         return (left << bits) | right
 
 
 class MixtureOrder:
-    """Order in which training reads a weighted mixture of K data sources, each shuffled in endless epochs of its own;
+    """Order in which training reads a weighted mixture of K data sources, each shuffled in separate endless epochs;
     computed per sample and never stored.
 
     sequences: number of samples of each source; source k's samples have the indices from sequences[0] + ... +
-    sequences[k-1] on. weights: relative share of each source. The pattern of sources is periodic and as even as
-    possible: of the first n samples, source k gets n w_k / sum(w) to within 1 - 1/(2K - 2) (Tijdeman, "The chairman
-    assignment problem", 1980), and of any n consecutive ones to within twice that. The period is the sum of the weights
-    as smallest integers; above `LONGEST_PERIOD` they are rounded.
+    sequences[k-1] on. weights: w, relative share of each source.
+
+    The pattern of sources is periodic and as even as possible: source k's number among the first n samples differs from
+    n w_k / sum(w) by at most 1 - 1/(2K - 2) (Tijdeman, "The chairman assignment problem", 1980), and among any n
+    consecutive ones by at most twice that. The period is the sum of the weights as smallest integers; above
+    `LONGEST_PERIOD` they are rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
@@ -156,12 +160,3 @@ def interleave_evenly(counts: Sequence[int]) -> list[int]:
         turns[taken] += 1
         period.append(taken)
     return period
-
-
-def _mix_bits(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix the bits of each uint64 with the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable
-    Pseudorandom Number Generators", 2014); returns a new array of the same shape.
-    """
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -41,7 +41,7 @@ from meshwright.data.prepared import PreparedData
 from meshwright.data.records.chat_template import check_template_tokens, find_template
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.sources.contents import SourceDigests
-from meshwright.data.sources.reading import LONGEST_DOCUMENT, Reader, check_encoding
+from meshwright.data.sources.reading import LONGEST_DOCUMENT, check_encoding
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files
 from meshwright.data.tokenizers.kinds import KINDS
 from meshwright.data.tokenizers.tokenizer import FILES, TextTokenizer, find_tokenizer, load_tokenizer, write_tokenizer
@@ -49,7 +49,7 @@ from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
 
 FORMAT = 3
-TRAINING_TEXT = 256 << 20  # most UTF-8 bytes that a tokenizer is trained on: more hardly changes the vocabulary
+TRAINING_TEXT = 256 << 20  # maximum UTF-8 bytes of tokenizer training text: more hardly changes the vocabulary
 
 Log = Callable[[str], None]
 
@@ -85,7 +85,7 @@ def prepare(
     except OSError as error:
         raise UserError(
             f"data.cache: {error.filename or job.directory} cannot be written: {error.strerror or error}; "
-            "make room there or name another directory in data.cache"
+            "free space there, or set data.cache to another directory"
         ) from None
     data = PreparedData(job.directory, manifest, recipe, seed)
     data.check_lengths(recipe.validation_fraction)
@@ -94,7 +94,8 @@ def prepare(
 
 def find_prepared(recipe: DataRecipe, seed: int = 0) -> PreparedData | None:
     """Return the prepared data of a recipe's `[data]` table from the cache, None if they are not there. seed: of the
-    training split's sample order. `UserError` for sources that cannot be read."""
+    training split's sample order. Raises `UserError` for sources that cannot be read.
+    """
     job = _Preparation(recipe, lambda line: None, keep_text=False)
     manifest = job.find_manifest(contents=False, log=None)
     return None if manifest is None else PreparedData(job.directory, manifest, recipe, seed)
@@ -116,8 +117,8 @@ class _Preparation:
             other = next((file for file in self.files if file.format == "wet"), None)
             if other is not None:
                 raise UserError(
-                    f"data.clean.required_keys: {other.path} holds pages, which have no keys; only records of JSON "
-                    "Lines and rows of Parquet are held to a schema: leave the keys out, or this source"
+                    f"data.clean.required_keys: {other.path} has pages, which have no keys; only JSON records and "
+                    "Parquet rows are checked against a schema: remove the keys, or this source"
                 )
         self.tokenizer_files = find_tokenizer(recipe.tokenizer)
         self.template: tuple[str, str] | None = None  # Jinja source, and its name in errors
@@ -136,8 +137,7 @@ class _Preparation:
         return {
             "format": FORMAT,
             "files": [
-                [file.name, file.format, hash_word_list]
-                for file, hash_word_list in zip(self.files, self.contents.sha256, strict=True)
+                [file.name, file.format, sha256] for file, sha256 in zip(self.files, self.contents.sha256, strict=True)
             ],
             "sources": self._sum_by_source([1] * len(self.files)),
             "text_key": recipe.text_key if any(file.format in KEYED_FORMATS for file in self.files) else None,
@@ -171,8 +171,8 @@ class _Preparation:
                 log(f"{self.directory / 'manifest.json'}: hash mismatch or older format; preparing the data again")
             return None
         problems: list[str] = []
-        for name, said in manifest["tokenizer"].items():
-            if found := find_damage(self.directory / "tokenizer" / name, said, contents=True):
+        for name, recorded in manifest["tokenizer"].items():
+            if found := find_damage(self.directory / "tokenizer" / name, recorded, contents=True):
                 problems.append(f"{self.directory / 'tokenizer' / name} {found}")
         for split in SPLITS:
             for record in manifest["splits"][split]:
@@ -249,8 +249,8 @@ class _Preparation:
                 path.unlink()
 
     def _survey_corpus(self) -> Survey:
-        """Return which split each document of the corpus belongs to, or why it was dropped: from the cache, or by
-        reading and cleaning all documents.
+        """Return the survey of the corpus (the split of each document, or the rule that dropped it): from the cache, or
+        by reading and cleaning all documents.
         """
         codes_path, path, work = (self.directory / name for name in ("survey.npy", "survey.json", "cleaning"))
         record = read_json(path)
@@ -274,12 +274,14 @@ class _Preparation:
         return Survey.from_json(codes, record, Rewriter(self.recipe.clean))
 
     def _prepare_tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
-        """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files); it is trained, or copied into the cache
-        directory, unless it is there. result: the survey, which assigns documents to splits.
+        """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files). Unless the cache directory has them, it is
+        trained, or copied from the recipe's tokenizer. result: the survey, which assigns documents to splits.
         """
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
         record = read_json(record_path)
-        if record is None or any(find_damage(directory / name, said, contents=True) for name, said in record.items()):
+        if record is None or any(
+            find_damage(directory / name, recorded, contents=True) for name, recorded in record.items()
+        ):
             recipe, size = self.recipe, result.bytes["train"]
             if _is_trained(recipe):
                 size, title = min(size, TRAINING_TEXT), KINDS[recipe.tokenizer].title
@@ -305,11 +307,11 @@ class _Preparation:
         return load_tokenizer(directory), record
 
     def _iterate_training_texts(self, result: Survey) -> Iterator[str]:
-        """Yield the texts that the tokenizer is trained on: those of the training split, or evenly spread
-        `TRAINING_TEXT` bytes of them. result: the survey, which assigns documents to splits.
-        """
+        """Yield the texts that the tokenizer is trained on: those of the training split, or, if they exceed
+        `TRAINING_TEXT` bytes, about as many bytes spread evenly over it. result: the survey, which assigns documents to
+        splits."""
         share = TRAINING_TEXT / max(1, result.bytes["train"])
-        for number, text in result.iterate_texts(self.files, self._make_reader(result), "train"):
+        for number, text in result.iterate_texts(self.files, make_reader(self.recipe, result.longest), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.
             if share >= 1 or (number * 0x9E3779B97F4A7C15) % 2**64 < share * 2.0**64:
                 yield text
@@ -323,7 +325,7 @@ class _Preparation:
         result: the survey, which assigns documents to splits. tokenizer_record: {file name: {"bytes", "sha256"}} of the
         tokenizer's files.
         """
-        reader, total = self._make_reader(result), result.bytes[split]
+        reader, total = make_reader(self.recipe, result.longest), result.bytes[split]
         packer = ShardWriter(
             self.directory / split,
             lambda first: result.iterate_documents(self.files, reader, split, first),
@@ -338,14 +340,10 @@ class _Preparation:
         shards = packer.write_missing(
             limit_rate(lambda done: self.log(f"packing {split}: {done / total:.0%} of {total / 1e6:,.1f} MB of text"))
         )
-        number_of_shards = sum(map(len, shards))
-        tokens = sum(shard.tokens for by_source in shards for shard in by_source)
-        if number_of_shards:
-            documents, count = (
-                _format_count(result.documents[split], "document"),
-                _format_count(number_of_shards, "shard"),
-            )
-            self.log(f"packed {split}: {tokens:,} tokens of {documents} in {count}")
+        if number_of_shards := sum(map(len, shards)):
+            tokens = sum(shard.tokens for by_source in shards for shard in by_source)
+            documents = _format_count(result.documents[split], "document")
+            self.log(f"packed {split}: {tokens:,} tokens of {documents} in {_format_count(number_of_shards, 'shard')}")
         return shards
 
     def _sum_by_source(self, counts: Sequence[int]) -> list[int]:
@@ -365,10 +363,6 @@ class _Preparation:
             ends.append(last)
             begin += count
         return ends
-
-    def _make_reader(self, result: Survey) -> Reader:
-        """Return a reader that cuts long texts into the same documents as during the survey `result`."""
-        return make_reader(self.recipe, result.longest)
 
 
 def _hash_json(value: Any) -> str:

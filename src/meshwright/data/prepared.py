@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.data.cleaning.survey import SPLITS
-from meshwright.data.compression import count_token_bytes
 from meshwright.data.order import MixtureOrder, SampleOrder
 from meshwright.data.packing.packed import PackedDataset, PackedTokens, StoredTokens
 from meshwright.data.packing.packed_examples import PackedExamples, PackingSettings
@@ -100,9 +99,14 @@ class PreparedData:
             self._examples[name] = PackedExamples(stored, self.sequence, self.document_mask, padding, packing)
         return self._examples[name]
 
+    def group_shards(self, split: str) -> list[list[Shard]]:
+        """Return the shards of `split` ("train" or "validation"), one list per data source."""
+        shards = iter(self.split(split).shards)
+        return [list(islice(shards, source["shards"][split])) for source in self.manifest["sources"]]
+
     def format_packing_lines(self, splits: Sequence[str] = SPLITS) -> Iterator[str]:
-        """Yield one line for each of `splits` that has records: number of examples, packed rows, truncated and dropped
-        examples.
+        """Yield one line of text for each of `splits`: number of examples, packed rows, truncated and dropped examples.
+        Plain text and empty splits have no line.
         """
         for name in splits:
             split = self.split(name)
@@ -116,19 +120,13 @@ class PreparedData:
         return self.split(split).iterate_texts()
 
     def make_sample_order(self) -> SampleOrder | MixtureOrder:
-        """Return the order in which training reads the packed rows of the training split: maps the n-th sample to the
-        index of a row.
+        """Return the order in which training reads the training split: maps the number n of a sample to the index of a
+        packed row.
         """
         split = self.split("train")
         if self.weights is None:
             return SampleOrder(self.seed, split.sequences)
         return MixtureOrder(self.seed, split.sequences_by_source, self.weights)
-
-    def count_token_bytes(self) -> NDArray[np.int64] | None:
-        """Return the number of UTF-8 bytes of text that each token id stands for, int64 [vocabulary]; None if the
-        tokenizer does not decode by concatenating the tokens' bytes.
-        """
-        return count_token_bytes(self.tokenizer.tokenizer)
 
     def summary(self, samples: int = 0) -> dict[str, Any]:
         """Return the JSON document of `meshwright data prepare`: `tokens` (start and end tokens included), `documents`,
@@ -182,8 +180,8 @@ class PreparedData:
             ]
         else:
             epochs = [samples / split.sequences] * len(self.sources)
-        said = []
-        first = dict.fromkeys(SPLITS, 0)
+        shards = {name: self.group_shards(name) for name in SPLITS}
+        rows = []
         for number, (source, counted) in enumerate(zip(self.sources, self.manifest["sources"], strict=True)):
             one: dict[str, Any] = {
                 "name": source.name or source.path,
@@ -193,17 +191,16 @@ class PreparedData:
                 "epochs": epochs[number],
             }
             for name in SPLITS:
-                shards = self.split(name).shards[first[name] : first[name] + counted["shards"][name]]
-                first[name] += len(shards)
                 one[name] = {
-                    key: sum(getattr(shard, key) for shard in shards) for key in ("documents", "tokens", "bytes")
+                    key: sum(getattr(shard, key) for shard in shards[name][number])
+                    for key in ("documents", "tokens", "bytes")
                 }
             if self.weights is None:
                 one["share"] = one["train"]["tokens"] / split.tokens
             else:
                 one["share"], one["sequences"] = shares[number], split.sequences_by_source[number]
-            said.append(one)
-        return said
+            rows.append(one)
+        return rows
 
     def check_lengths(self, validation_fraction: float) -> None:
         """Raise `UserError` if a split, or a source with a weight, has too few tokens for a single sample.
@@ -219,10 +216,10 @@ class PreparedData:
                         "at the records (is data.record_keys right?)"
                     )
                 raise UserError(
-                    f"data.sequence = {self.sequence}: the {name} split holds only {split.tokens:,} tokens, and one "
+                    f"data.sequence = {self.sequence}: the {name} split has only {split.tokens:,} tokens, and one "
                     f"sample needs {self.sequence + 1:,}; add text"
                     + (", raise data.validation_fraction" if name == "validation" else "")
-                    + " or shorten data.sequence"
+                    + " or reduce data.sequence"
                 )
         if self.weights is not None:
             split = self.split("train")
@@ -230,8 +227,8 @@ class PreparedData:
                 if not sequences:
                     name = self.sources[number].name or self.sources[number].path
                     raise UserError(
-                        f'data.sources: "{name}" has a weight, and what is left of it after cleaning cannot fill one '
-                        f"training sample of data.sequence = {self.sequence} tokens; add text to it or leave it out"
+                        f'data.sources: "{name}" has a weight, but too little of it remains after cleaning to fill one '
+                        f"training sample of data.sequence = {self.sequence} tokens; add text to it or remove it"
                     )
 
 
@@ -251,12 +248,12 @@ def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> s
     if rows:
         parts[0] += f", {1 - report['padding'] / (rows * (sequence + 1)):.0%} full"
     if report["truncated"]:
-        parts.append(f"{format_examples(report['truncated'])} longer than a row cut at the end")
+        parts.append(f"{format_examples(report['truncated'])} truncated to the length of a row")
     if report["too_long"]:
-        parts.append(f"{format_examples(report['too_long'])} longer than a row left out")
+        parts.append(f"{format_examples(report['too_long'])} longer than a row dropped")
     if report["lost_targets"]:
         whole = report["targets"] + report["lost_targets"]
         parts.append(f"{report['lost_targets']:,} of {whole:,} target tokens lost")
     if report["without_response"]:
-        parts.append(f"{format_examples(report['without_response'])} left out that have no response (in a row)")
+        parts.append(f"{format_examples(report['without_response'])} dropped that have no response (within a row)")
     return "; ".join(parts)

@@ -1,1 +1,3 @@
-"""A look into model files: shards, tensors, values, which device would hold what. Torch is loaded for `.bin` alone."""
+"""Inspection of model files: shards, tensors, values, and their placement on ranks. Torch is imported for `.bin` files
+only.
+"""

@@ -48,13 +48,13 @@ def _decode_float8_codes(exponent_bits: int, mantissa_bits: int, infinities: boo
     highest = exponent == (1 << exponent_bits) - 1
     if infinities:
         value = np.where(highest, np.where(mantissa == 0, np.inf, np.nan), value)
-    else:  # E4M3: the one pattern of ones alone is no number
+    else:  # E4M3: only the code of all ones is NaN
         value = np.where(codes & 0x7F == 0x7F, np.nan, value)
     return (sign * value).astype(np.float32)
 
 
 def _lookup_type(values: NDArray[np.float32]) -> ElementType:
-    """Return an 8-bit element type whose values are looked up by code in `values`, [256]."""
+    """Return an 8-bit element type that decodes each byte by looking up its value in `values`, float32 [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 
@@ -68,4 +68,4 @@ ELEMENT_TYPES: dict[str, ElementType] = {
     "F8_E8M0": ElementType(8), "F4": ElementType(4), "F6_E2M3": ElementType(6), "F6_E3M2": ElementType(6),
     "C64": ElementType(64),
 }  # fmt: skip
-"""Those without `read` are counted and sized, and their values left alone."""
+"""Types without `read` are counted and sized, but their values are not read."""

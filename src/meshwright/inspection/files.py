@@ -68,7 +68,7 @@ class TensorFiles:
         if indexed is not None:
             for name, place in indexed.items():
                 if seen.get(name) != place:
-                    raise UserError(f"{place}: tensor {name} is missing, though the index says that it is here")
+                    raise UserError(f"{place}: tensor {name} is missing, though the index lists it there")
             self.unindexed = [name for name in seen if name not in indexed]
 
     def map_bytes(self, entry: TensorEntry) -> NDArray[np.uint8]:
@@ -89,14 +89,14 @@ class TensorFiles:
 
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # pickle, zip and torch's own reader all raise what they like
+        except Exception as error:  # pickle, zip and torch's reader raise many types
             reason = " ".join(str(error).split())
             if "weights_only" in reason.lower() or "unsupported" in reason.lower():
-                reason = "it holds more than tensors, and reading that could run code"
+                reason = "it has more than tensors, and reading that could run code"
             elif "mmap can only be used" in reason:
                 reason = "it is in the format of torch before 1.6, which cannot be mapped"
             else:
-                reason = f"the file is cut or damaged ({reason[:120]})"
+                reason = f"the file is truncated or damaged ({reason[:120]})"
             raise UserError(f"{file}: cannot be read: {reason}; save the model as safetensors") from None
         tensors = dict(_iterate_tensors(loaded))
         if not tensors:
@@ -104,7 +104,7 @@ class TensorFiles:
         self._pickled[file] = tensors
         for name, tensor in tensors.items():
             if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _map_torch_dtypes():
-                raise UserError(f"{file}: tensor {name} is of a kind that is not read here ({tensor.dtype})")
+                raise UserError(f"{file}: tensor {name} is of an unsupported kind ({tensor.dtype})")
             kind = _map_torch_dtypes()[tensor.dtype]
             offset = tensor.storage_offset() * tensor.itemsize
             yield TensorEntry(name, file, kind, tuple(tensor.shape), offset, tensor.numel() * tensor.itemsize)
@@ -129,7 +129,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         if not isinstance(header, dict):
             raise ValueError("no object")
         header.pop("__metadata__", None)
-        entries = [_parse_entry(file, name, said, 8 + length) for name, said in header.items()]
+        entries = [_parse_entry(file, name, entry, 8 + length) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{file}: not a safetensors file: its header is not a JSON object of tensors") from None
     entries.sort(key=lambda entry: (entry.offset, entry.name))
@@ -143,17 +143,17 @@ def read_header(file: Path) -> list[TensorEntry]:
     return entries
 
 
-def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> TensorEntry:
-    """Parse the header entry of one tensor of a safetensors file.
+def _parse_entry(file: Path, name: str, entry: dict[str, Any], begin: int) -> TensorEntry:
+    """Parse the header entry of one tensor of a safetensors file. Raises `UserError` or `ValueError` if it is invalid.
 
-    file: path of the file. name: of the tensor. said: the entry, {"dtype", "shape", "data_offsets"}. begin: byte offset
-    of the first tensor's data in the file. Raises `UserError` or `ValueError` for an invalid entry.
+    file: path of the file. name: of the tensor. entry: {"dtype", "shape", "data_offsets"}. begin: byte offset
+    in the file of the first tensor's data, from which data_offsets count.
     """
-    dtype, shape, (first, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
+    dtype, shape, (first, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not isinstance(dtype, str) or not all(
         isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
     ):
-        raise ValueError("not a type, a shape and two places")
+        raise ValueError("not a type, a shape and two offsets")
     if len(shape) > MOST_DIMENSIONS:  # the product of a longer one takes time that grows with the square of its length
         raise UserError(f"{file}: tensor {name} has {len(shape):,} dimensions: at most {MOST_DIMENSIONS} are read")
     if dtype not in ELEMENT_TYPES:
@@ -164,8 +164,8 @@ def _parse_entry(file: Path, name: str, said: dict[str, Any], begin: int) -> Ten
     bits = math.prod(shape) * ELEMENT_TYPES[dtype].bits
     if bits != 8 * (end - first):
         raise UserError(
-            f"{file}: tensor {name} of shape {list(shape)} and type {dtype} needs {-(-bits // 8):,} bytes, its place "
-            f"has {end - first:,}"
+            f"{file}: tensor {name} of shape {list(shape)} and type {dtype} needs {-(-bits // 8):,} bytes, its offsets "
+            f"span {end - first:,}"
         )
     return TensorEntry(name, file, dtype, shape, begin + first, end - first)
 
@@ -191,7 +191,7 @@ def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
             found = [file for file in found if file.name.startswith(("pytorch_model", "adapter_model"))]
         if found:
             return found, None
-    raise UserError(f"{path}: no model in it: no .safetensors file and no pytorch_model.bin")
+    raise UserError(f"{path}: has no model: no .safetensors file and no pytorch_model.bin")
 
 
 def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:

@@ -51,12 +51,12 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
 
 
 def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
-    """Return what each rank of one pipeline position holds, as a JSON dict: "stages" and "layers" (indices),
-    "embedding" and "head" (True if there), "elements" and "bytes" of the parameters that it keeps between steps,
-    "training_bytes" (persistent memory of AdamW training, kind -> bytes).
+    """Return what each rank with the pipeline coordinate `place` holds, as a JSON dict: "stages" and "layers"
+    (indices), "embedding" and "head" (True if held), "elements" and "bytes" of the parameters that it keeps between
+    steps, "training_bytes" (persistent memory of AdamW training, kind -> bytes).
 
-    partition: layers of each stage. layout: axes over which the stage's parameters are sharded. place: pipeline
-    coordinate of the ranks. dtype: torch name of the parameters' dtype, such as "bfloat16".
+    partition: layers of each stage. layout: axes over which the stage's parameters are sharded. dtype: torch name of
+    the parameters' dtype, such as "bfloat16".
     """
     stages, units = partition.stages_on(place), partition.units_on(place)
     flats = flats_of(partition.table, layout, units)

@@ -33,7 +33,7 @@ def inspect_model(
 
     names: globs that select the tensors to describe (sums cover all tensors). layout: such as "dp8 zero3"; adds the key
     "placement", the layers and bytes that each of its ranks would hold (see `describe_placement`). sequence: tokens of
-    a sequence, for the placement. values: number of first values to report of each tensor, beside its statistics; None:
+    a sequence, for the placement. values: number of first values to report of each tensor, with its statistics; None:
     neither, so that only headers are read. progress: called with (bytes read, bytes to read). log: receives lines about
     skipped checkpoints. Raises UserError for no model, a truncated or missing file, an unknown dtype, or a glob without
     a match.
@@ -43,9 +43,9 @@ def inspect_model(
     chosen = [entry for entry in files.entries if _matches_globs(entry.name, names)]
     if names and not chosen:
         close = nearest(names[0], [entry.name for entry in files.entries])
-        first = files.entries[0].name if files.entries else "none is there"
+        first = files.entries[0].name if files.entries else "none"
         hint = f'; did you mean "{close}"?' if close else f"; the first is {first}"
-        raise UserError(f"--name {' '.join(names)}: no tensor of {path} is called so{hint}")
+        raise UserError(f"--name {' '.join(names)}: no tensor of {path} has this name{hint}")
     total, done = sum(entry.bytes for entry in chosen), 0
     tensors = []
     for entry in chosen:
@@ -73,7 +73,7 @@ def inspect_model(
     }
     if layout is not None:
         if config is None:
-            raise UserError(f"--layout {layout}: where layers go follows from the architecture, and {why_not}")
+            raise UserError(f"--layout {layout}: placement needs the architecture, but {why_not}")
         most = types.most_common(1)[0][0] if types else "F32"
         document["placement"] = describe_placement(config, layout, most, min(sequence, config.max_positions))
     return document

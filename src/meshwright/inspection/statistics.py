@@ -24,11 +24,12 @@ def read_first_values(raw: NDArray[np.uint8], dtype: str, count: int) -> list[fl
 
 
 def compute_statistics(raw: NDArray[np.uint8], dtype: str) -> dict[str, Any] | None:
-    """Return {"mean", "std" (population), "min", "max" of the finite values (None without any), "zeros", "nan",
-    "infinite" (number of values)}; None for types whose values are not read. raw: the tensor's bytes, uint8 [bytes].
-    dtype: safetensors name, such as "BF16".
+    """Compute statistics of a tensor: "mean", "std" (population), "min" and "max" of its finite values (None if it has
+    none), and the number of "zeros", "nan" and "infinite" values. Returns None for types whose values are not read.
 
-    Means and squares of blocks are combined as by Chan, Golub and LeVeque 1979, which avoids cancellation."""
+    raw: the tensor's bytes, uint8 [bytes]. dtype: safetensors name, such as "BF16". Means and squares of blocks are
+    combined as by Chan, Golub and LeVeque 1979, which avoids cancellation.
+    """
     kind = ELEMENT_TYPES[dtype]
     if kind.read is None:
         return None

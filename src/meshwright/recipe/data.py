@@ -18,46 +18,50 @@ from meshwright.names import (
 )
 from meshwright.tables import Fraction, Name, Positive, Size, Table, named
 
-# The keys that each kind of record has its parts under, unless data.record_keys says others.
+# Keys of each kind of record; data.record_keys renames them.
 RECORD_KEYS: dict[str, tuple[str, ...]] = {
     "text": (),
     "instruction": ("instruction", "input", "output"),
     "chat": ("messages",),
     "preference": ("prompt", "chosen", "rejected"),
 }
-_OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # keys that text has no use for
+_OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # keys that do not apply to text
 
 
 class CleanRecipe(Table):
-    """[data.clean]: rules that drop documents, and the kinds of personal data to mask in the others.
+    """[data.clean]: rules that drop documents, and masks over personal data in the others.
 
-    A document is dropped if shorter or longer than minimum_characters, maximum_characters (None: no limit), or if more
-    than maximum_control_fraction of its characters are control characters, or more than maximum_repetition of its lines
-    repeat an earlier line of it. exact_duplicates, near_duplicates: drop them (the latter by MinHash). encoding: of the
-    source files. required_keys: key -> type that every record must have. languages: ISO 639-1 codes to keep, empty:
-    all; minimum_language_probability: of the language identifier. heuristics: published rule sets that a document must
-    pass, such as "c4" or "gopher-quality"; heuristics_on_code: apply them and languages to source code too.
-    blocked_words: path of a file, one word or phrase a line; a document with one is dropped. contamination_words:
-    length of a word run that counts as shared with evaluation_sets; maximum_contamination: fraction of a document's
-    words in shared runs.
+    minimum_characters, maximum_characters: of a document (None: no limit). maximum_control_fraction: of control
+    characters among its characters. maximum_repetition: of its lines, the fraction that repeats an earlier line of it.
+    exact_duplicates: drop documents that repeat an earlier one. near_duplicates: the same by MinHash, with
+    minhash_bands bands of minhash_rows hash functions over shingles (n-grams) of minhash_words words. encoding: of the
+    source files. required_keys: {key that every record must have: type of its value}.
+
+    languages: ISO 639-1 codes to keep (empty: all), identified with at least minimum_language_probability. heuristics:
+    published rule sets that a document must pass, such as "c4" or "gopher-quality". blocked_words: path of a file with
+    one word or phrase per line; a document that contains one is dropped. heuristics_on_code: apply these three to
+    source code too. mask: kinds of personal data to replace, such as "email".
+
+    evaluation_sets: paths of data that training must not see. contamination_words: n of the word n-grams that count as
+    shared with them; maximum_contamination: fraction of a document's words that may lie in shared n-grams.
     """
 
     minimum_characters: Annotated[int, Size("characters", 0)] = 1
     maximum_characters: Annotated[int, Size("characters")] | None = None
-    maximum_control_fraction: Fraction = 0.01  # control characters other than white space
-    maximum_repetition: Fraction = 0.75  # of a document's lines, those that stood earlier in it
+    maximum_control_fraction: Fraction = 0.01  # control characters except white space
+    maximum_repetition: Fraction = 0.75  # of a document's lines: those that repeat an earlier one
     exact_duplicates: bool = True  # drop them
     encoding: Name = "utf-8"
-    required_keys: dict[str, Annotated[str, named("type", RECORD_TYPES)]] = {}  # of a record, and what their values are
-    languages: list[Name] = []  # kept; all unless given
+    required_keys: dict[str, Annotated[str, named("type", RECORD_TYPES)]] = {}  # key of a record -> type of its value
+    languages: list[Name] = []  # ISO 639-1 codes to keep; empty: all
     minimum_language_probability: Fraction = 0.65
     heuristics: list[Annotated[str, named("heuristic", HEURISTICS)]] = []  # published rules for prose
-    heuristics_on_code: bool = False  # and the languages: ask them of files of source code too
-    blocked_words: Name | None = None  # a file with one word or phrase a line: what holds one is dropped
+    heuristics_on_code: bool = False  # apply heuristics and languages to source code too
+    blocked_words: Name | None = None  # file with one word or phrase per line; documents with one are dropped
     mask: list[Annotated[str, named("kind", PERSONAL_DATA)]] = []
-    evaluation_sets: list[Name] = []  # what training must not have seen
-    contamination_words: Annotated[int, Size("words")] = 13  # in a run that counts as shared
-    maximum_contamination: Fraction = 0.0  # of a document's words, those in shared runs
+    evaluation_sets: list[Name] = []  # data that training must not see
+    contamination_words: Annotated[int, Size("words")] = 13  # in an n-gram that counts as shared
+    maximum_contamination: Fraction = 0.0  # of a document's words: those in shared n-grams
     near_duplicates: bool = False  # drop them
     minhash_bands: Annotated[int, Field(ge=1, le=256)] = 14
     minhash_rows: Annotated[int, Field(ge=1, le=64)] = 8
@@ -67,47 +71,49 @@ class CleanRecipe(Table):
 class SourceRecipe(Table):
     """[[data.sources]]: one of several data sources, and its weight in the mixture.
 
-    path: file, directory, glob or URL. name: label in reports (default: the path). weight: share of the samples,
-    relative to the other sources' (None for all: sources are concatenated). format, text_key: default to those of
-    [data].
+    path: file, directory, glob or URL. name: label in reports (default: the path). weight: relative share of the
+    training samples; None, then for all sources: they are concatenated. format, text_key: default to those of [data].
     """
 
     path: Name  # as data.source
-    name: Name | None = None  # what counts call it; its path unless said
-    weight: Positive | None = None  # its share of the samples, relative to the others'
-    format: Annotated[str, named("format", DATA_FORMATS)] = "auto"  # data.format unless said
-    text_key: Name | None = None  # data.text_key unless said
+    name: Name | None = None  # label in reports; default: path
+    weight: Positive | None = None  # share of the samples, relative to the other weights
+    format: Annotated[str, named("format", DATA_FORMATS)] = "auto"  # auto: as data.format
+    text_key: Name | None = None  # default: data.text_key
 
 
 class DataRecipe(Table):
     """[data]: sources, tokenizer, records, packing and cache.
 
     source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. format: of the files
-    ("text", "jsonl" ...; "auto": by their names). records: "text", or the kind of fine-tuning examples. text_key: JSON
-    key or Parquet column of the text. record_keys: standard key such as "instruction" -> key in the sources. template:
-    name or .jinja file of the chat template. train_on: "responses" or "all", tokens in the loss. pack: several examples
-    per sample. too_long: "truncate", "drop" or "refuse", for examples longer than a sample. tokenizer: kind,
-    tokenizer.json or Hugging Face directory. vocabulary: maximum tokens of a tokenizer trained here. sequence: tokens
-    in a sample. validation_fraction: of the documents. cache: directory (default: the user's). shard_tokens: tokens per
-    cache file.
+    ("text", "jsonl" ...; "auto": by their names). text_key: JSON key or Parquet column of the text. tokenizer: kind to
+    be trained, such as "bpe", a tokenizer.json or a Hugging Face directory. vocabulary: maximum tokens of a tokenizer
+    trained here. sequence: tokens in a sample. document_mask: no attention between documents of a sample.
+    validation_fraction: share of the documents held out. cache: directory (default: the user's). shard_tokens: tokens
+    per cache file.
+
+    records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference"), to which these apply:
+    record_keys: {standard key such as "instruction": key in the sources}. template: name or .jinja file of the chat
+    template. train_on: tokens in the loss, "responses" or "all". pack: several examples per sample. too_long:
+    "truncate", "drop" or "refuse" examples longer than a sample.
     """
 
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several
-    sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # in place of source
+    sources: Annotated[list[SourceRecipe], Field(min_length=1)] | None = None  # instead of source
     format: Annotated[str, named("format", DATA_FORMATS)] = "auto"
     text_key: Name = "text"  # of a JSONL line, or the column of a Parquet file; "a.b": the key b inside a
     records: Annotated[str, named("kind", RECORDS)] = "text"
-    record_keys: dict[str, Name] = {}  # what the sources call the keys of RECORD_KEYS
-    template: Name | None = None  # a name of names.TEMPLATES or a .jinja file; by the kind of records unless said
+    record_keys: dict[str, Name] = {}  # key of RECORD_KEYS -> key in the sources
+    template: Name | None = None  # a name of names.TEMPLATES or a .jinja file; default: by the kind of records
     train_on: Annotated[str, named("choice", TRAINED)] = "responses"
     pack: bool = True  # several examples in a row
-    too_long: Annotated[str, named("choice", TOO_LONG)] = "truncate"  # an example that is longer than a row
+    too_long: Annotated[str, named("choice", TOO_LONG)] = "truncate"  # examples longer than a row
     tokenizer: Name = "bpe"  # a kind of names.TOKENIZERS, a tokenizer.json or a Hugging Face directory
-    vocabulary: Annotated[int, Size("vocabulary", 257)] = 2048  # of a tokenizer that is trained on the data
+    vocabulary: Annotated[int, Size("vocabulary", 257)] = 2048  # size of a tokenizer trained on the data
     sequence: Annotated[int, Size("sequence")]  # tokens in a sample
-    document_mask: bool = True  # documents packed into one sample do not see each other
+    document_mask: bool = True  # documents in one sample do not attend to each other
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05  # of the documents
-    cache: Name | None = None  # the user's cache directory unless said
+    cache: Name | None = None  # default: the user's cache directory
     shard_tokens: Annotated[int, Size("shard_tokens")] = 2**26  # tokens in one file of the cache
     clean: CleanRecipe = CleanRecipe()
 
@@ -117,17 +123,19 @@ class DataRecipe(Table):
         weights; else raise ValueError."""
         if (self.source is None) == (self.sources is None):
             raise ValueError(
-                "says no text to read: give source, or a [[data.sources]] table for each of several"
+                "names no source: give source, or a [[data.sources]] table for each of several"
                 if self.source is None
-                else "says its text twice, by source and by sources: keep one"
+                else "has both source and sources: keep one"
             )
         weighted = [source.weight is not None for source in self.sources or []]
         if any(weighted) and not all(weighted):
             without = self.all_sources[weighted.index(False)].path
-            raise ValueError(f'sources: "{without}" has no weight and another has: give every source one, or none')
+            raise ValueError(
+                f'sources: "{without}" has no weight but another source has: give every source one, or none'
+            )
         names = [source.name or source.path for source in self.sources or []]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f'sources: two are called "{twice}": give each a name of its own')
+            raise ValueError(f'sources: two are called "{twice}": give each a unique name')
         return self
 
     @model_validator(mode="after")
@@ -135,29 +143,28 @@ class DataRecipe(Table):
         """Return the table if all options fit the kind of records (plain text, instruction, chat, preference), so that
         none is set which that kind ignores or forbids; else raise ValueError."""
         if self.records == "text":
-            if said := next((key for key in _OF_RECORDS if self._is_set(key)), None):
+            if wrong_key := next((key for key in _OF_RECORDS if self._is_set(key)), None):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
-                raise ValueError(f'{said} is about records, and records is "text": set it to one of {kinds}')
+                raise ValueError(f'{wrong_key} applies to records, but records is "text": set it to one of {kinds}')
             return self
         keys = RECORD_KEYS[self.records]
         if wrong := next((key for key in self.record_keys if key not in keys), None):
             raise ValueError(f"record_keys: {unknown(f'key of {self.records} records', wrong, keys)}")
         if self._is_set("text_key") or any(source.text_key for source in self.sources or []):
-            raise ValueError(f"text_key is that of text; {self.records} records have record_keys ({', '.join(keys)})")
+            raise ValueError(f"text_key applies to text; {self.records} records have record_keys ({', '.join(keys)})")
         for format in (self.format, *(source.format for source in self.sources or [])):
             if format in ("text", "wet"):
                 raise ValueError(
-                    f'format "{format}" holds text, and records is "{self.records}": those come as JSON Lines, '
+                    f'format "{format}" is text, but records is "{self.records}": those must be JSON Lines, '
                     "a JSON list or Parquet"
                 )
         if "c4" in self.clean.heuristics:
             raise ValueError(
-                f'clean.heuristics "c4" leaves out lines of pages, and {self.records} records must stay whole: '
-                "leave it out"
+                f'clean.heuristics "c4" removes lines of pages, but {self.records} records must stay whole: remove it'
             )
         if self.records == "preference" and (self.train_on != "responses" or not self.document_mask):
             raise ValueError(
-                "preference records are trained on their responses, which do not see each other: "
+                "preference records are trained on their responses, which must not attend to each other: "
                 'train_on = "responses" and document_mask = true'
             )
         return self
@@ -191,5 +198,4 @@ class DataRecipe(Table):
     def weights(self) -> tuple[float, ...] | None:
         """Weight of each source in the mixture, in the order of `all_sources`; None if sources are concatenated without
         weights."""
-        said = tuple(source.weight for source in self.all_sources if source.weight is not None)
-        return said or None
+        return tuple(source.weight for source in self.all_sources if source.weight is not None) or None

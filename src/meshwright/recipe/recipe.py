@@ -34,7 +34,7 @@ def _check_layout(text: str) -> str:
     try:
         Layout.parse(text)
     except UserError as error:
-        raise ValueError(str(error).removeprefix(f'layout "{text}": ')) from None  # the key says it already
+        raise ValueError(str(error).removeprefix(f'layout "{text}": ')) from None  # the location has it already
     return text
 
 
@@ -59,13 +59,14 @@ class Recipe(Table):
 
     _source_path: Path | None = PrivateAttr(default=None)
     _trusted: bool = PrivateAttr(default=False)
-    _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that said it
+    _overrides: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key -> the override that set it
 
     @model_validator(mode="before")
     @classmethod
     def _default_tokenizer(cls, tables: Any) -> Any:
-        """Return the raw tables with data.tokenizer set to model.from if its weights are loaded and no tokenizer is
-        named, since weights fit only their own tokenizer."""
+        """Return the recipe's raw tables. If model.from's weights are loaded and no tokenizer is named, data.tokenizer
+        is set to model.from, since weights fit only their own tokenizer.
+        """
         model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
             return tables
@@ -108,8 +109,8 @@ class Recipe(Table):
         `meshwright train` can resolve."""
         if self.layout == "auto":
             raise UserError(
-                f'{self.where("layout")}: layout "auto" is chosen by `meshwright train`; here name one, such as '
-                '"dp2 zero1" (`meshwright plan` says which is the fastest)'
+                f'{self.where("layout")}: layout "auto" is resolved by `meshwright train` only; give one, such as '
+                '"dp2 zero1" (`meshwright plan` finds the fastest)'
             )
         return Layout.parse(self.layout)
 
@@ -156,11 +157,11 @@ class Recipe(Table):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
-    """Load the recipe at `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`; of several for one
-    key the last wins.
+    """Load the recipe file `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`. If several set the
+    same key, the last one wins.
 
     Values of overrides are TOML; a bare word is a string. trust: allow code that the recipe names to run. Raises
-    `UserError`: one line with the file or override, the key, and what would be right.
+    `UserError`: one line with the file or override, the key, and the valid values.
     """
     path = Path(path)
     return _override(read_toml(path, "recipe"), overrides, {}, path, trust)
@@ -190,27 +191,27 @@ def resolve_recipe(
 
 
 def _override(
-    tables: dict[str, Any], overrides: Sequence[str], said_by: Mapping[str, str], path: Path | None, trust: bool
+    tables: dict[str, Any], overrides: Sequence[str], set_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
-    """Return the validated recipe of `tables` (nested dictionaries, changed in place) after applying overrides such as
-    "train.steps=100".
+    """Apply overrides such as "train.steps=100" to `tables` (nested dictionaries, changed in place); return the
+    validated recipe.
 
-    said_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
+    set_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
     there is none; trust: allow code that the recipe names to run.
     """
-    said_by = dict(said_by)
+    set_by = dict(set_by)
     for override in overrides:
         key = SCHEMA.override(tables, override)
-        if key in _IN_PLACE_OF:  # what is said last takes the place of what the file says
+        if key in _IN_PLACE_OF:  # replaces the other key, which the file may have set
             tables["data"].pop(_IN_PLACE_OF[key], None)
-        said_by.pop(key, None)  # the last one counts, and is the last in an error line too
-        said_by[key] = override
+        set_by.pop(key, None)  # the last one counts, and is the last in an error line too
+        set_by[key] = override
     run = tables.setdefault("run", {})
     if path is not None and isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
         run.setdefault("name", path.stem)
 
-    recipe = SCHEMA.check(tables, lambda key: _find_setter(said_by, key, str(path or "recipe")))
-    recipe._source_path, recipe._overrides, recipe._trusted = path, said_by, trust
+    recipe = SCHEMA.check(tables, lambda key: _find_setter(set_by, key, str(path or "recipe")))
+    recipe._source_path, recipe._overrides, recipe._trusted = path, set_by, trust
     return recipe
 
 
@@ -240,16 +241,16 @@ def _override_value(key: str, value: Any) -> str:
         raise UserError(f"override {key}: takes a value of TOML, not {shorten_repr(value)}") from None
 
 
-def _find_setter(said_by: Mapping[str, str], key: str, file: str) -> str:
+def _find_setter(set_by: Mapping[str, str], key: str, file: str) -> str:
     """Return the origin of the value of `key`, as text for error messages: the override that set it, else the file; for
     a table of which overrides set some keys, file and overrides.
 
-    said_by: dotted key -> override; file: path as text.
+    set_by: dotted key -> override; file: path as text.
     """
-    own = [text for name, text in said_by.items() if key == name or key.startswith(f"{name}.")]
+    own = [text for name, text in set_by.items() if key == name or key.startswith(f"{name}.")]
     if own:
         return f'override "{own[-1]}"'
-    inside = [f'"{text}"' for name, text in said_by.items() if not key or name.startswith(f"{key}.")]
+    inside = [f'"{text}"' for name, text in set_by.items() if not key or name.startswith(f"{key}.")]
     if not inside:
         return file
     return f"{file} with override{'s' if len(inside) > 1 else ''} {', '.join(inside)}"

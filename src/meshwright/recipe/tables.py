@@ -39,7 +39,7 @@ from meshwright.toml import format_toml_value
 def _check_power_of_two(value: float) -> float:
     """Return `value` if it is a power of two that is at least 1; else raise `ValueError`."""
     if math.frexp(value)[0] != 0.5 or value < 1:
-        raise ValueError(f"{value:g} is not a power of two from 1 on: only those scale without rounding")
+        raise ValueError(f"{value:g} is not a power of two that is at least 1: only those scale without rounding")
     return value
 
 
@@ -70,24 +70,24 @@ def _program_validator(operation: str) -> AfterValidator:
 RunName = Annotated[str, match_pattern(r"[^/\\.][^/\\]*", "a plain directory name")]
 Rendezvous = Annotated[str, match_pattern(r"tcp://[^/:]+:[0-9]+|file:///.+", "tcp://HOST:PORT or file:///PATH")]
 TrackerName = Annotated[str, match_pattern(r"[\w.-]+(:[\w.]+)?", "a tracker's name or module:Class")]
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average: 1 would never forget
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average, which with 1 would never change
 
 
 class RunRecipe(Table):
     """[run]: name, seed, directory and devices of a run.
 
-    name: default: the recipe's file name without ".toml". directory: run directory (default: runs/NAME). rendezvous:
-    address at which the ranks of several hosts meet (default: that of the environment, from torchrun or SLURM). device:
-    "auto" is CUDA if available. threads: CPU threads per rank, None: chosen automatically. collective_timeout: seconds
-    that a rank waits for another one before the run ends with an error.
+    name: in a recipe file, defaults to the file's name without ".toml". directory: run directory (default: runs/NAME).
+    rendezvous: address at which the ranks of several hosts meet (default: from the environment that torchrun or SLURM
+    sets). device: "auto" is CUDA if available. threads: CPU threads per rank, None: chosen automatically.
+    collective_timeout: seconds that a rank waits for another one before the run ends with an error.
     """
 
-    name: RunName = "run"  # the name of the recipe's file unless said
+    name: RunName = "run"  # default in a file: the file's name
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    directory: Name | None = None  # runs/NAME unless said
-    rendezvous: Rendezvous | None = None  # the environment's (torchrun, SLURM) unless said
+    directory: Name | None = None  # default: runs/NAME
+    rendezvous: Rendezvous | None = None  # default: from the environment (torchrun, SLURM)
     device: Annotated[str, named("device", DEVICES)] = "auto"
-    threads: Annotated[int, Size("threads")] | None = None  # per rank; by the model's work unless given
+    threads: Annotated[int, Size("threads")] | None = None  # per rank; default: chosen by the size of the model
     collective_timeout: Annotated[Positive, at_most("seconds")] = 600.0  # seconds
 
 
@@ -111,8 +111,8 @@ class ModelRecipe(Table):
     kv_heads: Annotated[int, Size("kv_heads")] | None = None
     head_dim: Annotated[int, Size("head_dim")] | None = None
     intermediate: Annotated[int, Size("intermediate")] | None = None
-    vocabulary: Annotated[int, Size("vocabulary")] | None = None  # the tokenizer's unless said
-    max_positions: Annotated[int, Size("max_positions")] | None = None  # data.sequence unless said
+    vocabulary: Annotated[int, Size("vocabulary")] | None = None  # default: the tokenizer's
+    max_positions: Annotated[int, Size("max_positions")] | None = None  # default: data.sequence
     rope_theta: Positive | None = None
     rope_scaling: dict[str, bool | int | float | str] | None = None
     sliding_window: Annotated[int, Size("sliding_window")] | None = None
@@ -129,48 +129,51 @@ class ModelRecipe(Table):
     def _check_architecture(self) -> Self:
         """Return the table if exactly one of preset, from and family is given, with all fields that it needs; else
         raise ValueError."""
-        said = [
+        given = [
             key for key, value in (("preset", self.preset), ("from", self.from_path), ("family", self.family)) if value
         ]
-        if not said:
-            raise ValueError("says no architecture: give preset, from, or family with layers, hidden and heads")
-        if len(said) > 1:
-            raise ValueError(f"says the architecture twice, by {said[0]} and by {said[1]}: keep one")
+        if not given:
+            raise ValueError("has no architecture: give preset, from, or family with layers, hidden and heads")
+        if len(given) > 1:
+            raise ValueError(f"has two architectures, by {given[0]} and by {given[1]}: keep one")
         if self.family:
             missing = [key for key in ("layers", "hidden", "heads") if getattr(self, key) is None]
             if missing:
                 raise ValueError(f"family {self.family} needs {' and '.join(missing)} as well")
         if self.load_weights and not self.from_path:
-            raise ValueError("load_weights needs from: the directory that holds the weights")
+            raise ValueError("load_weights needs from: the directory of the weights")
         return self
 
 
 class TrainRecipe(Table):
     """[train]: steps, batch, objective, optimizer, learning-rate schedule, precision scaling, validation and profiling.
 
-    batch: sequences per optimizer step, over all ranks. objective: None: "dpo" for preference records, else
-    "next-token". preference_beta, preference_smoothing: beta and label smoothing of DPO and IPO. momentum: of SGD only.
-    router_bias_rate: amount by which each step changes the biases that balance the load of experts. learning_rate: peak
-    value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps. clip: maximum global
-    gradient norm, 0: off. validate_every: steps between validations, 0: never; validation_sequences: sequences read
-    each time. maximum_skipped: steps in a row that may be skipped for a loss or gradient that is not finite.
-    loss_scale: initial value for fp16, doubled after `loss_scale_every` finite steps in a row. log_every: in steps.
-    slow_rank_factor: report a rank slower than the median rank by this factor. profile: steps to trace, "10" or "10:12"
-    (inclusive).
+    batch: sequences per optimizer step, over all ranks. objective: "next-token", "dpo" or "ipo"; None: "dpo" for
+    preference records, else "next-token". preference_beta: beta of DPO and IPO. preference_smoothing: label smoothing
+    of DPO. momentum: of SGD only. router_bias_rate: amount by which each step changes the biases that balance the load
+    of experts.
+
+    learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps. clip:
+    maximum global gradient norm, 0: off. validate_every: steps between validations, 0: never; validation_sequences:
+    sequences read each time. maximum_skipped: steps in a row that may be skipped for a loss or gradient that is not
+    finite. loss_scale: initial value for fp16, doubled after `loss_scale_every` finite steps in a row.
+
+    log_every: steps between log lines. slow_rank_factor: report a rank slower than the median rank by this factor.
+    profile: steps to trace, "10" or "10:12" (inclusive). profile_ranks: ranks whose operators are traced; empty: all.
     """
 
     steps: Annotated[int, Size("steps")]
     batch: Annotated[int, Size("batch")]  # sequences in a step, over all ranks
-    objective: Annotated[str, named("objective", OBJECTIVES)] | None = None  # "dpo" of preferences unless said
-    preference_beta: Positive = 0.1  # dpo, ipo: how dear it is to leave the reference
-    preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # dpo: share of pairs taken to be the wrong way
+    objective: Annotated[str, named("objective", OBJECTIVES)] | None = None  # default: "dpo" for preferences
+    preference_beta: Positive = 0.1  # dpo, ipo: strength of the penalty on divergence from the reference
+    preference_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # dpo: assumed fraction of swapped pairs
     optimizer: Annotated[str, named("optimizer", OPTIMIZERS)] = "adamw"
     learning_rate: Positive  # at the peak
     betas: Annotated[list[Decay], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     epsilon: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     momentum: Decay = 0.0  # sgd
-    router_bias_rate: NotNegative = 0.001  # a step of the biases that balance experts, where a family has them
+    router_bias_rate: NotNegative = 0.001  # change per step of the biases that balance experts
     schedule: Annotated[str, named("schedule", LEARNING_RATE_SCHEDULES)] = "cosine"
     warmup: Annotated[int, Size("steps", 0)] = 0  # steps
     decay: Annotated[int, Size("steps", 0)] = 0  # steps of the wsd tail
@@ -185,10 +188,8 @@ class TrainRecipe(Table):
     loss_scale_every: Count = 2000  # fp16: finite steps in a row after which it is doubled
     log_every: Count = 1
     slow_rank_factor: Annotated[float, Field(gt=1)] = 1.5  # times the median rank
-    profile: Annotated[str, AfterValidator(_check_step_range)] | None = (
-        None  # steps, "10" or "10:12", both ends included
-    )
-    profile_ranks: list[Annotated[int, Size("ranks", 0)]] = []  # whose operators are written; all unless said
+    profile: Annotated[str, AfterValidator(_check_step_range)] | None = None  # steps, "10" or "10:12" (inclusive)
+    profile_ranks: list[Annotated[int, Size("ranks", 0)]] = []  # ranks whose operators are traced; empty: all
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
@@ -235,7 +236,7 @@ class TrackRecipe(Table):
     """
 
     to: list[TrackerName] = []  # tensorboard, mlflow, an entry point's name, or module:Class
-    options: dict[str, dict[str, bool | int | float | str]] = {}  # what a tracker takes, by its name
+    options: dict[str, dict[str, bool | int | float | str]] = {}  # tracker name -> its options
 
     @field_validator("to")
     @classmethod
@@ -250,7 +251,7 @@ class TrackRecipe(Table):
 class CheckpointRecipe(Table):
     """[checkpoint]: interval, retention and dtype of checkpoints.
 
-    every: optimizer steps between checkpoints; 0: save only when the run ends or is told to stop. keep: number of
+    every: optimizer steps between checkpoints; 0: save only when the run ends or is stopped. keep: number of
     newest checkpoints to retain. keep_best: retain the one with the lowest validation loss too. dtype: "float32" or
     "bfloat16", of the exported model weights (optimizer state and master weights stay float32). background: write in a
     thread while training continues.

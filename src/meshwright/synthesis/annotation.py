@@ -10,7 +10,7 @@ as Python does, by code points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.data.records.exchanges import Exchange, Record, name_records, replace_response, split_exchange
@@ -28,14 +28,14 @@ from meshwright.synthesis.speech_acts import (
 
 TOOLS = ("doccano", "prodigy")
 TASKS = ("classify", "spans", "rewrite")
-NAME = "record"  # the key of a row that says which task it is, of which record
+NAME = "record"  # key of a row: its task and the name of its record
 _PROMPT, _RESPONSE = "Prompt:\n", "\n\nResponse:\n"
-# What a tool's row says in the task's own terms; all else of it is kept as the tool's.
+# Keys of a row that are read or written here; all others are kept as the tool's fields.
 _OWN = {
     "doccano": {"text", "label", "entities", NAME},
     "prodigy": {"text", "options", "accept", "spans", "tokens", "user_input", "answer", "config", "meta", NAME},
 }
-Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # what an annotator says, by task
+Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # an annotator's answer, by task
 
 
 class ImportedRow(NamedTuple):
@@ -66,17 +66,17 @@ def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> 
     check_tool_and_task(tool, task)
     for (where, record), name in zip(records, name_records([record for _, record in records]), strict=True):
         sides = split_exchange(record, where)
-        said = parse_annotation(record, sides, where)
+        present = parse_annotation(record, sides, where)
         # The same keys in every row: doccano reads them as a table, and would fill what is missing with nulls.
         row: Record = {"text": _make_task_text(task, sides), NAME: f"{task} {name}"}
         if tool == "doccano":
             if not row["text"]:
-                raise UserError(f"{where}: the prompt is empty, which doccano refuses; leave the record out")
-            yield {**row, "label": _make_doccano_label(task, said, sides)}
+                raise UserError(f"{where}: the prompt is empty, which doccano refuses; remove the record")
+            yield {**row, "label": _make_doccano_label(task, present, sides)}
         else:
-            own = said.tool.get(f"prodigy {task}")  # of one annotator's row: which of several it should be is not known
+            own = present.tool.get(f"prodigy {task}")  # restored only if there was a single annotator
             kept = own[0] if isinstance(own, list) and len(own) == 1 and isinstance(own[0], dict) else {}
-            yield {**row, **_make_prodigy_fields(task, said, sides), **kept}
+            yield {**row, **_make_prodigy_fields(task, present, sides), **kept}
 
 
 def import_rows(
@@ -86,16 +86,15 @@ def import_rows(
     leave_out_rejected: bool = False,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Merge the rows (JSON lines) that an annotation tool exported into their data records; return (records in order,
-    summary as JSON).
+    summary as JSON). Raises `UserError`.
 
     records, rows: (position for errors such as "a.jsonl:17", record or row). tool: "doccano" or "prodigy".
     leave_out_rejected: leave out records that annotators rejected. A label or span is set if more than half of a
     record's annotators set it; on a tie, or if no rewritten text has a majority, the record is disputed and unchanged.
 
-    Summary: number of `records` and `rows`, of rows by `answers` (labelled, unlabelled, unanswered, rejected, ignored);
-    of records that were `labelled`, that this `changed`, `left` (no row had a value), `rejected`, `left_out`, `several`
-    (had several annotators), `agreed` (all of these equal); names of the `disputed` records. Raises `UserError`.
-    """
+    Summary: `records`, `rows`: their numbers. `answers`: number of rows by answer (see `ImportedRow`). Numbers of
+    records: `labelled`, `changed` by that, `left` (no row has a value), `rejected`, `left_out`, `several` (labelled by
+    several annotators), `agreed` (of these, all labels equal). `disputed`: names of disputed records."""
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
     places = {name: place for place, name in enumerate(names)}
@@ -108,12 +107,16 @@ def import_rows(
         named, name = _parse_record_name(row, where)
         task = task or named
         if named != task:
-            raise UserError(f"{where}: a row of the task {named} among rows of {task}; import them apart")
+            raise UserError(f"{where}: a row of the task {named} among rows of {task}; import them separately")
         if name not in places:
-            raise UserError(f"{where}: no record is named {name}; give the records that were exported, as they were")
+            raise UserError(f"{where}: no record is named {name}; pass the exported records, unchanged")
         place = places[name]
         _check_text(row, task, sides[place], where)
-        back.setdefault(place, []).append(_READ[tool](row, task, sides[place], before[place], where))
+        if tool == "doccano":
+            answer = _parse_doccano_row(row, task, sides[place], before[place], where)
+        else:
+            answer = _parse_prodigy_row(row, task, sides[place], where)
+        back.setdefault(place, []).append(answer)
         read += 1
 
     answers = dict.fromkeys(("labelled", "unlabelled", "unanswered", "rejected", "ignored"), 0)
@@ -155,35 +158,35 @@ def check_tool_and_task(tool: str, task: str) -> None:
 
 
 def _make_task_text(task: str, sides: Exchange) -> str:
-    """Return the text that annotators see of a record: its prompt for the task "rewrite", else prompt and response.
-    sides: both of these."""
+    """Return the text of a record that annotators see: for the task "rewrite" the prompt, else prompt and response.
+    sides: the record's prompt and response."""
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
-def _make_doccano_label(task: str, said: Annotation, sides: Exchange) -> list[Any]:
+def _make_doccano_label(task: str, present: Annotation, sides: Exchange) -> list[Any]:
     """Return the value of doccano's field `label` for a record: label names for the task "classify", [start, end, act]
     in the exported text for "spans", the response for "rewrite".
 
-    said: the record's present annotation. sides: its prompt and response.
+    present: the record's present annotation. sides: its prompt and response.
     """
     match task:
         case "classify":
-            return list(said.list_labels())
+            return list(present.list_labels())
         case "spans":
-            return [[*_map_to_exported_text(span, sides), span.act] for span in said.spans or ()]
+            return [[*_map_to_exported_text(span, sides), span.act] for span in present.spans or ()]
         case _:
             return [sides.response] if sides.response else []
 
 
-def _make_prodigy_fields(task: str, said: Annotation, sides: Exchange) -> Record:
+def _make_prodigy_fields(task: str, present: Annotation, sides: Exchange) -> Record:
     """Return the JSON fields that Prodigy reads for a record under a task. task: "classify", "spans" or "rewrite".
-    said: the record's present annotation. sides: its prompt and response."""
+    present: the record's present annotation. sides: its prompt and response."""
     match task:
         case "classify":
             options = [{"id": label, "text": label.replace(":", ": ").replace("-", " ")} for label in LABELS]
-            return {"options": options, "accept": list(said.list_labels()), "config": {"choice_style": "multiple"}}
+            return {"options": options, "accept": list(present.list_labels()), "config": {"choice_style": "multiple"}}
         case "spans":
-            places = [(*_map_to_exported_text(span, sides), span.act) for span in said.spans or ()]
+            places = [(*_map_to_exported_text(span, sides), span.act) for span in present.spans or ()]
             return {"spans": [{"start": start, "end": end, "label": act} for start, end, act in places]}
         case _:
             return {"user_input": sides.response}
@@ -195,7 +198,7 @@ def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
     task, _, name = str(row.get(NAME, "")).partition(" ")
     if task not in TASKS or not name:
         raise UserError(
-            f'{where}: no "{NAME}" that says which record the row is of; only rows of data export come back'
+            f'{where}: no "{NAME}" with the name of the record; only rows written by data export can be imported'
         )
     return task, name
 
@@ -208,24 +211,24 @@ def _parse_doccano_row(row: Record, task: str, sides: Exchange, before: Annotati
     """
     label = row.get("label", row.get("entities"))
     if not isinstance(label, list):
-        raise UserError(f'{where}: "label" is not a list, as doccano writes it')
+        raise UserError(f'{where}: "label" is not a list, which doccano writes')
     fields = {key: value for key, value in row.items() if key not in _OWN["doccano"]}
     suggested = _make_doccano_label(task, before, sides)
-    if not label and (task == "rewrite" or not suggested):  # nobody was here, or nothing holds: it looks alike
+    if not label and (task == "rewrite" or not suggested):  # not annotated, or no label set: doccano exports both alike
         return ImportedRow("unlabelled", None, fields)
     if task != "rewrite":
         return ImportedRow("labelled", _parse_value(row, task, label, sides, where), fields)
     texts = [text for text in label if text != sides.response] or label
     if len(texts) > 1 or not isinstance(texts[0], str):
-        raise UserError(f"{where}: {len(texts)} new responses; leave one of them in doccano")
+        raise UserError(f"{where}: {len(texts)} new responses; keep one of them in doccano")
     return ImportedRow("labelled", texts[0], fields)
 
 
-def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotation, where: str) -> ImportedRow:
+def _parse_prodigy_row(row: Record, task: str, sides: Exchange, where: str) -> ImportedRow:
     """Parse one row (JSON line) exported by Prodigy; return the annotator's answer.
 
-    task: "classify", "spans" or "rewrite". sides: prompt and response of the record. before: the record's annotation
-    before the import (not used for Prodigy). where: position of the row, for the `UserError`.
+    task: "classify", "spans" or "rewrite". sides: prompt and response of the record. where: position of the row, for
+    the `UserError`.
     """
     fields = {key: value for key, value in row.items() if key not in _OWN["prodigy"]}
     match row.get("answer"):
@@ -240,18 +243,14 @@ def _parse_prodigy_row(row: Record, task: str, sides: Exchange, before: Annotati
     if task == "rewrite":
         text = row.get("user_input")
         if not isinstance(text, str):
-            raise UserError(f'{where}: "user_input" is not a string; text_input writes it there')
+            raise UserError(f'{where}: "user_input" is not a string, which text_input writes')
         return ImportedRow("labelled", text, fields)
     if task == "classify" and "label" in row:
-        raise UserError(f"{where}: one label to accept or reject; import the answers to the choice of data export")
-    said = row.get("accept" if task == "classify" else "spans", [])
-    if not isinstance(said, list):
+        raise UserError(f"{where}: one label to accept or reject; only rows of the choice interface can be imported")
+    marks = row.get("accept" if task == "classify" else "spans", [])
+    if not isinstance(marks, list):
         raise UserError(f'{where}: "{"accept" if task == "classify" else "spans"}" is not a list')
-    return ImportedRow("labelled", _parse_value(row, task, said, sides, where), fields)
-
-
-_READ: dict[str, Callable[[Record, str, Exchange, Annotation, str], ImportedRow]]
-_READ = {"doccano": _parse_doccano_row, "prodigy": _parse_prodigy_row}
+    return ImportedRow("labelled", _parse_value(row, task, marks, sides, where), fields)
 
 
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
@@ -259,23 +258,23 @@ def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
     or "rewrite". sides: prompt and response of the record. where: position of the row, for the error."""
     text = _make_task_text(task, sides)
     if row.get("text") not in (text, text.replace("\r\n", "\n").replace("\r", "\n")):
-        raise UserError(f"{where}: the text is not the one that was exported, so what is said of it is of another text")
+        raise UserError(f"{where}: the text differs from the exported one, so its annotation does not apply")
 
 
-def _parse_value(row: Record, task: str, said: list[Any], sides: Exchange, where: str) -> Value:
+def _parse_value(row: Record, task: str, marks: list[Any], sides: Exchange, where: str) -> Value:
     """Parse the labels or spans in one row of an annotation tool; return a frozenset of label names or a tuple of
     `Span`.
 
-    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". said: the
+    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". marks: the
     row's JSON list of labels or spans. sides: prompt and response of the annotated record. where: position of the row,
     for the `UserError`.
     """
     if task == "classify":
-        if not all(isinstance(label, str) for label in said):
-            raise UserError(f"{where}: a label is not a string; was this a project of another kind?")
-        parse_label_set(set(said), where)  # which refuses a label that is none
-        return frozenset(said)
-    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in said}))
+        if not all(isinstance(label, str) for label in marks):
+            raise UserError(f"{where}: a label is not a string; is this a project of another task?")
+        parse_label_set(set(marks), where)  # raises for an unknown label
+        return frozenset(marks)
+    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in marks}))
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
@@ -333,17 +332,18 @@ def _map_to_exported_text(span: Span, sides: Exchange) -> tuple[int, int]:
 
 
 def _take_majority(values: Sequence[Value]) -> Value | None:
-    """Return the value (rewritten text, or the set of labels or spans) that more than half of the annotators chose;
-    None on a tie or without values. values: one per annotator."""
+    """Return the rewritten text that more than half of the annotators chose, or the set of those labels or spans that
+    more than half of them set. None without values, without such a text, or if exactly half set a label or span.
+    values: one per annotator."""
     if not values:
         return None
     half = len(values) / 2
     if isinstance(values[0], str):
         most = max(values, key=values.count)
         return most if values.count(most) > half else None
-    said = [set(value) for value in values if not isinstance(value, str)]
+    sets = [set(value) for value in values if not isinstance(value, str)]
     votes: dict[Any, int] = {}
-    for one in said:
+    for one in sets:
         for item in one:
             votes[item] = votes.get(item, 0) + 1
     if half in votes.values():
@@ -353,11 +353,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return what the record has before the import: its label names, spans or response, whichever has the type of the
-    imported value `like`; None if it has none.
-
-    before: its annotation. sides: its prompt and response.
-    """
+    """Return the record's own labels, spans or response before the import, None if it has none. like: an imported
+    value, whose type selects which: frozenset of label names, tuple of spans, or str. before: the record's annotation.
+    sides: its prompt and response."""
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):
@@ -375,21 +373,21 @@ def _replace_value(
     task, such as "doccano spans". fields: the tool's other JSON fields, one dict per annotator. where: position of the
     record, for errors.
     """
-    said = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
+    labels = {side: getattr(before, side) for side in ("prompt", "response", "should_refuse", "refuses", "spans")}
     kept: Mapping[str, Any] = before.tool
     by: str | None = source.partition(" ")[0]
     if isinstance(value, str):
         if value != split_exchange(record, where).response:
             record = replace_response(record, value, where)
             spans = None if before.spans is None else tuple(span for span in before.spans if span.side == "prompt")
-            said |= {"response": None, "refuses": None, "spans": spans}
-            kept = {}  # hashes of a text that is no more
+            labels |= {"response": None, "refuses": None, "spans": spans}
+            kept = {}  # they have hashes of the replaced text
         by = before.by
     elif isinstance(value, tuple):
-        said["spans"] = value
+        labels["spans"] = value
         by = before.by if before.judged else by
     else:
-        said |= parse_label_set(set(value), where)
+        labels |= parse_label_set(set(value), where)
     if any(fields):
         kept = {**kept, source: fields}
-    return replace_annotation(record, Annotation(**said, by=by, tool=kept))
+    return replace_annotation(record, Annotation(**labels, by=by, tool=kept))

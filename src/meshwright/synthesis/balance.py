@@ -17,14 +17,15 @@ ALL = "all"  # the group of every record
 def measure_balance(
     records: Iterable[tuple[str, str, Record]], target: Mapping[str, Fraction], by: str | None = None
 ) -> dict[str, Any]:
-    """Measure how evenly speech acts are distributed over labelled records; returns JSON with the keys `target` and
-    `groups`.
+    """Measure how evenly speech acts are distributed over labelled records; returns JSON, {"target", "groups": {name:
+    counts}}. The first group is "all"; the others are the groups of `records`, if there are several, and those of `by`.
 
     records: (group such as a file name, position for errors, record). target: {act: desired share}, with the sum 1. by:
-    record key; records with the same value under it form further groups. Each of `groups`, of which "all" is the first,
-    has: number of `records`, of `labelled` ones and of those labelled by a model alone (`guessed`); for "prompt" and
-    "response" `acts` ({act: count, share, and number to `add` to reach the target}), `labels` (total count), `entropy`
-    in bits, `effective` number of acts, `missing` acts; `refusals`.
+    record key; all records with the same value under it form one more group.
+
+    Counts of a group: `records`, `labelled`, `guessed` (labelled by a model alone), `refusals`, and for "prompt" and
+    "response": `acts` ({act: count, share, number to `add` to reach the target}), `labels` (sum of the counts), `none`
+    (prompts or responses without an act), `entropy` in bits, `effective` number of acts, `missing` acts.
 
     The entropy H is Shannon's over the shares; the effective number 2^H is the number of equally frequent acts with the
     same entropy (Jost, Entropy and diversity, Oikos 113, 2006). A prompt or response with two acts counts for both.
@@ -32,15 +33,15 @@ def measure_balance(
     groups: dict[str, list[Annotation]] = {ALL: []}
     named: set[str] = set()
     for group, where, record in records:
-        said = parse_annotation(record, split_exchange(record, where), where)
+        annotation = parse_annotation(record, split_exchange(record, where), where)
         named.add(group)
         for name in (ALL, group, *([] if by is None else [f"{by}={_get_value(record, by)}"])):
-            groups.setdefault(name, []).append(said)
+            groups.setdefault(name, []).append(annotation)
     if len(named) == 1:  # which is all
         groups.pop(*named)
     return {
         "target": {act: float(share) for act, share in target.items()},
-        "groups": {name: _measure_group(said, target) for name, said in groups.items()},
+        "groups": {name: _measure_group(annotations, target) for name, annotations in groups.items()},
     }
 
 
@@ -68,10 +69,10 @@ def parse_target(text: str | None) -> dict[str, Fraction]:
 
 
 def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -> dict[str, int]:
-    """Return {act: number of records to add}: the fewest, rounded up, with which the shares match the target without
-    removing any. counts: {act: number of records}; target: {act: desired share}, with the sum 1.
+    """Return {act: number of records to add}, the smallest numbers, rounded up, with which the shares match the target
+    while no record is removed. counts: {act: number of records}; target: {act: desired share}, with the sum 1.
 
-    The act furthest above its share sets the total. Acts with a target of 0 get none.
+    The act furthest above its share determines the total. Acts with a target of 0 get none.
     """
     size = max((Fraction(counts[act]) / share for act, share in target.items() if share), default=Fraction(0))
     return {act: max(0, math.ceil(size * share) - counts[act]) if share else 0 for act, share in target.items()}
@@ -86,12 +87,12 @@ def _get_value(record: Mapping[str, Any], key: str) -> str:
     return "none" if value is None else str(value)[:60]
 
 
-def _measure_group(said: list[Annotation], target: Mapping[str, Fraction]) -> dict[str, Any]:
+def _measure_group(annotations: list[Annotation], target: Mapping[str, Fraction]) -> dict[str, Any]:
     """Measure how speech acts are distributed in one group of records; return its entry in `groups` of
-    `measure_balance`. said: the records' annotations. target: {act: desired share}."""
-    judged = [one for one in said if one.judged]
+    `measure_balance`. annotations: the records' annotations. target: {act: desired share}."""
+    judged = [one for one in annotations if one.judged]
     return {
-        "records": len(said),
+        "records": len(annotations),
         "labelled": len(judged),
         "guessed": sum(one.by_model for one in judged),
         **{side: _measure_side([getattr(one, side) or () for one in judged], target) for side in SIDES},
@@ -120,15 +121,14 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
     }
 
 
-def _count_refusals(said: list[Annotation]) -> dict[str, int]:
-    """Count labelled records by whether the prompt should be refused and whether the response refuses; return
-    {judgement: records}.
+def _count_refusals(annotations: list[Annotation]) -> dict[str, int]:
+    """Return {judgement: number of labelled records} on refusals. annotations: the records' annotations.
 
-    said: the records' annotations. Keys, if both are judged: `refused`, `answered` (should be refused),
-    `refused_harmless`, `answered_harmless` (should not). Also `should_refuse`, `harmless`: prompts by judgement;
-    `not_judged`: one or both missing.
+    `should_refuse`, `harmless`: the prompt should be refused, or not. `refused`, `answered`: it should, and the
+    response refuses or does not. `refused_harmless`, `answered_harmless`: it should not, and the response refuses or
+    does not. `not_judged`: one of the two judgements is missing.
     """
-    pairs = [(one.should_refuse, one.refuses) for one in said]
+    pairs = [(one.should_refuse, one.refuses) for one in annotations]
     return {
         "should_refuse": sum(should is True for should, _ in pairs),
         "refused": pairs.count((True, True)),

@@ -1,4 +1,4 @@
-"""The page of a balance report: acts with their shares beside the target, refusals, group by group."""
+"""The page of a balance report: shares and targets of the acts, and refusals, by group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Markup]:
     of `balance.measure_balance`."""
     yield paragraph("A bar is the share of an act among the labels of its side; the mark is its target.", muted=True)
     for name, group in report["groups"].items():
-        guessed = f"; {group['guessed']:,} by a model's guess that nobody has looked at" if group["guessed"] else ""
+        guessed = f"; {group['guessed']:,} by a model, not reviewed" if group["guessed"] else ""
         yield element("h2", name)
         yield paragraph(f"{group['labelled']:,} of {group['records']:,} records labelled{guessed}", muted=True)
         if group["labelled"]:
@@ -59,15 +59,16 @@ def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]
     yield table(("act", "labels", "share", "", "target", "to add"), rows)
 
 
-def _render_refusals(said: Mapping[str, int]) -> Iterator[Markup]:
-    """Yield an HTML table of refused and answered prompts. said: number of records by judgement, from
-    `balance._count_refusals`."""
+def _render_refusals(counted: Mapping[str, int]) -> Iterator[Markup]:
+    """Yield an HTML table of refused and answered prompts. counted: {judgement such as "refused": number of records},
+    from `balance._count_refusals`.
+    """
     counts = (
-        ("should be refused", said["should_refuse"], said["refused"], said["answered"]),
-        ("should be answered", said["harmless"], said["refused_harmless"], said["answered_harmless"]),
+        ("should be refused", counted["should_refuse"], counted["refused"], counted["answered"]),
+        ("should be answered", counted["harmless"], counted["refused_harmless"], counted["answered_harmless"]),
     )
     yield element("h3", "refusals")
     rows = [(name, *(f"{count:,}" for count in row)) for name, *row in counts]
     yield table(("prompt", "records", "refused", "answered"), rows)
-    if said["not_judged"]:
-        yield paragraph(f"{said['not_judged']:,} not judged", muted=True)
+    if counted["not_judged"]:
+        yield paragraph(f"{counted['not_judged']:,} not judged", muted=True)

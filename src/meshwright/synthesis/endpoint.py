@@ -20,8 +20,8 @@ from meshwright.data.files import canonical_json
 from meshwright.errors import UserError
 
 _LONGEST_ANSWER = 64 << 20  # bytes
-_LONGEST_WAIT = 300.0  # seconds; what a server asks for beyond that is cut to it
-_AGAIN = {408, 409, 425, 429}  # and all from 500 on
+_LONGEST_WAIT = 300.0  # seconds; a longer pause that a server asks for is cut to it
+_RETRY_STATUS = {408, 409, 425, 429}  # and all from 500 on
 
 
 class Completion(NamedTuple):
@@ -81,7 +81,7 @@ def make_user_message(text: str) -> list[dict[str, str]]:
 
 
 class RequestRefused(UserError):
-    """Raised if the server refuses a request for good: a retry would not help."""
+    """Raised if the server refuses a request permanently: a retry would not help."""
 
 
 class NoAnswer(UserError):
@@ -110,7 +110,7 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f'"{self.url}" is not the address of a server, as in http://127.0.0.1:8000/v1')
         if parts.username or parts.password:
-            raise UserError("the address of the server has a password in it; give a key by its environment variable")
+            raise UserError("the address of the server contains a password; pass a key in an environment variable")
 
     @property
     def address(self) -> str:
@@ -129,8 +129,8 @@ class Endpoint:
         """Send a request, with retries, and return the model's answer.
 
         wait: sleeps the given number of seconds between tries. retried: called with the reason of each retry. Raises
-        `RequestRefused` for final errors (400, 401, 404 ...), `NoAnswer` if 408, 409, 425, 429, 5xx, time-outs, broken
-        connections or invalid answers outlast all tries.
+        `RequestRefused` for a final HTTP error (status 400, 401, 404 ...), `NoAnswer` if all tries fail by a temporary
+        one (408, 409, 425, 429, 5xx), a time-out, a broken connection or an invalid answer.
         """
         body = canonical_json(request.to_json(self.model))
         reason = ""
@@ -141,7 +141,7 @@ class Endpoint:
                 reason = str(error)
                 if attempt + 1 < self.tries:
                     retried(reason)
-                    pause = self.backoff * 2**attempt * random.uniform(1, 1.25)  # so that clients do not come in step
+                    pause = self.backoff * 2**attempt * random.uniform(1, 1.25)  # clients must not retry in lockstep
                     wait(min(pause if error.after is None else error.after, _LONGEST_WAIT))
         raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._shorten(reason)}")
 
@@ -158,22 +158,22 @@ class Endpoint:
                 return _parse_completion(_read_body(answer, until))
         except urllib.error.HTTPError as error:
             with error:
-                said = _read_error_message(error, until)
-            if error.code in _AGAIN or error.code >= 500:
-                raise _TryAgainError(f"status {error.code}: {said}", _parse_retry_after(error.headers)) from None
+                message = _read_error_message(error, until)
+            if error.code in _RETRY_STATUS or error.code >= 500:
+                raise _TryAgainError(f"status {error.code}: {message}", _parse_retry_after(error.headers)) from None
             hint = {401: "; is the key right?", 403: "; is the key right?", 404: "; are address and model right?"}
             raise RequestRefused(
-                f"{self.address}: status {error.code}: {self._shorten(said)}{hint.get(error.code, '')}"
+                f"{self.address}: status {error.code}: {self._shorten(message)}{hint.get(error.code, '')}"
             ) from None
         except urllib.error.URLError as error:
             raise _TryAgainError(str(getattr(error.reason, "strerror", None) or error.reason)) from None
         except TimeoutError:
-            raise _TryAgainError(f"no whole answer in {self.timeout:g} seconds") from None
+            raise _TryAgainError(f"no complete answer in {self.timeout:g} seconds") from None
         except (OSError, HTTPException) as error:
             raise _TryAgainError(str(error) or type(error).__name__) from None
 
     def _shorten(self, text: str) -> str:
-        """Return the server's error message `text`, cut to 300 characters and with the API key masked."""
+        """Return the error text `text` cut to 300 characters and with the API key masked."""
         return (text.replace(self.key, "<key>") if self.key else text)[:300]
 
 
@@ -225,7 +225,7 @@ def _read_body(answer: Any, until: float) -> bytes:
             raise _TryAgainError(f"an answer of more than {_LONGEST_ANSWER >> 20} MiB")
         if time.monotonic() > until:
             raise TimeoutError
-    if answer.length:  # of a body whose end never came
+    if answer.length:  # bytes that were announced and did not arrive
         raise _TryAgainError("the connection ended in the middle of an answer")
     return b"".join(parts)
 
@@ -242,7 +242,7 @@ def _parse_completion(body: bytes) -> Completion:
         counts = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         shown = body[:80].decode(errors="replace")
-        raise _TryAgainError(f'the answer is no chat completion: "{shown}"') from None
+        raise _TryAgainError(f'the answer is not a chat completion: "{shown}"') from None
     if not isinstance(text, str):
         raise _TryAgainError("the answer's content is not text")
     prompt, completion = (count if type(count) is int and count >= 0 else None for count in counts)
@@ -258,22 +258,22 @@ def _read_error_message(error: urllib.error.HTTPError, until: float) -> str:
     except (OSError, HTTPException, _TryAgainError):
         return error.reason or "no reason given"
     try:
-        said = json.loads(body)
-        said = said.get("error", said)
-        said = said.get("message", said.get("detail", said)) if isinstance(said, dict) else said
+        message = json.loads(body)
+        message = message.get("error", message)
+        message = message.get("message", message.get("detail", message)) if isinstance(message, dict) else message
     except (ValueError, AttributeError, RecursionError):
-        said = body.decode(errors="replace")
-    return " ".join(str(said).split())[:400] or error.reason or "no reason given"
+        message = body.decode(errors="replace")
+    return " ".join(str(message).split())[:400] or error.reason or "no reason given"
 
 
 def _parse_retry_after(headers: Any) -> float | None:
     """Parse the Retry-After header, a number of seconds or a date (RFC 9110, section 10.2.3); returns seconds from now,
     or None if it is missing or invalid.
     """
-    said = (headers.get("Retry-After") or "").strip()
-    if re.fullmatch(r"\d+(\.\d+)?", said):
-        return float(said)
+    value = (headers.get("Retry-After") or "").strip()
+    if re.fullmatch(r"\d+(\.\d+)?", value):
+        return float(value)
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(said).timestamp() - time.time())
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, TypeError):
         return None

@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.data.records.exchanges import Record, name_records, split_exchange
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import ChatClient
+from meshwright.synthesis.chat_client import ChatClient
 from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, make_user_message
 
 IN_DEPTH: dict[str, str] = {
@@ -31,7 +31,7 @@ IN_DEPTH: dict[str, str] = {
 }
 IN_BREADTH = "in-breadth"
 METHODS = (*IN_DEPTH, IN_BREADTH)
-SORRY_WORDS = 80  # a response with "sorry" in fewer words could not be given (Elimination Evolving, rule 2)
+SORRY_WORDS = 80  # a response with "sorry" in fewer words counts as a failure (Elimination Evolving, rule 2)
 DEFAULT_SAMPLING = Sampling(max_tokens=2048)
 _WORDS_MORE = "10 to 20"  # that a rewriting in depth may add
 
@@ -83,20 +83,22 @@ class _Lineage:
 
 def evol_instruct(
     seeds: Sequence[tuple[str, Record]],
-    asker: ChatClient,
+    client: ChatClient,
     rounds: int = 4,
     sampling: Sampling = DEFAULT_SAMPLING,
     methods: Sequence[str] = METHODS,
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Let a served model rewrite instructions in several rounds, harder or on another topic, and answer them
-    (Evol-Instruct); returns (evolved records with responses, summary as JSON).
+    (Evol-Instruct); returns (evolved records with responses, summary as JSON). Raises `UserError` without instructions.
 
-    seeds: (position for errors, record) of the instructions to begin with. asker: client of the model. rounds: 4 in the
-    paper. sampling: settings of the requests. methods: names of rewriting methods, of which each rewriting draws one.
-    log: receives progress lines. Records have Alpaca's keys and `origin`: method, model, round, path of methods, source
-    record. Summary: number of `records` and `rounds`, `by_method`, and `dropped` by reason. Raises `UserError` without
-    instructions.
+    seeds: (position for errors, record) of the instructions to begin with. client: client of the model. rounds: number
+    of times that each instruction is rewritten (4 in the paper). sampling: settings of the requests. methods: names of
+    rewriting methods, of which each rewriting draws one. log: receives progress lines.
+
+    Records have Alpaca's keys and `origin`: {method, model, round, path: rewriting methods applied so far, of: name of
+    the source record}. Summary: number of `records`, of `rounds`, of records `by_method`, and of instructions `dropped`
+    by reason.
     """
     seed = sampling.seed
     names = name_records([record for _, record in seeds])
@@ -114,7 +116,7 @@ def evol_instruct(
         seeds_of = [random.Random(f"{seed} {number} {place} ask").getrandbits(31) for place in range(len(lines))]
         prompts = [_make_evolving_prompt(line.task, method) for line, method in zip(lines, chosen, strict=True)]
         asked = [sampling.make_request(prompt, own) for prompt, own in zip(prompts, seeds_of, strict=True)]
-        tasks = [_parse_evolved(answer, dropped) for answer in asker.ask(asked, f"round {number}: evolving")]
+        tasks = [_parse_evolved(answer, dropped) for answer in client.ask(asked, f"round {number}: evolving")]
         going = [place for place, task in enumerate(tasks) if task is not None]
 
         compare = [
@@ -123,13 +125,13 @@ def evol_instruct(
             )
             for at in going
         ]
-        judged = asker.ask(compare, f"round {number}: comparing")
+        judged = client.ask(compare, f"round {number}: comparing")
         same = {at for at, answer in zip(going, judged, strict=True) if answer and _is_judged_same(answer.text)}
         dropped["nothing new"] += len(same)
         going = [at for at in going if at not in same]
 
         answering = [sampling.make_request(str(tasks[at]), seeds_of[at]) for at in going]
-        for at, answer in zip(going, asker.ask(answering, f"round {number}: answering"), strict=True):
+        for at, answer in zip(going, client.ask(answering, f"round {number}: answering"), strict=True):
             if reason := _find_failure(answer):
                 dropped[reason] += 1
                 continue
@@ -137,7 +139,7 @@ def evol_instruct(
             line, task = lines[at], str(tasks[at])
             line.task, line.path = task, [*line.path, chosen[at]]
             by_method[chosen[at]] += 1
-            origin = {"method": "evol-instruct", "model": asker.endpoint.model, "round": number, "path": line.path}
+            origin = {"method": "evol-instruct", "model": client.endpoint.model, "round": number, "path": line.path}
             output = answer.text.strip()
             records.append(
                 {"instruction": task, "input": "", "output": output, "origin": {**origin, "of": line.source}}

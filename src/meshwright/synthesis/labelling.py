@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.data.records.exchanges import Exchange, Record, split_exchange
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import ChatClient
+from meshwright.synthesis.chat_client import ChatClient
 from meshwright.synthesis.endpoint import ChatRequest, Completion
 from meshwright.synthesis.speech_acts import ACTS, Annotation, parse_annotation, replace_annotation, resolve_act
 from meshwright.untrusted import parse_json
@@ -25,29 +25,30 @@ _SYSTEM = (
 
 
 def label_records(
-    records: Sequence[tuple[str, Record]], asker: ChatClient, seed: int = 0, again: bool = False, max_tokens: int = 200
+    records: Sequence[tuple[str, Record]], client: ChatClient, seed: int = 0, again: bool = False, max_tokens: int = 200
 ) -> tuple[list[Record], dict[str, Any]]:
     """Label records by speech acts and refusals with a served model; returns (all records in order, summary as JSON).
 
     records: (position for errors, record). Labelled records stay as they are; with `again`, those labelled by a model
-    alone are labelled anew. asker: client of the model; new labels name "model NAME" as their author. seed: of the
-    first request; a retry after an unreadable answer adds 1. max_tokens: maximum length of an answer. Summary, in
-    records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server, `unreadable` (no labels in any
-    answer).
+    alone are labelled anew. client: client of the model; new labels name "model NAME" as their author. seed: of the
+    first request; a retry after an unreadable answer adds 1. max_tokens: maximum length of an answer.
+
+    Summary, in numbers of records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server,
+    `unreadable` (no labels in any of the model's answers).
     """
     labelled = [record for _, record in records]
-    open_ones: list[tuple[int, Exchange, Annotation]] = []
+    pending: list[tuple[int, Exchange, Annotation]] = []
     for place, (where, record) in enumerate(records):
         sides = split_exchange(record, where)
-        said = parse_annotation(record, sides, where)
-        if not said.judged or (again and said.by_model):
-            open_ones.append((place, sides, said))
-    summary = {"records": len(records), "labelled": 0, "kept": len(records) - len(open_ones), "refused": 0}
-    by = f"model {asker.endpoint.model}"
+        present = parse_annotation(record, sides, where)
+        if not present.judged or (again and present.by_model):
+            pending.append((place, sides, present))
+    summary = {"records": len(records), "labelled": 0, "kept": len(records) - len(pending), "refused": 0}
+    by = f"model {client.endpoint.model}"
     for attempt in range(_TRIES):
-        requests = [_make_request(sides, seed + attempt, max_tokens) for _, sides, _ in open_ones]
+        requests = [_make_request(sides, seed + attempt, max_tokens) for _, sides, _ in pending]
         left = []
-        for one, answer in zip(open_ones, asker.ask(requests, "labelling"), strict=True):
+        for one, answer in zip(pending, client.ask(requests, "labelling"), strict=True):
             if answer is None:
                 summary["refused"] += 1
             elif (guess := _parse_labels(answer, one[2], by)) is None:
@@ -55,14 +56,14 @@ def label_records(
             else:
                 labelled[one[0]] = replace_annotation(labelled[one[0]], guess)
                 summary["labelled"] += 1
-        open_ones = left
-    return labelled, {**summary, "unreadable": len(open_ones)}
+        pending = left
+    return labelled, {**summary, "unreadable": len(pending)}
 
 
 def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
-    # As JSON, so that nothing in a record can pass for the end of it.
     """Build the request that asks the model to label one record. sides: its prompt and response. seed: sampling seed.
     max_tokens: maximum length of the answer."""
+    # As JSON, so that nothing in a record can pass for the end of it.
     record = json.dumps({"prompt": sides.prompt, "response": sides.response}, ensure_ascii=False)
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": record}]
     return ChatRequest(messages, temperature=0.0, max_tokens=max_tokens, seed=seed)
@@ -77,9 +78,9 @@ def _parse_labels(answer: Completion, before: Annotation, by: str) -> Annotation
     """
     begin, end = answer.text.find("{"), answer.text.rfind("}")
     try:
-        said: Any = parse_json(answer.text[begin : end + 1]) if 0 <= begin < end else None
-        acts = {side: [resolve_act(act, side) for act in said[side]] for side in ("prompt", "response")}
-        flags = {key: said[key] for key in ("should_refuse", "refuses")}
+        labels: Any = parse_json(answer.text[begin : end + 1]) if 0 <= begin < end else None
+        acts = {side: [resolve_act(act, side) for act in labels[side]] for side in ("prompt", "response")}
+        flags = {key: labels[key] for key in ("should_refuse", "refuses")}
     except (ValueError, TypeError, KeyError, UserError):
         return None
     if not all(isinstance(flag, bool) for flag in flags.values()):

@@ -19,7 +19,7 @@ def split_words(text: str) -> list[str]:
 
 
 def compute_rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
-    """Return the ROUGE-L F1 of two texts, given as lists of words, in [0, 1]: 2 × longest common subsequence / (words
+    """Return the ROUGE-L F1, in [0, 1], of two texts given as lists of words: 2 × longest common subsequence / (words
     of both); 0 if either is empty.
     """
     total = len(first) + len(second)
@@ -44,7 +44,7 @@ class SimilarityPool:
         split = split_words(text)
         counts = Counter(split)
         for other, other_counts in self._texts:
-            # A common subsequence has no more words than both hold in any order: most texts are told apart by that.
+            # A common subsequence has no more words than both hold in any order: this bound rules out most texts.
             most = sum(min(count, other_counts[word]) for word, count in counts.items() if word in other_counts)
             if 2 * most >= threshold * (len(split) + len(other)) and compute_rouge_l(split, other) >= threshold:
                 return True
@@ -55,7 +55,7 @@ def _compute_lcs_length(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the number of words in the longest common subsequence of two texts, given as lists of words."""
     row = [0] * (len(second) + 1)
     for word in first:
-        before = 0  # what stood one row up, one to the left
+        before = 0  # value one row up, one column to the left
         for place, other in enumerate(second, 1):
             here = row[place]
             row[place] = before + 1 if word == other else max(here, row[place - 1])

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.data.records.exchanges import Record, find_first_request
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import ChatClient
+from meshwright.synthesis.chat_client import ChatClient
 from meshwright.synthesis.endpoint import ChatRequest, Completion, Sampling, make_user_message
 from meshwright.synthesis.rouge import SimilarityPool
 
@@ -32,7 +32,7 @@ UNSUITABLE = (  # what a language model cannot look at or do; the paper names im
 DEFAULT_SAMPLING = Sampling(temperature=0.7)
 _NEW_TASKS = 8  # that a prompt asks for
 _ROUND = 8  # prompts whose tasks are sampled from the same pool
-_PATIENCE = 5  # rounds without a new task, after which the model has no more to say
+_PATIENCE = 5  # rounds without a new task after which the run ends
 
 _WRITE_TASKS = (
     "Here are {count} tasks that people have given an assistant:\n\n{tasks}\n\nWrite {more} more, numbered on from "
@@ -75,19 +75,19 @@ class SelfInstructResult:
 
 def self_instruct(
     seeds: Sequence[tuple[str, Record]],
-    asker: ChatClient,
+    client: ChatClient,
     count: int,
     sampling: Sampling = DEFAULT_SAMPLING,
     instances: int = 1,
     log: Callable[[str], None] = lambda line: None,
 ) -> SelfInstructResult:
     """Let a served model generate `count` new tasks (fewer if it repeats itself), each with input-output pairs
-    (Self-Instruct).
+    (Self-Instruct). Raises `UserError` without seed tasks.
 
-    seeds: (position for errors, record) of tasks written by people, which are shown to the model. asker: client of the
-    model. sampling: settings of the requests. instances: maximum number of pairs for a task with free-text answers; a
-    classification gets one for each of up to 5 labels. log: receives progress lines. Requests depend only on the seed
-    and earlier answers, so that a restarted run repeats them. Raises `UserError` without seed tasks.
+    seeds: (position for errors, record) of tasks written by people, some of which each request shows to the model.
+    client: client of the model. sampling: settings of the requests. instances: maximum number of pairs for a task with
+    free-text answers; a classification task gets one for each of up to 5 labels. log: receives progress lines. Requests
+    depend only on the seed and earlier answers: a restarted run sends the same ones, and the client has their answers.
     """
     people = [find_first_request(record, where) for where, record in seeds]
     people = list(dict.fromkeys(text for text in people if text.strip()))
@@ -104,7 +104,7 @@ def self_instruct(
             for number, prompt in enumerate(prompts)
         ]
         before = len(made)
-        for answer in asker.ask(requests, "new tasks"):
+        for answer in client.ask(requests, "new tasks"):
             for task in _parse_numbered_list(answer, outcome.dropped):
                 reason = find_unsuitable_reason(task) or (
                     "like another task" if pool.has_similar(task, TOO_ALIKE) else None
@@ -117,13 +117,14 @@ def self_instruct(
         idle = 0 if len(made) > before else idle + 1
         outcome.rounds += 1
         log(f"{len(made):,} of {count:,} new tasks after {outcome.rounds} rounds")
-    _add_instances(outcome, made, asker, sampling, instances)
+    _add_instances(outcome, made, client, sampling, instances)
     return outcome
 
 
 def find_unsuitable_reason(task: str) -> str | None:
-    """Return why a generated instruction is unsuitable by itself, whatever the others are, such as "begins with a
-    punctuation mark"; None if it is suitable."""
+    """Return why a generated instruction is unsuitable, such as "begins with a punctuation mark"; None if it is
+    suitable. It is judged by itself, not compared with other instructions.
+    """
     length = len(task.split())
     if length < LEAST_WORDS:
         return "too short"
@@ -172,17 +173,17 @@ def _parse_numbered_list(answer: Completion | None, dropped: Counter[str]) -> li
 def _add_instances(
     outcome: SelfInstructResult,
     tasks: Sequence[str],
-    asker: ChatClient,
+    client: ChatClient,
     sampling: Sampling,
     instances: int,
 ) -> None:
     """Ask the model for input-output pairs of each task and append them to `outcome.records`.
 
-    tasks: instructions. asker: client of the model. sampling: settings of the requests. instances: maximum number of
+    tasks: instructions. client: client of the model. sampling: settings of the requests. instances: maximum number of
     pairs of a task with free-text answers. For classifications the label is generated before the input, so that labels
     are balanced.
     """
-    kinds = asker.ask(
+    kinds = client.ask(
         [
             ChatRequest(make_user_message(_IS_CLASSIFICATION.format(task=task)), max_tokens=8, seed=sampling.seed)
             for task in tasks
@@ -195,11 +196,11 @@ def _add_instances(
         prompt = _WRITE_LABELLED if has_labels else _WRITE_INSTANCE
         text = prompt.format(task=task, count=MOST_INSTANCES if has_labels else instances)
         requests.append(sampling.make_request(text, _derive_seed(sampling.seed, -1, number)))
-    for task, has_labels, answer in zip(tasks, labelled, asker.ask(requests, "examples"), strict=True):
+    for task, has_labels, answer in zip(tasks, labelled, client.ask(requests, "examples"), strict=True):
         pairs = _parse_pairs(answer, has_labels, outcome.dropped)
         if not pairs:
             outcome.dropped["task without an example"] += 1
-        origin = {"method": "self-instruct", "model": asker.endpoint.model, "classification": has_labels}
+        origin = {"method": "self-instruct", "model": client.endpoint.model, "classification": has_labels}
         for given, wanted in pairs[:MOST_INSTANCES]:
             outcome.records.append({"instruction": task, "input": given, "output": wanted, "origin": origin})
 
@@ -208,8 +209,8 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
     """Parse the (input, output) pairs in the model's answer; return those that pass the filters of the paper and its
     code.
 
-    answer: None if the request was refused. labelled: True if the task is a classification, whose answers begin with
-    the label (output). dropped: reason -> count, increased for each failure.
+    answer: None if the request was refused. labelled: True if the task is a classification, for which the answer gives
+    each label (output) before its input. dropped: reason -> count, increased for each failure.
     """
     if answer is None:
         dropped["request refused"] += 1
@@ -239,7 +240,7 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
         elif (given, wanted) not in kept:
             kept.append((given, wanted))
     inputs = [given for given, _ in kept if given]
-    if len(set(inputs)) < len(inputs):  # one input with two outputs: the task is not to be trusted
+    if len(set(inputs)) < len(inputs):  # one input with two outputs: the task is ambiguous
         dropped["one input, several outputs"] += 1
         return []
     return kept

@@ -4,6 +4,7 @@ response refuse).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ ACTS: dict[str, str] = {
     "declaration": "makes something so by saying it: names, appoints, resigns, opens, closes, grants",
     "verdictive": "gives a judgement on evidence or by a measure: grades, diagnoses, rates, rules, assesses",
 }
-ALSO_KNOWN = {  # what else the literature calls them
+ALSO_KNOWN = {  # other names in the literature
     "representative": "assertive",
     "constative": "assertive",
     "acknowledgment": "expressive",
@@ -54,7 +55,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Annotation:
     """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field is
-    None if not judged, an empty tuple if judged to have none.
+    None if not judged; the acts of a text judged to have none are an empty tuple.
 
     prompt, response: names of the acts of each, in the order of `ACTS`. should_refuse: the prompt should be refused.
     refuses: the response refuses. spans: acts of parts of the text. by: author of the labels ("doccano", "prodigy",
@@ -83,23 +84,19 @@ class Annotation:
         """Return the names of the labels that are set, such as "prompt:directive" or "refuses", in the order of
         `LABELS`.
         """
-        acts = {"prompt": self.prompt or (), "response": self.response or ()}
-        held = {f"{side}:{act}" for side in SIDES for act in acts[side]}
+        held = {f"{side}:{act}" for side in SIDES for act in getattr(self, side) or ()}
         held |= {SHOULD_REFUSE} if self.should_refuse else set()
         held |= {REFUSES} if self.refuses else set()
         return tuple(label for label in LABELS if label in held)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set as a JSON object, the form in which records store annotations."""
-        spans = None if self.spans is None else [_span_to_json(span) for span in self.spans]
-        acts = {side: value if value is None else list(value) for side, value in self._sides()}
-        said = {**acts, "should_refuse": self.should_refuse, "refuses": self.refuses, "spans": spans, "by": self.by}
-        kept = {key: value for key, value in said.items() if value is not None}
-        return {**kept, "tool": dict(self.tool)} if self.tool else kept
-
-    def _sides(self) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
-        """Return (("prompt", acts), ("response", acts)): names of the speech acts of both, None if not judged."""
-        return ("prompt", self.prompt), ("response", self.response)
+        fields = {**dataclasses.asdict(self), "tool": dict(self.tool) or None}
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in fields.items()
+            if value is not None
+        }
 
 
 def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
@@ -124,45 +121,45 @@ def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> 
     sides: the record's prompt and response. where: position of the record, such as "a.jsonl:17", for the `UserError`
     for an invalid annotation.
     """
-    said = record.get(ANNOTATION)
-    if said is None:
+    stored = record.get(ANNOTATION)
+    if stored is None:
         return Annotation()
     where = f'{where}: "{ANNOTATION}"'
-    if not isinstance(said, dict):
+    if not isinstance(stored, dict):
         raise UserError(f'{where} is not an object, as in {{"response": ["assertive"], "refuses": false}}')
-    known = {"prompt", "response", "should_refuse", "refuses", "spans", "by", "tool"}
-    for key in said:
+    known = {each.name for each in dataclasses.fields(Annotation)}
+    for key in stored:
         if key not in known:
             raise UserError(f"{where}: {unknown('key', key, sorted(known))}")
     for key, kind, name in (("spans", list, "a list"), ("by", str, "a string"), ("tool", dict, "an object")):
-        if not isinstance(said.get(key), (kind, type(None))):
+        if not isinstance(stored.get(key), (kind, type(None))):
             raise UserError(f'{where}: "{key}" is not {name}')
     return Annotation(
-        prompt=_parse_acts(said, "prompt", where),
-        response=_parse_acts(said, "response", where),
-        should_refuse=_parse_flag(said, "should_refuse", where),
-        refuses=_parse_flag(said, "refuses", where),
-        spans=None if said.get("spans") is None else parse_spans(said["spans"], sides, where),
-        by=said.get("by"),
-        tool=said.get("tool") or {},
+        prompt=_parse_acts(stored, "prompt", where),
+        response=_parse_acts(stored, "response", where),
+        should_refuse=_parse_flag(stored, "should_refuse", where),
+        refuses=_parse_flag(stored, "refuses", where),
+        spans=None if stored.get("spans") is None else parse_spans(stored["spans"], sides, where),
+        by=stored.get("by"),
+        tool=stored.get("tool") or {},
     )
 
 
 def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Record:
-    """Return a copy of the record with `annotation` in place of its own."""
+    """Return a copy of the record with `annotation` instead of its present one; an empty annotation is left out."""
     plain = {key: value for key, value in record.items() if key != ANNOTATION}
-    said = annotation.to_json()
-    return {**plain, ANNOTATION: said} if said else plain
+    fields = annotation.to_json()
+    return {**plain, ANNOTATION: fields} if fields else plain
 
 
-def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
+def parse_spans(items: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
     """Parse a JSON list of spans (character ranges with a speech act); return them sorted.
 
-    said: the list. sides: prompt and response of the record. where: position of the record, for the `UserError` for a
+    items: the list. sides: prompt and response of the record. where: position of the record, for the `UserError` for a
     span outside of its text.
     """
     spans = []
-    for number, one in enumerate(said, 1):
+    for number, one in enumerate(items, 1):
         here = f"{where}: span {number}"
         if not (isinstance(one, dict) and one.get("side") in SIDES):
             raise UserError(f'{here} has no "side", which is prompt or response')
@@ -175,8 +172,9 @@ def parse_spans(said: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the standard name of a speech act, given any of its names in the literature (`word`, in any case). where:
-    position of the word, for the `UserError` for an unknown name."""
+    """Return the standard name of a speech act. word: any of its names in the literature, in any case. where: position
+    of the word, for the `UserError` for an unknown name.
+    """
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name
     if name not in ACTS:
@@ -184,12 +182,12 @@ def resolve_act(word: Any, where: str) -> str:
     return str(name)
 
 
-def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
+def _parse_acts(stored: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
     """Parse the speech acts of one side in a JSON annotation; return their names, None if not judged.
 
-    said: the annotation. side: "prompt" or "response". where: position of the record, for the `UserError`.
+    stored: the annotation. side: "prompt" or "response". where: position of the record, for the `UserError`.
     """
-    value = said.get(side)
+    value = stored.get(side)
     if value is None:
         return None
     if not isinstance(value, list):
@@ -198,15 +196,10 @@ def _parse_acts(said: Mapping[str, Any], side: str, where: str) -> tuple[str, ..
     return tuple(act for act in ACTS if act in named)
 
 
-def _parse_flag(said: Mapping[str, Any], key: str, where: str) -> bool | None:
-    """Parse the boolean under `key` in the JSON annotation `said`; return None if not judged. where: position of the
+def _parse_flag(stored: Mapping[str, Any], key: str, where: str) -> bool | None:
+    """Parse the boolean under `key` in the JSON annotation `stored`; return None if not judged. where: position of the
     record, for the `UserError`."""
-    value = said.get(key)
+    value = stored.get(key)
     if value is not None and not isinstance(value, bool):
         raise UserError(f'{where}: "{key}" is {value!r}, neither true nor false')
     return value
-
-
-def _span_to_json(span: Span) -> dict[str, Any]:
-    """Return a span as the JSON object {"side", "start", "end", "act"}."""
-    return {"side": span.side, "start": span.start, "end": span.end, "act": span.act}

@@ -1,4 +1,4 @@
-"""Documents that hold a listed word are dropped, and those that hold it only inside other words are not."""
+"""Blocked words: documents that contain a listed word are dropped, unless it is only a part of other words."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_blocked_words_match_whole_words_in_any_case(listed: str, text: str, fou
 def test_blocked_word_drops_document_but_not_code(listed: str):
     cleaner = Cleaner(CleanRecipe(blocked_words=listed))
     verdict = cleaner.judge_document("one drat more", "a.txt")
-    assert (verdict.rule, verdict.why) == ("blocked_words", 'holds "drat"')
+    assert (verdict.rule, verdict.why) == ("blocked_words", 'contains "drat"')
     assert cleaner.judge_document("one drat more", "a.py").rule is None
     assert "blocked_words" in cleaner.rules and "blocked_words" not in Cleaner(CleanRecipe()).rules
 

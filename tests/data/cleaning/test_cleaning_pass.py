@@ -1,4 +1,4 @@
-"""A corpus goes through all rules: duplicates are found on disk, a kill costs one segment, the report adds up."""
+"""The cleaning pass: duplicates by external sort, resumption after a kill, and the report."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_near_duplicates_are_dropped(tmp_path: Path, small_segments: None):
 
 def test_near_duplicate_of_dropped_document_is_dropped(tmp_path: Path):
     class Chain:
-        """The second document shares a band with the first, the third another one with the second."""
+        """The second document shares a band with the first, the third shares another band with the second."""
 
         first, documents = 0, 3
 
@@ -133,7 +133,7 @@ def test_pass_resumes_after_last_complete_segment(tmp_path: Path, small_segments
         work.mkdir()
         for name in names[:stop]:
             (work / name).write_bytes((tmp_path / "undisturbed" / name).read_bytes())
-        (work / names[stop]).write_bytes((tmp_path / "undisturbed" / names[stop]).read_bytes()[:-1])  # cut short
+        (work / names[stop]).write_bytes((tmp_path / "undisturbed" / names[stop]).read_bytes()[:-1])  # truncated
         before = {name: (work / name).stat().st_mtime_ns for name in names[:stop]}
         result = cleaned(source, work)
         assert {name: (work / name).stat().st_mtime_ns for name in names[:stop]} == before
@@ -173,7 +173,7 @@ def test_pass_killed_at_any_time_ends_with_same_segments(tmp_path: Path):
     assert start(tmp_path / "undisturbed").wait(60) == 0
     usual = time.perf_counter() - begun
     draw, kills = random.Random(2), 0
-    for _ in range(8):
+    for _ in range(5):
         process = start(tmp_path / "killed")
         time.sleep(draw.uniform(0, usual / 3))
         os.kill(process.pid, signal.SIGKILL)
@@ -190,10 +190,10 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(cleaning_pass, "SEGMENT_CHARACTERS", 40_000)
     monkeypatch.setattr(duplicates, "PART", 100)
     peaks = []
-    for count in (200, 1600):
-        # A tenth repeats, far from where it stood first; the documents stay on disk.
+    for count in (200, 1000):
+        # A tenth of the documents repeats an earlier one; the documents stay on disk.
         source = write(tmp_path / f"{count}", texts(count, count) + texts(count // 10, count))
-        cleaned(source, tmp_path / "warm")  # what is imported and compiled once
+        cleaned(source, tmp_path / "warm")  # one-time imports and compilation
         tracemalloc.start()
         result = cleaned(source, tmp_path / f"work {count}", near_duplicates=True)
         peaks.append(tracemalloc.get_traced_memory()[1])

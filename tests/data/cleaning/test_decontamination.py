@@ -1,4 +1,4 @@
-"""Documents that share runs of words with an evaluation set are found, by the share of them, and others are not."""
+"""Decontamination: documents are dropped by the fraction of their words in n-grams of an evaluation set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_overlap_counts_words_in_shared_ngrams(evaluation: Path):
     assert sets.measure_overlap(OTHER) == sets.measure_overlap("") == 0
     assert sets.measure_overlap(" ".join(QUESTION.split()[:12])) == 0  # one word too few
     assert sets.measure_overlap("Eight words make an answer that still counts!") == 1
-    assert sets.measure_overlap("the first the first the first") == 0  # shorter examples say nothing
+    assert sets.measure_overlap("the first the first the first") == 0  # shorter examples are ignored
 
 
 def test_recipe_sets_ngram_length_and_maximum_overlap(evaluation: Path):
@@ -64,7 +64,7 @@ def test_plain_text_file_is_one_evaluation_example(tmp_path: Path):
     ("contents", "message"),
     [
         ("{", r"set.jsonl:1 is not JSON"),
-        ('{"a": "too short"}', "holds no example of 8 words"),
+        ('{"a": "too short"}', "has no example of at least 8 words"),
         (None, r'evaluation_sets: ".*set.jsonl" does not exist'),
     ],
 )
@@ -119,7 +119,7 @@ def test_evaluation_sets_are_read_once_per_preparation(
 
 
 def test_evaluation_set_digest_includes_format(tmp_path: Path):
-    """Each line an example, or all of it one: what is prepared differs, and so must the key that it lies under."""
+    """As text a file is one example, as JSON Lines each line is: the prepared data and the cache key differ."""
     line = json.dumps({"text": OTHER}) + "\n"
     for name in ("set.txt", "set.jsonl", "again.jsonl"):
         (tmp_path / name).write_text(line)

@@ -1,4 +1,4 @@
-"""The published rules measure what their papers say: on texts made for each, and against plain counting."""
+"""Published quality rules: each drops a text made for it, and n-gram counts match an exhaustive count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Languages are told offline, and only documents in those that the recipe names are kept."""
+"""Language identification works offline, and only documents in the configured languages are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_only_listed_languages_are_kept(code: str):
     assert Cleaner(CleanRecipe(languages=[code])).judge_document(TEXTS[code]).rule is None
     others = Cleaner(CleanRecipe(languages=[other for other in TEXTS if other != code]))
     assert others.judge_document(TEXTS[code]).rule == "language"
-    assert others.judge_document(TEXTS[code], "code.py").rule is None  # source code has no language of people
+    assert others.judge_document(TEXTS[code], "code.py").rule is None  # source code is not checked for its language
 
 
 def test_language_below_minimum_probability_is_dropped():

@@ -1,4 +1,4 @@
-"""MinHash estimates Jaccard similarity as well as rensa does, and documents meet as often as the curve says."""
+"""MinHash is as accurate as rensa, and documents match as often as the banding probability predicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = [f"word{number}" for number in range(20_000)]
 
 
 def pair(draw: random.Random, similarity: float, size: int = 200) -> tuple[list[str], list[str]]:
-    """Two sets of words of about this Jaccard similarity."""
+    """Return two texts of about this Jaccard similarity."""
     shared = round(2 * size * similarity / (1 + similarity))
     words = draw.sample(VOCABULARY, 2 * size - shared)
     return words[:size], words[size - shared :]

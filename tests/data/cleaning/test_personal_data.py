@@ -1,4 +1,4 @@
-"""Personal data are masked, what only looks like them is not, and no text makes that slow."""
+"""Personal data are masked, lookalikes are not, and masking time is bounded for every text."""
 
 from __future__ import annotations
 

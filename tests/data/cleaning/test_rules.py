@@ -1,4 +1,4 @@
-"""The cleaning rules drop what they are meant to drop, and nothing else."""
+"""Each cleaning rule drops its target and keeps other texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_ordinary_text_is_kept_unchanged():
         ("length", "", {}),
         ("length", " \n\t ", {}),
         ("length", "short", {"minimum_characters": 6}),
-        ("length", "", {"minimum_characters": 0}),  # nothing is no document, whatever the recipe says
+        ("length", "", {"minimum_characters": 0}),  # an empty text is always dropped
         ("length", "longer", {"maximum_characters": 5}),
         ("repetition", "the same line\n" * 10, {}),
     ],

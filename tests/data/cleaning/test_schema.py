@@ -1,4 +1,4 @@
-"""Records that do not fit the schema are counted and dropped; without a schema they are an error."""
+"""Records that violate the schema are counted and dropped; without a schema they are errors."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ def test_required_keys_on_wet_pages_are_refused(tmp_path: Path):
         source=str(tmp_path / "a.wet"), sequence=8, tokenizer="bytes", cache=str(tmp_path / "cache"),
         clean={"required_keys": REQUIRED},  # type: ignore[arg-type]
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"required_keys: .*a.wet holds pages, which have no keys"):
+    with pytest.raises(UserError, match=r"required_keys: .*a.wet has pages, which have no keys"):
         prepare(recipe, 0)

@@ -1,4 +1,4 @@
-"""The split goes by content, no split is left empty in silence, and what was dropped is counted."""
+"""The split depends on content, an empty split is an error, and dropped documents are counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text(number: int, lines: int = 3) -> str:
 
 
 def surveyed(directory: Path, log: list[str] | None = None, **data: Any) -> tuple[Survey, dict[str, list[str]]]:
-    """The survey of a directory and the texts of each split."""
+    """Return the survey of a directory and the texts of each split."""
     recipe = DataRecipe(source=str(directory), sequence=8, **data)
     files = find_files(recipe.all_sources)
     result = survey_corpus(files, recipe, (log if log is not None else []).append)
@@ -90,7 +90,7 @@ def test_without_a_validation_fraction_everything_trains(tmp_path: Path):
 
 def test_one_short_text_cannot_be_split(tmp_path: Path):
     (tmp_path / "a.txt").write_text(text(1))
-    with pytest.raises(UserError, match="one short text, too little to split"):
+    with pytest.raises(UserError, match="only one short text remains after cleaning, too little to split"):
         surveyed(tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_one_long_text_is_cut_into_splittable_documents(tmp_path: Path):
     assert result.bytes == {name: len("".join(split)) for name, split in splits.items()}
     assert log == [
         "only 1 document: long ones are cut after blank lines into pieces of at most 8,000 characters, "
-        "so that both splits get some"
+        "so that no split is empty"
     ]
 
 
@@ -143,7 +143,7 @@ def test_empty_corpus_after_cleaning_error_lists_rules(tmp_path: Path):
     with pytest.raises(UserError) as caught:
         surveyed(tmp_path)
     assert str(caught.value) == (
-        "data: no document is left after cleaning; dropped by rule: encoding 1 (first: b.txt), "
+        "data: no document remains after cleaning; dropped by rule: encoding 1 (first: b.txt), "
         "repetition 1 (first: a.txt); see [data.clean]"
     )
 
@@ -179,7 +179,7 @@ def test_last_document_of_split_is_found_across_blocks(monkeypatch: pytest.Monke
 
 
 def test_samples_of_dropped_documents_are_masked(tmp_path: Path):
-    """Neither of a document that its own text drops, nor of a duplicate and what it repeats."""
+    """Applies to documents dropped for their text, to duplicates, and to the documents they repeat."""
     secret = "someone@example.org"
     for name, content in (
         ("a", f"Write to {secret} today.\n"), ("b", f"Write to {secret} today.\n"), ("c", f"{secret}\n" * 9),

@@ -1,4 +1,4 @@
-"""Samples from packed tokens, against the plain list of tokens that they were cut from."""
+"""Packed rows of text, compared with the token list that they were cut from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory):
 
 
 class Packed:
-    """Documents packed with the bytes tokenizer, and the stream that they should have become."""
+    """Pack documents with the bytes tokenizer; return the dataset and the expected token stream."""
 
     def __init__(self, directory: Path, tokenizer, documents: list[str], shard_tokens: int) -> None:
         def kept(first: int):

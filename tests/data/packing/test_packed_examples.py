@@ -1,4 +1,4 @@
-"""Rows of examples, against the plain lists that they were made from."""
+"""Packed rows of examples, compared with the token lists that they were made from."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def packed(directory: Path, shapes, sequence: int, sources=None, shard_tokens: i
 
 
 def documents_of(rows: PackedExamples):
-    """(row, document id, tokens, targets) of every document with a target, and which tokens lie behind the last."""
+    """(row, document id, tokens, targets) of every document with a target, and the tokens after the last one."""
     batch = rows.read_batch(np.arange(rows.sequences))
     for row, (tokens, targets, ids) in enumerate(zip(batch.tokens, batch.targets, batch.document_ids, strict=True)):
         assert (np.diff(ids) >= 0).all() and (np.diff(ids) <= 1).all() and ids[0] == 0
@@ -114,7 +114,7 @@ def test_examples_lie_whole_in_rows_with_responses_as_targets(
 @given(sizes=st.lists(st.integers(1, 20), max_size=200))
 @settings(deadline=None, max_examples=50)
 def test_best_fit_chooses_row_with_least_remaining_capacity(sizes: list[int]):
-    """Against the definition, by looking at every row (none is closed: there are too few)."""
+    """Compares with an exhaustive search over all rows; with so few rows none is closed."""
     room, rows = 20, []
     for place, size in enumerate(sizes):
         left = [(room - sum(sizes[one] for one in row), number) for number, row in enumerate(rows)]

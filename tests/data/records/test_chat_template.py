@@ -1,4 +1,4 @@
-"""Conversations through templates, against `transformers.apply_chat_template`."""
+"""Conversations rendered by chat templates, compared with `transformers.apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TURNS = [
 
 
 class Pair:
-    """A tokenizer with a template as we and as `transformers` read it."""
+    """Return a tokenizer with a template, loaded by us and by `transformers`."""
 
     def __init__(self, directory, style: str, kind: str = "byte-level") -> None:
         from transformers import AutoTokenizer
@@ -37,7 +37,7 @@ class Pair:
         return list(turns if self.style.system else turns[1:])
 
     def pieces(self, *turns: Message, prompt: tuple[Message, ...] = ()):
-        """(tokens, trained) of one conversation."""
+        """Return (tokens, response mask) of one conversation."""
         [[piece]] = self.ours.encode_documents([Document("d", "", None, Example(prompt, (turns,)))])
         return piece.tokens, piece.trained
 
@@ -102,7 +102,7 @@ def test_prompt_answers_and_blank_answers_are_not_targets(pairs):
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 @pytest.mark.parametrize("style", STYLES)
 def test_message_text_never_becomes_special_token(pairs, style: str, kind: str):
-    """Whatever a person writes, there are as many special tokens as for harmless text, and the text comes back."""
+    """Any message text gives as many special tokens as harmless text, and decodes to itself."""
     pair = pairs(style, kind)
     special = {pair.theirs.convert_tokens_to_ids(token) for token in pair.style.special}
     harmless = sum(token in special for token in pair.pieces(*pair.turns())[0])
@@ -115,7 +115,7 @@ def test_message_text_never_becomes_special_token(pairs, style: str, kind: str):
             if kind == "byte-level":
                 assert pair.theirs.decode(tokens) == rendered
             with_theirs = pair.apply(turns)["input_ids"]
-            if token in evil:  # the plain text of the template says something else to a tokenizer
+            if token in evil:  # tokenized as plain text, the rendered template has other tokens
                 assert sum(one in special for one in with_theirs) > harmless
 
 
@@ -136,12 +136,12 @@ def test_template_that_inspects_text_refuses_special_token_in_message():
     source = "{% for m in messages %}{{ '<|a|>' + (m.content.split('</t>')[-1]) }}{% endfor %}"
     template = ChatTemplate(source, {}, frozenset({"<|a|>"}), "it")
     assert template.render_with_spans([Message("user", "x</t>y")], prompt=True).text == "<|a|>y"
-    with pytest.raises(TemplateError, match=r"one holds the special token <\|a\|>"):
+    with pytest.raises(TemplateError, match=r"one contains the special token <\|a\|>"):
         template.render_with_spans([Message("user", "x</t><|a|>")], prompt=True)
 
 
 def test_template_with_undetermined_answers_is_refused_with_advice():
-    """One that shows earlier answers shorter than the last, as those of models that think."""
+    """The template shortens earlier answers, as those of reasoning models do."""
     source = (
         "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and not loop.last %}..{% else %}"
         "{{ m.content }}{% endif %};{% endfor %}"
@@ -149,7 +149,7 @@ def test_template_with_undetermined_answers_is_refused_with_advice():
     template = ChatTemplate(source, {}, frozenset(), "it")
     one = [Message("user", "Q"), Message("assistant", "A")]
     assert template.render_with_spans(one).responses == [(len("user:Q;"), len("user:Q;assistant:A;"))]
-    with pytest.raises(TemplateError, match=r"has no {% generation %} .* in a .jinja file"):
+    with pytest.raises(TemplateError, match=r"does not mark .* {% generation %}.* in a .jinja file"):
         template.render_with_spans([*one, *one])
 
 
@@ -162,7 +162,7 @@ def test_template_refusal_names_the_record(pairs):
 
 @pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{{ 1.5 ** 9999 }}", "{{ messages[9].a.b }}", "{{ 'a' + 1 }}"])
 def test_template_failure_names_the_record(source: str):
-    with pytest.raises(TemplateError, match="^does not take it: "):
+    with pytest.raises(TemplateError, match="^cannot render it: "):
         ChatTemplate(source, {}, frozenset(), "it").render([Message("user", "Q")])
 
 
@@ -199,8 +199,8 @@ def test_templates_run_in_sandbox():
     "name, problem",
     [
         ("instructions", 'did you mean "instruction"'),
-        ("no/such.jinja", "is no template and no file; known: instruction, chatml, model"),
-        ("model", 'comes without a chat_template; set data.template to "instruction" or "chatml"'),
+        ("no/such.jinja", "is neither a template nor a file; known: instruction, chatml, model"),
+        ("model", 'has no chat_template; set data.template to "instruction" or "chatml"'),
     ],
 )
 def test_missing_template_is_refused(name: str, problem: str):
@@ -211,7 +211,7 @@ def test_missing_template_is_refused(name: str, problem: str):
 def test_chatml_requires_its_special_tokens():
     check_template_tokens("chatml", {"<|im_start|>", "<|im_end|>"}, "qwen")
     check_template_tokens("instruction", set(), "gpt2")
-    with pytest.raises(UserError, match=r'writes <\|im_end\|>, which are no special tokens of the tokenizer "gpt2"'):
+    with pytest.raises(UserError, match=r'writes <\|im_end\|>, which are not special tokens of the tokenizer "gpt2"'):
         check_template_tokens("chatml", {"<|im_start|>"}, "gpt2")
 
 

@@ -1,4 +1,4 @@
-"""Records of every format to conversations, and one clear line for each that cannot be read."""
+"""Records of every format are parsed to conversations; malformed ones give a one-line error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECORDS: dict[str, list[Any]] = {
 
 
 def write(path: Path, records: list[Any]) -> Path:
-    """The records in the format that the suffix says."""
+    """Write the records in the format of the suffix."""
     match path.suffix:
         case ".json":
             path.write_text(json.dumps(records, indent=1))
@@ -100,7 +100,7 @@ def test_preference_formats_parse_alike():
         ),
         ("instruction", {"instruction": "Q", "output": None}, '"output" is null, not a string'),
         ("instruction", {"instruction": "Q", "input": 3, "output": "A"}, '"input" is the number 3, not a string'),
-        ("instruction", ["Q", "A"], 'is a list of 2, not an object; right is {"instruction": "..."'),
+        ("instruction", ["Q", "A"], 'is a list of 2, not an object; expected {"instruction": "..."'),
         ("chat", {"messages": "Q"}, "\"messages\" is the string 'Q', not a list of messages"),
         ("chat", {"messages": []}, '"messages" is an empty list'),
         ("chat", {"text": "Q"}, 'no key "messages" .it has "text".'),
@@ -158,7 +158,7 @@ def test_malformed_records_are_dropped_with_required_keys(tmp_path: Path):
         ('[{"instruction": "Q", "output": "A"},', "cut short, its end is missing"),
         ('[{"instruction": "Q", "output": "A"}', "cut short, its end is missing"),
         ('[{"instruction": "Q", "output": "A"} {"a": 1}]', "record 1: not JSON .a comma"),
-        ('[{"instruction": "Q", "output": "A"}] x', "record 1: not JSON .more follows"),
+        ('[{"instruction": "Q", "output": "A"}] x', "record 1: not JSON .there is more after"),
         ('[{"instruction": "Q" "output": "A"}, {"instruction": "Q", "output": "A"}]', "record 1: not JSON .Expecting"),
         ('{"instruction": "Q", "output": "A"}\n{}', 'not a JSON list: .* data.format = "jsonl"'),
         ("", "is empty"),
@@ -238,13 +238,13 @@ def test_tokenizer_report_covers_records(tmp_path: Path, kind: str):
 
 def test_files_without_records_are_refused(tmp_path: Path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match="a.txt: records come as JSON Lines .* a JSON list .* or Parquet"):
+    with pytest.raises(UserError, match="a.txt: records must be JSON Lines .* a JSON list .* or Parquet"):
         read(tmp_path / "a.txt", "chat")
     path = write(tmp_path / "b.parquet", [{"question": "Q", "answer": "A"}])
     with pytest.raises(UserError, match="none of the columns instruction, input, output .it has question, answer."):
         read(path, "instruction")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match="not a whole Parquet file"):
+    with pytest.raises(UserError, match="not a complete Parquet file"):
         read(path, "instruction")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"instruction": "Q", "output": "A"}\n' * 99)[:-12])
     with pytest.raises(UserError, match="is cut short"):
@@ -285,11 +285,11 @@ def test_cleaning_covers_whole_records_and_masks_reach_tokens(tmp_path: Path):
 @pytest.mark.parametrize(
     "keys, problem",
     [
-        ({"template": "chatml"}, "template is about records"),
+        ({"template": "chatml"}, "template applies to records"),
         ({"records": "chats"}, 'unknown kind "chats"; did you mean "chat"'),
         ({"records": "chat", "record_keys": {"message": "x"}}, 'unknown key of chat records "message"'),
-        ({"records": "chat", "text_key": "x"}, "text_key is that of text"),
-        ({"records": "chat", "format": "wet"}, 'format "wet" holds text'),
+        ({"records": "chat", "text_key": "x"}, "text_key applies to text"),
+        ({"records": "chat", "format": "wet"}, 'format "wet" is text'),
         ({"records": "chat", "clean": {"heuristics": ["c4"]}}, "must stay whole"),
         ({"records": "preference", "train_on": "all"}, "trained on their responses"),
     ],

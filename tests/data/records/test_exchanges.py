@@ -1,4 +1,4 @@
-"""Records of instruction and chat data: both sides in every form, and lines about what is none."""
+"""Prompt and response of records in every format, and one-line errors for other records."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_imported_response_leaves_other_fields_unchanged(form: str):
     assert split_exchange(changed, "x") == (FORMS[form][1], "new")
     assert json.dumps(record) == before
     old = FORMS[form][2]
-    if old:  # the same text with the one answer exchanged
+    if old:  # only the answer is replaced
         assert json.dumps(changed) == before.replace(f'"{old}"', '"new"')
 
 
@@ -118,7 +118,7 @@ def test_records_read_alike_from_lines_lists_and_compressed_files(tmp_path: Path
         ("a.jsonl", b"\xef\xbb\xbf [1, 2]", "record 1: not an object"),
         ("a.jsonl", b'"text"\n', "a.jsonl:1: not an object"),
         ("a.jsonl", b'{"a": "\xff"}', "a.jsonl:1: not UTF-8 (byte 7)"),
-        ("a.json", b'[{"a": 1},', "a.json: not JSON"),
+        ("a.json", b'[{"a": 1},', "a.json: the JSON list is cut short"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999, mtime=0)[:30], "cut short"),
         ("a.jsonl.gz", b"no gzip", "not a readable gzip file"),
     ],
@@ -135,7 +135,7 @@ def test_missing_file_and_directory_errors_name_path(tmp_path: Path):
     with pytest.raises(UserError, match=r"did you mean .*chats\.jsonl"):
         read_records(tmp_path / "chat.jsonl")
     (tmp_path / "chats2.jsonl").write_text("{}")
-    with pytest.raises(UserError, match=r"chats\*.jsonl is a pattern that 2 files fit; name the files"):
+    with pytest.raises(UserError, match=r"chats\*.jsonl is a pattern that matches 2 files; name the files"):
         read_records(tmp_path / "chats*.jsonl")
     (tmp_path / "chats[2].jsonl").write_text('{"a": 1}')
     assert [row for _, row in read_records(tmp_path / "chats[2].jsonl")] == [{"a": 1}]

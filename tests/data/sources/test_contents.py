@@ -35,7 +35,7 @@ def test_large_corpus_is_hashed_once(corpus: Path, tmp_path: Path, monkeypatch: 
     assert (len(hashed), len(log)) == (3, 1)
     again = SourceDigests(find_files([str(texts)]), tmp_path, log.append)
     assert again.sha256 == first.sha256 and len(hashed) == 3 and len(log) == 1
-    (texts / "1.txt").write_text("text X")  # as long as before, and as old
+    (texts / "1.txt").write_text("text X")  # same size and modification time
     os.utime(texts / "1.txt", (1e9, 1e9))
     changed = SourceDigests(find_files([str(texts)]), tmp_path, log.append)
     assert hashed[3:] == ["1.txt"]

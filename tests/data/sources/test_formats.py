@@ -1,4 +1,4 @@
-"""Zstandard, Parquet and WET: what they hold becomes documents, and what is wrong with them becomes one line."""
+"""Zstandard, Parquet and WET files are read as documents; damaged ones give a one-line error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from warcio.archiveiterator import ArchiveIterator
 from warcio.warcwriter import WARCWriter
 
 from meshwright.data import prepare
-from meshwright.data.sources import json_lines
+from meshwright.data.records import record_files
 from meshwright.data.sources import reading as reading_module
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
@@ -142,12 +142,12 @@ def test_missing_or_non_text_column_error_lists_columns(parquet, columns, key: s
 def test_truncated_or_damaged_parquet_file_is_refused(parquet, file):
     data = parquet({"text": TEXTS}, row_group_size=50, write_page_checksum=True).read_bytes()
     for end in range(1, len(data), 211):
-        assert "not a whole Parquet file" in refusal(file("a.parquet", data[:end]))
+        assert "not a complete Parquet file" in refusal(file("a.parquet", data[:end]))
     damaged = bytearray(data)
     damaged[len(data) // 3] ^= 0xFF
     assert refusal(file("a.parquet", bytes(damaged)))
     assert "is empty" in refusal(file("a.parquet", b""))
-    assert "Parquet is compressed inside" in refusal(file("a.parquet.gz", gzip.compress(data)))
+    assert "Parquet is compressed internally" in refusal(file("a.parquet.gz", gzip.compress(data)))
 
 
 def test_large_row_group_is_read_in_batches(parquet):
@@ -215,7 +215,7 @@ def test_truncated_wet_file_is_refused(file, compressed: bool):
     data = wet(PAGES[:6], compressed)
     begins = [found.start() for found in re.finditer(rb"\x1f\x8b\x08" if compressed else rb"WARC/1\.0\r\n", data)]
     assert len(begins) == 7
-    # The two line ends that follow a record may be missing: nothing of a page is lost.
+    # The two line ends after a record may be missing: no text is lost.
     whole = {end for begin in begins for end in ([begin] if compressed else range(begin - 4, begin + 1))}
     for end in set(range(1, len(data) - 4, 7)) - whole:
         assert re.search("cut short|does not begin with WARC/|not a readable gzip", refusal(file(name, data[:end]))), (
@@ -228,9 +228,9 @@ def test_truncated_wet_file_is_refused(file, compressed: bool):
     [
         (wet([("response", "a:b", b"HTTP/1.1 200 OK\r\n\r\n")], False), "only response, warcinfo: WET files are read"),
         (b"<html>not a crawl</html>", "record 1 does not begin with WARC/1.0"),
-        (b"WARC/1.0\r\nWARC-Type: conversion\r\n\r\n", "record 1 says no Content-Length"),
-        (b"WARC/1.0\r\nContent-Length: -5\r\n\r\n", "says that it is -5 bytes long"),
-        (b"WARC/1.0\r\nContent-Length: 99999999999\r\n\r\n", "says that it is 99,999,999,999 bytes long; at most"),
+        (b"WARC/1.0\r\nWARC-Type: conversion\r\n\r\n", "record 1 has no Content-Length"),
+        (b"WARC/1.0\r\nContent-Length: -5\r\n\r\n", "has a Content-Length of -5 bytes"),
+        (b"WARC/1.0\r\nContent-Length: 99999999999\r\n\r\n", "has a Content-Length of 99,999,999,999 bytes; at most"),
         (b"", "is empty"),
     ],
 )
@@ -238,7 +238,7 @@ def test_invalid_wet_file_is_refused(file, data: bytes, said: str):
     assert said in refusal(file("a.wet", data))
 
 
-# --- what is too large, and what is not installed
+# --- oversized records and missing packages
 
 
 def test_record_of_100_megabytes_is_cut_into_documents(file):
@@ -253,7 +253,7 @@ def test_record_of_100_megabytes_is_cut_into_documents(file):
 
 
 def test_endless_line_is_refused_early(file, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(json_lines, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(record_files, "LONGEST_LINE", 1000)
     path = file("a.jsonl", b'{"text": "a"}\n{"text": "' + b"a" * 5_000_000)
     tracemalloc.start()
     assert ":2: a line of 1,000 bytes or more; JSON Lines has one record a line" in refusal(path)
@@ -281,7 +281,7 @@ def test_missing_package_error_shows_install_command(
     assert f"needs the package {package}: pip install 'meshwright[data]'" in refusal(file(name, b"PAR1"))
 
 
-# --- all of them at once
+# --- all formats together
 
 
 def test_same_texts_prepare_alike_in_any_format(tmp_path: Path, file, parquet):

@@ -1,4 +1,4 @@
-"""From files to documents, and one line for every file that cannot be read."""
+"""Files are read as documents; an unreadable file gives a one-line error."""
 
 from __future__ import annotations
 
@@ -65,24 +65,24 @@ def test_long_text_is_cut_after_blank_lines(file):
     [
         ("a.txt", b"", "is empty"),
         ("a.jsonl", b"", "is empty"),
-        ("a.txt", b"\x7fELF\x02\x01\x01\x00\x00\x00", "is binary, not text: it holds NUL bytes"),
+        ("a.txt", b"\x7fELF\x02\x01\x01\x00\x00\x00", "is binary, not text: it has NUL bytes"),
         ("a.txt", bytes(range(128, 256)) * 10, "is binary or not in utf-8: 100% of its beginning does not decode"),
         ("a.txt.gz", b"not gzip at all", "not a readable gzip file"),
         ("a.txt.gz", gzip.compress(b"text" * 9999, mtime=0)[:-9], "cut short, its end is missing"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:-20], "cut short, its end is missing"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', ":2: not JSON (Expecting ',' delimiter at column 13)"),
-        ("a.jsonl", b'{"text": "a"}\n["text"]\n', ':2: the line is not an object, as in {"text": "..."}'),
+        ("a.jsonl", b'{"text": "a"}\n["text"]\n', ':2: the record is not an object, as in {"text": "..."}'),
         (
             "a.jsonl",
             b'{"texts": 1, "id": 2}',
-            '(the line has "texts", "id"); set data.text_key = "texts"',
+            '(it has "texts", "id"); set data.text_key = "texts"',
         ),
         (
             "a.jsonl",
             b'{"body": "", "id": 2}',
-            'no key "text" (the line has "body", "id"); set data.text_key to',
+            'no key "text" (it has "body", "id"); set data.text_key to',
         ),
-        ("a.jsonl", b"{}", 'no key "text" (the line has no keys)'),
+        ("a.jsonl", b"{}", 'no key "text" (it has no keys)'),
         ("a.jsonl", b'{"text": ["a"]}', ':1: "text" is ["a"], not a string'),
         ("a.jsonl", b"[" * 100_000, ":1: not JSON"),
         ("a.jsonl", b'{"text": "a", "id": %s}' % (b"1" * 5000), ":1: not JSON"),
@@ -105,6 +105,6 @@ def test_unknown_encoding_error_suggests_nearest():
     check_encoding("utf-8")
     with pytest.raises(UserError, match='unknown encoding "utf-9"; did you mean "utf-8"'):
         check_encoding("utf-9")
-    for name in ("hex", "undefined", "idna", "punycode", "a\0b"):  # Python knows most of them, but not for text
+    for name in ("hex", "undefined", "idna", "punycode", "a\0b"):  # known to Python, but not as text encodings
         with pytest.raises(UserError, match="unknown encoding"):
             check_encoding(name)

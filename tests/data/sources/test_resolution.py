@@ -1,4 +1,4 @@
-"""Which files a source means, and what is said of one that means none."""
+"""Resolution of sources to files, and errors for sources without files."""
 
 from __future__ import annotations
 
@@ -108,4 +108,4 @@ def test_missing_source_error_lists_existing_names(corpus: Path, source: str, sa
 
 
 def test_an_empty_directory_is_refused(tmp_path: Path):
-    assert "there is no file in" in refusal(str(tmp_path))
+    assert "no files in" in refusal(str(tmp_path))

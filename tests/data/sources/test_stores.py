@@ -1,4 +1,4 @@
-"""Sources behind URLs: found, read, noticed when they change, tried again when the store fails, no secret in sight."""
+"""Sources behind URLs: listing, reading, change detection, retries, and masking of secrets."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_http_servers_with_and_without_ranges_are_read(monkeypatch: pytest.Monke
         assert texts(f"{server.url}/b.parquet") == TEXTS
         assert ("all" in server.ranges) != ranges
         assert "there is no such file" in refusal(f"{server.url}/none.jsonl")
-        assert "HTTP servers list no files; name each one" in refusal(f"{server.url}/*.jsonl")
+        assert "HTTP servers cannot list files; name each one" in refusal(f"{server.url}/*.jsonl")
 
 
 def test_store_and_disk_prepare_alike_and_are_cached(s3: Server, tmp_path: Path):
@@ -142,13 +142,13 @@ def test_store_and_disk_prepare_alike_and_are_cached(s3: Server, tmp_path: Path)
     assert remote.sha256 == local.sha256
     s3.reads.clear()
     assert prepare(data_recipe("s3://bucket/a.jsonl", tmp_path / "cache")).directory == remote.directory
-    assert not s3.reads  # the store was asked for the version alone
+    assert not s3.reads  # only the version was requested
 
 
 def test_changed_object_is_prepared_again(s3: Server, tmp_path: Path):
     s3.put("bucket/a.jsonl", LINES)
     before = prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
-    s3.put("bucket/a.jsonl", LINES.replace(b"alpha", b"omega"))  # as long as before
+    s3.put("bucket/a.jsonl", LINES.replace(b"alpha", b"omega"))  # same size
     after = prepare(data_recipe("s3://bucket/a.jsonl", tmp_path))
     assert after.sha256 != before.sha256
     assert any("omega" in text for text in after.iterate_documents())
@@ -202,10 +202,10 @@ def test_persistent_store_failure_ends_in_one_line_and_resumes(
         with pytest.raises(UserError, match=r"^s3://bucket/a.jsonl cannot be read at byte [\d,]+ of") as caught:
             prepare(recipe)
         line = str(caught.value)
-        assert "6 tries failed, the last one so: " in line and "run the command again" in line and "\n" not in line
+        assert "6 tries failed, the last with: " in line and "run the command again" in line and "\n" not in line
         assert not [path for path in (tmp_path / "cache").rglob("*") if path.name.startswith(".partial")]
         assert not list((tmp_path / "cache").rglob("manifest.json"))
-    assert len(list((tmp_path / "cache").rglob("*.tokens.bin"))) > 2  # whole shards stay
+    assert len(list((tmp_path / "cache").rglob("*.tokens.bin"))) > 2  # complete shards are kept
     s3.failing = lambda path, number: None
     assert prepare(recipe).sha256 == expected.sha256
     [there], [here] = (
@@ -225,7 +225,7 @@ def test_prepared_data_are_used_while_store_is_unreachable(s3: Server, tmp_path:
     log: list[str] = []
     assert prepare(recipe, log=log.append, check=True).sha256 == before.sha256
     assert len(log) == 1 and "using its listing of 20" in log[0] and "cannot be read" in log[0]
-    # What must be read cannot be; and a store that was never reached is none.
+    # New files cannot be read, and a store that was never reached has no listing.
     with pytest.raises(UserError, match=r"^s3://bucket/\*.jsonl cannot be read: "):
         prepare(recipe.model_copy(update={"shard_tokens": 12_345}))
     with pytest.raises(UserError, match=r"^s3://bucket/a.jsonl cannot be read: "):
@@ -244,7 +244,7 @@ def test_object_shorter_than_listed_is_refused(s3: Server, monkeypatch: pytest.M
     s3.put("bucket/a.jsonl", LINES)
     [file] = find_files(["s3://bucket/a.jsonl"])
     s3.put("bucket/a.jsonl", LINES[: len(LINES) // 2])
-    with pytest.raises(UserError, match=rf"{len(LINES) // 2:,} bytes came instead of {len(LINES):,}"):
+    with pytest.raises(UserError, match=rf"{len(LINES) // 2:,} bytes received instead of {len(LINES):,}"):
         list(Reader().read_documents(file))
 
 
@@ -291,7 +291,7 @@ def test_secret_in_store_answer_is_masked(s3: Server, monkeypatch: pytest.Monkey
 )
 def test_url_with_credentials_is_refused_without_printing_them(url: str):
     line = refusal(url)
-    assert "holds credentials, and a recipe is no place for them; put them into the environment" in line
+    assert "has credentials, which do not belong in a recipe; put them into the environment" in line
     assert "word" not in line
 
 
@@ -314,6 +314,6 @@ def test_full_local_disk_is_not_blamed_on_store(monkeypatch: pytest.MonkeyPatch)
         tries.append(1)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(UserError, match=r"memory://a: no room for it in .* \(No space left on device\); .* TMPDIR"):
+    with pytest.raises(UserError, match=r"memory://a: no space for it in .* \(No space left on device\); .* TMPDIR"):
         stores.retry("memory://a", ask)
     assert len(tries) == 1

@@ -1,4 +1,4 @@
-"""The report of a tokenizer says what counting by hand says."""
+"""The tokenizer report matches a direct count."""
 
 from __future__ import annotations
 

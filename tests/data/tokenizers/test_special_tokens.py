@@ -1,4 +1,4 @@
-"""No text becomes a special token, whatever model a tokenizer has and however its special tokens were declared."""
+"""Text is never encoded as a special token, for every model type and declaration of special tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LETTERS = list("abcdefghijklmnopqrstuvwxyz</>|[]_ ")
 
 
 def unigram() -> Tokenizer:
-    """As SentencePiece's models come: `</s>` is a piece of the model, and the most probable one."""
+    """SentencePiece model in which `</s>` is the most probable piece."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((letter, -5.0) for letter in LETTERS), ("▁", -2.0)]
     tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -30,14 +30,14 @@ def unigram() -> Tokenizer:
 
 
 def normalized_unigram() -> Tokenizer:
-    """One that reads a wide `＜/s＞` as `</s>`."""
+    """Normalizer that maps a full-width `＜/s＞` to `</s>`."""
     tokenizer = unigram()
     tokenizer.normalizer = normalizers.NFKC()
     return tokenizer
 
 
 def words() -> Tokenizer:
-    """Words between spaces, the ends among them."""
+    """Word model with the end token in its vocabulary."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "[UNK]": 2, "before": 3, "after": 4}, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<s>", "</s>", "[UNK]"])
@@ -65,17 +65,17 @@ def bpe(ignore_merges: bool = False, merges: tuple[tuple[str, str], ...] = ()) -
 
 
 def merging_bpe() -> Tokenizer:
-    """Its merges make `</s>` of text, and go on from there."""
+    """BPE whose merges produce `</s>` from text, and merge it further."""
     return bpe(merges=(("<", "/"), ("s", ">"), ("</", "s>"), ("a", "b"), ("</s>", "ab")))
 
 
 def whole_word_bpe() -> Tokenizer:
-    """A word that is a token is that token, as in Llama 3."""
+    """`ignore_merges`: a word in the vocabulary is that token, as in Llama 3."""
     return bpe(ignore_merges=True)
 
 
 def ordinary_end() -> Tokenizer:
-    """The token that ends a text was added as an ordinary one, and so is found in text."""
+    """The end-of-text token was added as an ordinary one, which the library finds in text."""
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(LETTERS)}, []))
     tokenizer.add_tokens([AddedToken("</s>", special=False), AddedToken("<tool>", special=False)])
     return tokenizer
@@ -105,7 +105,7 @@ def test_text_never_becomes_a_special_token_of_any_model(maker: Callable[[], Tok
     bare = maker()
     bare.encode_special_tokens = True
     ends = {bare.token_to_id(token) for token in ("<s>", "</s>")} - {None}
-    # What the library makes of it when told not to look for special tokens: without this, the test shows nothing.
+    # With encode_special_tokens the library still produces the special token: else the test would show nothing.
     assert any(ends & set(bare.encode(text, add_special_tokens=False).ids) for text in TEXTS)
     for tokens in tokenizer.encode(TEXTS):
         assert ends.isdisjoint(tokens.tolist())
@@ -131,7 +131,7 @@ def test_prepared_data_have_special_tokens_only_at_document_ends(maker: Callable
         )
     )  # fmt: skip
     [tokens] = data.split("train").iterate_tokens()
-    assert (tokens == data.tokenizer.end).sum() == 2 * 5  # each document is framed by it
+    assert (tokens == data.tokenizer.end).sum() == 2 * 5  # it frames each document
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -185,7 +185,7 @@ def test_single_character_padding_token_stays_text():
 
 
 def test_ordinary_tokenizer_is_not_copied():
-    """The copy costs memory; where the model cannot make special tokens there is none."""
+    """A copy costs memory; none is made if the model cannot produce special tokens."""
     tokenizer = bpe()
     assert make_text_encoder(tokenizer, {"<s>", "</s>"}) is tokenizer
     assert make_text_encoder(whole_word_bpe(), {"<s>", "</s>"}) is not tokenizer

@@ -1,4 +1,4 @@
-"""docs/tokenizers.md shows what the tokenizers really make of its text."""
+"""docs/tokenizers.md shows the actual tokens of its text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = "The Licensor grants naïve 世界 <|endoftext|>"
 
 
 class Row(NamedTuple):
-    """What a kind makes of the text."""
+    """Return the tokens of the text by one kind."""
 
     kind: str
     vocabulary: int
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 @cache
 def rows() -> list[Row]:
-    """Each kind, trained on the licence."""
+    """Return each kind, trained on the licence."""
     licence = (REPOSITORY / "LICENSE").read_text()
     found = []
     for kind in KINDS:

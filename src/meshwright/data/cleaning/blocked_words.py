@@ -11,7 +11,7 @@ from meshwright.untrusted import read_file
 
 # Scripts that put no spaces between words: Thai, Lao, Myanmar, Khmer, kana, Han.
 _JOINED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff"
-_LETTER = rf"[^\W{_JOINED}]"  # of the others
+_LETTER = rf"[^\W{_JOINED}]"  # a letter of any other script
 _WORD = re.compile(rf"{_LETTER}+")
 
 
@@ -19,8 +19,8 @@ class BlockedWords:
     """Filter that finds blocked words and phrases in texts. The list is a UTF-8 file, one word or phrase per line;
     blank lines are ignored.
 
-    They match whole words in any case; in scripts without spaces between words (Chinese, Japanese, Thai ...) also
-    inside longer strings.
+    Matching ignores case and takes whole words only. In scripts without spaces between words (Chinese, Japanese, Thai
+    ...) an entry also matches inside a longer string.
     """
 
     def __init__(self, path: str) -> None:
@@ -31,7 +31,7 @@ class BlockedWords:
             raise _unreadable_error(path, error) from None
         listed = {line.strip().casefold() for line in lines} - {""}
         if not listed:
-            raise UserError(f"data.clean.blocked_words: {path} lists no word; it has one a line")
+            raise UserError(f"data.clean.blocked_words: {path} lists no words; write one word or phrase per line")
         self.words = {word for word in listed if _WORD.fullmatch(word)}
         self.phrases = sorted(listed - self.words)
 

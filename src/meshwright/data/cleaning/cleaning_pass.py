@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,22 +30,15 @@ from meshwright.data.cleaning.segments import (
 )
 from meshwright.data.files import PARTIAL, sync_directory
 from meshwright.data.packing.shards import limit_rate
-from meshwright.data.sources.reading import Document
+from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 
-SEGMENT_CHARACTERS = 1 << 25  # of text in a segment, about: the work that a kill loses
+SEGMENT_CHARACTERS = 1 << 25  # approximate characters of text in a segment: the work that is lost if the pass is killed
 SEGMENT_DOCUMENTS = 1 << 16
-_LENGTHS = 33  # bins: the numbers of characters below 1, 2, 4, ... 2^32
-_SOURCES = 20  # of which the report counts documents; the others together
+_LENGTHS = 33  # bins of document lengths, with the upper bounds 1, 2, 4, ... 2^32 characters
+_SOURCES = 20  # sources that the report lists one by one; the others are summed
 
 Log = Callable[[str], None]
-
-
-class DocumentReader(Protocol):
-    """Protocol of objects that split a source file into documents, such as `Reader`."""
-
-    def read_documents(self, file: SourceFile) -> Iterator[Document]:
-        """Yield the documents of `file` in order."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class CleaningResult:
 
 
 def run_cleaning_pass(
-    files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
+    files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> CleaningResult:
     """Apply every rule of `cleaner` to every document of `files`, and return which documents stay, with a report.
 
@@ -90,19 +83,19 @@ def run_cleaning_pass(
         for file, count in segment.header["pieces"]:
             pieces[file] += count
     duplicates = _DuplicateFinder(segments, cleaner, directory)
-    report = _ReportBuilder(files, reader, cleaner, segments, duplicates).build()
+    report = _ReportBuilder(files, reader, cleaner, segments, duplicates, pieces).build()
     longest = max((segment.header["longest_kept"] for segment in segments), default=0)
     return CleaningResult(segments, duplicates.codes, tuple(pieces), report["documents"]["after"], longest, report)
 
 
 def _iterate_segments(
-    files: Sequence[SourceFile], reader: DocumentReader, cleaner: Cleaner, directory: Path, log: Log
+    files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
     """Yield all segments (files with the rules' results for runs of consecutive documents) in order: first those that
     already exist in `directory`, then new ones, written while `files` are read. log: receives progress lines.
     """
     judged = [0] * len(files)
-    file = first = 0  # where to go on: a file, the number of the next document
+    file = first = 0  # position to resume at: index of a file, number of the next document
     for number in itertools.count():
         try:
             segment = Segment(directory / f"{number:06d}.segment")
@@ -112,7 +105,7 @@ def _iterate_segments(
         for file, count in segment.header["pieces"]:
             judged[file] += count
         first = segment.first + segment.documents
-    said = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
+    log_progress = limit_rate(lambda documents: log(f"cleaning: {documents:,} documents"))
     writer = SegmentWriter(first, cleaner.minhash, cleaner.rewrites)
 
     def finish_segment() -> Segment:
@@ -129,7 +122,7 @@ def _iterate_segments(
         for document in itertools.islice(reader.read_documents(files[at]), judged[at], None):
             verdict = cleaner.judge_document(document.text, document.name, document.problem)
             writer.add(at, document.name, document.text, verdict)
-            said(writer.first + writer.documents)
+            log_progress(writer.first + writer.documents)
             if writer.characters >= SEGMENT_CHARACTERS or writer.documents >= SEGMENT_DOCUMENTS:
                 yield finish_segment()
     if writer.documents:
@@ -137,19 +130,19 @@ def _iterate_segments(
 
 
 class _DuplicateFinder:
-    """Finds exact and near duplicates among the documents that all other rules keep.
+    """Finder of exact and near duplicates among the documents that pass all other rules.
 
     codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document, duplicates
-    included. first: {rule: number of the first document that it drops}. earlier: {rule: {number of a sampled duplicate:
-    number of the earlier document that it repeats}}.
+    included. first: {duplicate rule: lowest number of a document that it dropped}. earlier: {duplicate rule: {number of
+    a sampled duplicate: number of the earlier document that it repeats}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
         """Collect the codes of all segments, then mark exact and near duplicates if `cleaner` enables these rules.
         directory: for temporary files.
         """
-        self.first: dict[str, int] = {}  # of each rule, the first document that it drops
-        self.earlier: dict[str, dict[int, int]] = {}  # sample -> what it repeats
+        self.first: dict[str, int] = {}  # rule -> number of the first document that it drops
+        self.earlier: dict[str, dict[int, int]] = {}  # rule -> {sample: document that it repeats}
         self._segments, self._directory = segments, directory
         for left in directory.glob(f"{PARTIAL}*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -166,8 +159,9 @@ class _DuplicateFinder:
                 self._drop_repeats("near_duplicates", partial(_select_band, band))
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
-        """Mark a document as dropped by `rule` if its key equals that of an earlier document, among those that no other
-        rule drops. keys: function that returns the keys of a segment's documents, uint64 [documents, width].
+        """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that another
+        rule dropped take no part. keys: function that returns the keys of a segment's documents, uint64 [documents,
+        width].
         """
         code = 1 + RULES.index(rule)
 
@@ -186,9 +180,11 @@ class _DuplicateFinder:
             self._sample_duplicates(rule, numbers, earlier)
 
     def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
-        """Record in `first` the first duplicate that `rule` drops, and in `earlier` a few pairs for the report.
+        """Update, for the report, `first` (lowest number of a document that `rule` dropped) and `earlier` (up to
+        `SAMPLES` pairs of a duplicate and the document that it repeats).
 
-        numbers: numbers of the dropped documents, [n]. earlier: number of the document that each of them repeats, [n].
+        numbers: numbers of newly dropped documents, [n]. earlier: number of the document that each of them repeats,
+        [n].
         """
         if not len(numbers):
             return
@@ -207,27 +203,32 @@ def _select_band(band: int, segment: Segment) -> NDArray[np.uint64]:
 
 
 class _ReportBuilder:
-    """Builder of the JSON report of a cleaning pass: what each rule dropped, and the corpus before and after."""
+    """Builder of the JSON report of a cleaning pass: documents dropped by each rule, and statistics of the corpus
+    before and after the cleaning.
+    """
 
     def __init__(
         self,
         files: Sequence[SourceFile],
-        reader: DocumentReader,
+        reader: Reader,
         cleaner: Cleaner,
         segments: Sequence[Segment],
         duplicates: _DuplicateFinder,
+        pieces: Sequence[int],
     ) -> None:
         """files: the source files that `reader` split and `cleaner` checked. segments: results for runs of consecutive
-        documents. duplicates: the final code (kept, or dropped by which rule) of each document.
+        documents. duplicates: the final code (kept, or dropped by which rule) of each document. pieces: number of
+        documents in each file.
         """
         self.files, self.reader, self.cleaner = files, reader, cleaner
-        self.segments, self.duplicates = segments, duplicates
+        self.segments, self.duplicates, self.pieces = segments, duplicates, pieces
         self.labels = sorted({file.counted_as for file in files})
         self._label_of = [self.labels.index(file.counted_as) for file in files]
 
     def build(self) -> dict[str, Any]:
-        """Return the report as JSON: documents and bytes dropped by rule, masked items by kind, and "before" and
-        "after" cleaning the documents, bytes, lengths, kinds of characters and sources; samples of dropped documents.
+        """Return the report as a JSON object: documents and bytes that each rule dropped, masked items by kind, and
+        sample documents. Documents, bytes, lengths, kinds of characters and sources are given "before" and "after" the
+        cleaning.
         """
         sides = ("before", "after")
         documents = dict.fromkeys(sides, 0)
@@ -270,9 +271,11 @@ class _ReportBuilder:
         }
 
     def _summarize_sources(self, sources: dict[str, NDArray[np.int64]]) -> list[dict[str, Any]]:
-        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}] for the largest sources, and one
-        more entry for the sum of all others. sources: for "before" and "after" cleaning (documents, bytes) by source,
-        [sources, 2].
+        """Return [{source, before: {documents, bytes}, after: {documents, bytes}}]: one entry for each of the
+        `_SOURCES` largest sources, and one for the sum of all others.
+
+        sources: {"before" or "after" the cleaning: number of documents and of bytes of each source, int64 [sources,
+        2]}.
         """
         order = np.argsort(-sources["before"][:, 1], kind="stable").tolist()
         shown, rest = order[:_SOURCES], order[_SOURCES:]
@@ -289,9 +292,10 @@ class _ReportBuilder:
         ]
 
     def _collect_samples(self) -> dict[str, Any]:
-        """Return {"examples": {rule: name of the first document that it dropped}, "samples": {rule: [{document, why,
-        text}]}}: a few dropped documents by rule, for duplicates also `earlier`, the beginning of the document they
-        repeat.
+        """Return {"examples": {rule: name of the first document that it dropped}, "samples": {rule: [sample]}}.
+
+        A sample is a dropped document, {document: its name, why: reason, text: its beginning}; a duplicate also has
+        `earlier`, the beginning of the document that it repeats.
         """
         examples: dict[str, str] = {}
         for segment in self.segments:
@@ -327,11 +331,7 @@ class _ReportBuilder:
         """
         found: dict[int, tuple[str, str]] = {}
         begin, at = 0, 0
-        pieces = [0] * len(self.files)
-        for segment in self.segments:
-            for file, count in segment.header["pieces"]:
-                pieces[file] += count
-        for file, count in zip(self.files, pieces, strict=True):
+        for file, count in zip(self.files, self.pieces, strict=True):
             here = [number for number in numbers[at:] if number < begin + count] if at < len(numbers) else []
             if here:
                 at += len(here)

@@ -16,24 +16,24 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.cleaning.words import Hashes, Words
-from meshwright.data.records.record_files import iterate_file_records
+from meshwright.data.records.record_files import format_position, iterate_file_records
 from meshwright.data.sources.contents import hash_source
 from meshwright.data.sources.reading import Reader, open_source
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceFile, find_files
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
-SHORTEST = 8  # words; a shorter example of an evaluation set says nothing (arXiv:2005.14165, appendix C)
+SHORTEST = 8  # words; overlap with a shorter example is no evidence (arXiv:2005.14165, appendix C)
 _KEY = "data.clean.evaluation_sets"
 _UNDECODABLE = re.compile("[\udc80-\udcff]")
 
 
 class EvaluationSets:
-    """Detector of text that overlaps with evaluation sets: it stores the hashes of all n-grams of their words, in lower
-    case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
+    """Detector of text that overlaps with evaluation sets, such as benchmarks. It stores the hashes of all word n-grams
+    of their examples, in lower case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
 
-    An example is a text file, a page, or a record of JSON or Parquet: its strings joined, and each string alone.
-    Examples of 8 to n - 1 words count as one n-gram; shorter ones are ignored.
+    A text file or page is one example. A record of JSON or Parquet gives one example of all its strings joined and, if
+    it has several strings, one of each. Examples of 8 to n - 1 words count as one n-gram; shorter ones are ignored.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
@@ -49,11 +49,13 @@ class EvaluationSets:
                 if len(words) >= min(n, SHORTEST):
                     runs[min(n, len(words))].append(words.hash_ngrams(min(n, len(words))))
             if sum(map(len, runs.values())) == before:
-                raise UserError(f"data.clean.evaluation_sets: {path} holds no example of {min(n, SHORTEST)} words")
+                raise UserError(
+                    f"data.clean.evaluation_sets: {path} has no example of at least {min(n, SHORTEST)} words"
+                )
         self.runs = {length: np.unique(np.concatenate(hashes)) for length, hashes in sorted(runs.items())}
 
     def measure_overlap(self, text: str) -> float:
-        """Return the fraction of a text's words that lie in an n-gram of an evaluation set, in [0, 1]."""
+        """Return the fraction, in [0, 1], of the words of `text` in n-grams that an evaluation set contains too."""
         words = Words(text)
         change = np.zeros(len(words) + 1, np.int64)
         found = False
@@ -72,8 +74,8 @@ class EvaluationSets:
 def hash_evaluation_sets(
     paths: Sequence[str], cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """Return "format:SHA-256" of each file of the evaluation sets `paths` (path, glob or URL each), for the key of the
-    data cache. Raises `UserError` if a file cannot be read.
+    """Return "format:SHA-256" of each file of the evaluation sets; the cache key of the prepared data contains it.
+    paths: path, glob or URL of each set. Raises `UserError` if a file cannot be read.
 
     cache: directory that stores file listings of remote stores (None: not stored); log: receives a line when a store is
     unreachable and its stored listing is used.
@@ -91,8 +93,8 @@ def _find_files(
 
 
 def _iterate_examples(file: SourceFile) -> Iterator[str]:
-    """Yield the text of each example in an evaluation file: a text file or page whole, a record's strings joined and
-    each alone.
+    """Yield the text of each example in an evaluation file. A text file or page is one example; a record of JSON or
+    Parquet gives all its strings joined by line feeds and, if it has several strings, each of them.
     """
     if file.format not in KEYED_FORMATS:
         for document in Reader(longest=sys.maxsize).read_documents(file):
@@ -112,10 +114,10 @@ def _iterate_records(file: SourceFile, stream: Stream) -> Iterator[Any]:
     """Yield the parsed records of a JSON Lines or Parquet file. stream: the file's decompressed bytes. Raises
     `UserError`.
     """
-    for record in iterate_file_records(file, stream, None, "utf-8"):
-        if record.problem is not None:
-            raise UserError(f"{_KEY}: {record.where} {record.problem}")
-        yield record.value
+    for position, value, problem in iterate_file_records(file, stream, None, "utf-8"):
+        if problem is not None:
+            raise UserError(f"{_KEY}: {format_position(file, position)} {problem}")
+        yield value
 
 
 def _iterate_json(file: SourceFile, stream: Stream) -> Iterator[Any]:

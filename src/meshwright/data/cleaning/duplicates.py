@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-PART = 1 << 21  # keys sorted at a time: about 100 MB
+PART = 1 << 21  # keys sorted at a time, about 100 MB
 _MOST_PARTS = 512  # files open at a time
 
 Keys = NDArray[np.uint64]
@@ -19,11 +19,12 @@ Numbers = NDArray[np.int64]
 def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Yield (numbers of documents whose key occurred in an earlier document [m], number of the first document with the
-    same key [m]): one pair of arrays per partition of the keys, of which one at a time is in memory.
+    """Find the documents whose key repeats that of an earlier document. Keys are partitioned on disk; yields for each
+    partition (numbers of these documents [m], number of the first document with the same key [m]), int64.
 
-    chunks: (keys [n, width], document numbers [n]), numbers ascending. total: expected number of keys. directory: for
-    temporary files, made if needed. part: number of keys in a partition, about (`PART` unless given).
+    chunks: yields (keys [n, width], document numbers [n]), numbers ascending. total: expected number of keys, which
+    sets the number of partitions. directory: for temporary files; created if needed. part: approximate number of keys
+    in a partition, of which one at a time is in memory (default: `PART`).
     """
     parts = min(_MOST_PARTS, -(-total // (part or PART)))
     if parts <= 1:
@@ -51,8 +52,8 @@ def find_repeated_keys(
 
 
 def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Return (numbers of documents whose key occurred in an earlier document [m], number of the first document with the
-    same key [m]). chunks: (keys [n, width], document numbers [n]), numbers ascending.
+    """Find the documents whose key repeats that of an earlier document; returns (their numbers [m], number of the first
+    document with the same key [m]). chunks: (keys [n, width], document numbers [n]), numbers ascending.
     """
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -62,10 +62,10 @@ def check_gopher_quality(text: str) -> Finding | None:
         return "gopher_words", f"{len(spoken):,} words"
     mean = sum(map(len, spoken)) / len(spoken)
     if not _MEAN_WORD[0] <= mean <= _MEAN_WORD[1]:
-        return "gopher_word_length", f"{mean:.1f} characters a word"
+        return "gopher_word_length", f"{mean:.1f} characters per word"
     for symbols in (text.count("#"), text.count("...") + text.count("…")):
         if symbols / len(words) > _SYMBOLS_PER_WORD:
-            return "gopher_symbols", f"{symbols / len(words):.2f} a word"
+            return "gopher_symbols", f"{symbols / len(words):.2f} per word"
     lines = [line for line in text.split("\n") if line.strip()]
     bullets = sum(line.lstrip().startswith(("•", "-", "*")) for line in lines) / len(lines)
     if bullets > _BULLET_LINES:
@@ -78,7 +78,7 @@ def check_gopher_quality(text: str) -> Finding | None:
         return "gopher_letters", f"{with_letter:.2f} of the words"
     found = len(_STOP_WORDS.intersection(words))
     if found < 2:
-        return "gopher_stop_words", f"{found} of them"
+        return "gopher_stop_words", f"{found} stop words"
     return None
 
 
@@ -87,9 +87,9 @@ def check_c4(text: str) -> Finding | None:
     violates, measured value as text), or None if it passes.
     """
     if "{" in text:
-        return "c4_curly_bracket", "holds {"
+        return "c4_curly_bracket", "contains {"
     if "lorem ipsum" in text.lower():
-        return "c4_lorem_ipsum", "holds lorem ipsum"
+        return "c4_lorem_ipsum", "contains lorem ipsum"
     sentences = sum(1 for _ in _SENTENCE.finditer(text))
     if sentences < _SENTENCES:
         return "c4_sentences", f"{sentences} sentences"
@@ -97,7 +97,9 @@ def check_c4(text: str) -> Finding | None:
 
 
 def filter_c4_lines(text: str) -> tuple[str, int]:
-    """Apply C4's line filters: returns (the kept lines without citation marks, the number of lines removed)."""
+    """Apply C4's line filters (a line must end a sentence, have enough words, no policy notice ...); returns (kept
+    lines without citation marks such as "[3]", number of lines removed).
+    """
     kept, dropped = [], 0
     for line in text.split("\n"):
         line = line.strip()

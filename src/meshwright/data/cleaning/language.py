@@ -8,11 +8,11 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
-_SAMPLE = 1_000  # characters looked at, at the beginning and in the middle: more changes no verdict and costs time
+_SAMPLE = 1_000  # characters read at the beginning and in the middle; more would change no result
 
 
 def check_languages(languages: list[str]) -> None:
-    """Raise `UserError` unless the model knows every code of `languages` (ISO 639-1, such as "en")."""
+    """Raise `UserError` unless the identification model knows every code of `languages` (ISO 639-1, such as "en")."""
     known = [str(code) for code in _load_identifier().labels]
     for language in languages:
         if language not in known:
@@ -39,6 +39,6 @@ def _load_identifier() -> Any:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
         raise UserError(
-            "data.clean.languages needs py3langid: run `pip install 'meshwright[language]'` or leave the key out"
+            "data.clean.languages needs py3langid: run `pip install 'meshwright[language]'` or remove the key"
         ) from None
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

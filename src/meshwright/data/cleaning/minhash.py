@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.cleaning.words import Hashes, Words, mix_bits
 
-_BLOCK = 1 << 17  # products formed at a time: they stay in the processor's cache
+_BLOCK = 1 << 17  # products computed at a time, which fit in the CPU cache
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import ipaddress
 import re
 from collections.abc import Callable, Sequence
 
-# Every quantifier is bounded and what may stand before a match is fixed: no text makes these slow.
+# Quantifiers are bounded and lookbehinds have a fixed width: no text makes these patterns slow.
 _EMAIL = re.compile(
     r"(?<![\w.%+-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,8}"
     r"@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![A-Za-z0-9])"
 )
-# Patterns begin with what they consume and look behind after it: so the search skips to the few places that matter.
+# Patterns begin with a consumed character and look behind after it, so that the search skips to few candidates.
 # International: E.164, "+" and 8 to 15 digits. North American: with its separators. Bare digits are left alone.
 _PHONES = (
     re.compile(r"\+(?<![\w.+-]\+)[1-9]\d{0,2}(?:[ .()/-]{0,2}\d){7,14}(?![\w-]|\.\d)"),
@@ -26,7 +26,7 @@ _PRIVATE_KEY = re.compile(
     r"-----BEGIN (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY(?: BLOCK)?-----"
     r"[^-]{0,20000}(?:-----END (?:[A-Z0-9]{1,16} ){0,3}PRIVATE KEY(?: BLOCK)?-----)?"
 )
-# A literal that every match holds, so that most texts are only searched for it, and the form of the key.
+# (literal that every match contains, pattern of the key): most texts are searched for the literal only.
 _KEYS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (literal, re.compile(rf"(?<![A-Za-z0-9_-]){form}(?![A-Za-z0-9])"))
     for literal, form in (
@@ -42,13 +42,13 @@ _KEYS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("glpat-", "glpat-[A-Za-z0-9_-]{20,64}"),  # GitLab
         ("xox", "xox[abeoprs]-[A-Za-z0-9-]{10,250}"),  # Slack
         ("_live_", "[rs]k_live_[A-Za-z0-9]{16,255}"),  # Stripe
-        ("sk-", "sk-(?:[A-Za-z0-9]{1,16}-){0,3}[A-Za-z0-9_-]{32,255}"),  # OpenAI, Anthropic and alike
+        ("sk-", "sk-(?:[A-Za-z0-9]{1,16}-){0,3}[A-Za-z0-9_-]{32,255}"),  # OpenAI, Anthropic and others
         ("hf_", "hf_[A-Za-z0-9]{34,40}"),  # Hugging Face
         ("npm_", "npm_[A-Za-z0-9]{36}"),
         ("eyJ", r"eyJ[A-Za-z0-9_-]{10,2000}\.eyJ[A-Za-z0-9_-]{10,4000}\.[A-Za-z0-9_-]{10,1000}"),  # a signed JWT
     )
 )
-# Amazon's secret keys are 40 characters without a form of their own: only what says that it is one is masked.
+# Amazon's secret keys are any 40 characters: only those after a name that announces one are masked.
 _NAMED_SECRET = re.compile(
     r"(?i:aws_secret_access_key|aws_secret_key|secretaccesskey)[\"']?\s{0,4}[:=]\s{0,4}[\"']?([A-Za-z0-9/+=]{40})(?![A-Za-z0-9/+=])"
 )
@@ -95,12 +95,12 @@ def _mask_addresses(text: str) -> tuple[str, int]:
         """Return "<ip>" for a match that is a public address and count it, else the match unchanged."""
         nonlocal count
         try:
-            world_wide = ipaddress.ip_address(match[0]).is_global
+            is_public = ipaddress.ip_address(match[0]).is_global
         except ValueError:
             return match[0]
-        world_wide = world_wide and match[0].count(":") != 2  # a::b is a name in C++
-        count += world_wide  # private, local and example addresses point at nobody
-        return "<ip>" if world_wide else match[0]
+        is_public = is_public and match[0].count(":") != 2  # a::b is a name in C++
+        count += is_public  # private, local and example addresses identify nobody
+        return "<ip>" if is_public else match[0]
 
     text = _IPV4.sub(mask_address, text)
     return _IPV6.sub(mask_address, text) if _PERHAPS_IPV6.search(text) else text, count

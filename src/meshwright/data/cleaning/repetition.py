@@ -12,7 +12,7 @@ from operator import itemgetter
 _PARAGRAPHS = re.compile("\n{2,}")
 _LINES = re.compile("\n+")
 
-# Gopher (arXiv:2112.11446), appendix A1.1, table A1: a document is dropped in which more than this share repeats.
+# Gopher (arXiv:2112.11446), appendix A1.1, table A1: a document is dropped if more than this fraction repeats.
 GOPHER_LIMITS = {
     "gopher_duplicate_lines": 0.30,
     "gopher_duplicate_paragraphs": 0.30,
@@ -70,13 +70,14 @@ def _measure_repetition(text: str) -> Iterator[tuple[str, float]]:
 
 
 def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield (name of Gopher's rule, characters) for the word n-grams of n = 2 to 10. For n <= 4: characters in all
-    occurrences of the most frequent n-gram; from n = 5 on: characters in n-grams that occurred earlier in the text.
+    """Yield (rule name, number of repeated characters) for the word n-grams of n = 2 to 10, as Gopher's rules count
+    them. For n <= 4: characters in all occurrences of the most frequent n-gram; from n = 5 on: characters in n-grams
+    that occurred earlier in the text.
 
     words: the text's words in order. An n-gram that occurs once counts 0. From n = 5 on, overlapping n-grams count
     their characters once, as in the paper.
     """
-    # A run of n words that repeats begins with one of n - 1 that does: few places are left after the first count.
+    # A repeated n-gram begins with a repeated (n - 1)-gram: few positions remain after the first count.
     places: Sequence[int] = range(len(words))
     for n in range(2, 11):
         places = places[: bisect.bisect_right(places, len(words) - n)]

@@ -1,4 +1,4 @@
-"""The page about a cleaning: counts per rule, what was dropped, distributions before and after."""
+"""HTML page about a cleaning: counts by rule, samples of dropped documents, distributions before and after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.draw.page import bar, key, page, paragraph, table
 
 SIDES = {"before": "pale", "after": "blue"}
 _MASKED = {
-    "c4_lines": "lines that C4 leaves out",
+    "c4_lines": "lines removed by C4",
     "key": "keys",
     "email": "e-mail addresses",
     "phone": "telephone numbers",
@@ -39,7 +39,7 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Content]:
     yield element("h2", "Rules")
     yield _render_rules(report)
     if report["masked"]:
-        yield element("h2", "Masked or left out in the documents that are kept")
+        yield element("h2", "Masked or removed in the documents that are kept")
         yield table(("", "count"), [(_MASKED[kind], f"{count:,}") for kind, count in report["masked"].items()])
     if report["minhash"]:
         yield element("h2", "Near duplicates")
@@ -50,7 +50,7 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Content]:
         ("Sources", _render_sources(report["sources"])),
     ):
         yield [element("h2", heading), key(SIDES.items()), drawn]
-    yield element("h2", "Samples of what was dropped")
+    yield element("h2", "Samples of dropped documents")
     for rule, samples in report["samples"].items():
         yield from _render_samples(rule, samples)
     if not report["samples"]:
@@ -89,7 +89,7 @@ def _render_rules(report: Mapping[str, Any]) -> Markup:
         where = [" ", element("span", f"({source})", class_="muted")] if source else None
         name = element("div", element("b", rule), element("br"), note, where, class_="words")
         rows.append((name, f"{dropped:,}", f"{report['dropped_bytes'][rule] / 1e6:,.2f}", bar(dropped / most)))
-    return table(("drops a document", "documents", "MB", ""), rows)
+    return table(("rule", "documents", "MB", ""), rows)
 
 
 def _render_minhash_curve(minhash: MinHash) -> Iterator[Markup]:
@@ -98,9 +98,9 @@ def _render_minhash_curve(minhash: MinHash) -> Iterator[Markup]:
     """
     rows, bands = str(minhash.rows), str(minhash.bands)
     yield paragraph(
-        f"{bands} bands of {rows} rows over runs of {minhash.words} words. Two documents are found with probability "
-        "1 − (1 − s", element("sup", rows), ")", element("sup", bands), " at Jaccard similarity s; the curve is "
-        f"steepest near (1 / {bands})", element("sup", f"1 / {rows}"), f" = {minhash.threshold:.3f}.",
+        f"{bands} bands of {rows} rows over shingles of {minhash.words} words. Two documents are matched with "
+        "probability 1 − (1 − s", element("sup", rows), ")", element("sup", bands), " at Jaccard similarity s; the "
+        f"curve is steepest near (1 / {bands})", element("sup", f"1 / {rows}"), f" = {minhash.threshold:.3f}.",
     )  # fmt: skip
     points = [(at / 200, minhash.match_probability(at / 200)) for at in range(201)]
     mark = Mark(minhash.threshold, f"threshold {minhash.threshold:.3f}")
@@ -121,7 +121,7 @@ def _render_lengths(lengths: Mapping[str, Sequence[int]]) -> Markup:
     bins = range(used[0], used[-1] + 1)
     names = [_format_binary(0 if at == 0 else 1 << (at - 1)) for at in bins]
     groups = [(side, colour, [lengths[side][at] for at in bins]) for side, colour in SIDES.items()]
-    return draw_grouped_bars(names, groups, "characters from … on")
+    return draw_grouped_bars(names, groups, "characters (lower bound)")
 
 
 def _format_binary(number: int) -> str:
@@ -139,7 +139,7 @@ def _render_characters(characters: Mapping[str, Mapping[str, int]]) -> Markup:
         if characters["before"].get(kind):
             shares = [characters[side][kind] / totals[side] for side in SIDES]
             rows.append((kind, *(f"{share:.2%}" for share in shares), _render_bars(shares)))
-    return table(("of the characters", *SIDES, ""), rows)
+    return table(("share of characters", *SIDES, ""), rows)
 
 
 def _render_sources(sources: Iterable[Mapping[str, Any]]) -> Markup:
@@ -173,5 +173,5 @@ def _render_samples(rule: str, samples: Iterable[Mapping[str, str]]) -> Iterator
         if sample["text"].strip():
             yield element("pre", sample["text"])
         if "earlier" in sample and sample["earlier"] != sample["text"]:
-            yield element("div", "the earlier one:", class_="muted")
+            yield element("div", "earlier document:", class_="muted")
             yield element("pre", sample["earlier"])

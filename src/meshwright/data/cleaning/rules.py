@@ -51,8 +51,8 @@ _RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
 
 
 def is_code_file(name: str) -> bool:
-    """Return whether a document's name is that of a source code or markup file, such as "a/b.py". Documents that are
-    records or pages inside a file do not count.
+    """Return whether a document is a source code or markup file, by the suffix of its name ("a/b.py"). A record or page
+    inside a file, such as "x.wet:17 https://example.org/a.html", is not.
     """
     return _CODE.search(name) is not None and _RECORD.search(name) is None
 
@@ -61,9 +61,9 @@ def is_code_file(name: str) -> bool:
 class Verdict:
     """Result of the cleaning rules for one document.
 
-    rule: name of the rule that drops it; None: it stays. why: the measured value, such as "0.42 > 0.30". text: the text
-    after masking. content: `text` in UTF-8. digest: SHA-256 of `content` without surrounding white space. changes:
-    number of masked items or removed lines by kind ("email" ...).
+    rule: name of the rule that drops the document; None if it is kept. why: the measured value, such as "0.42 > 0.30".
+    text: the text after masking and line filters. content: `text` in UTF-8. digest: SHA-256 of `content` without
+    surrounding white space. changes: number of masked items or removed lines by kind ("email" ...).
     """
 
     rule: str | None
@@ -99,7 +99,8 @@ class Rewriter:
 
 
 class Cleaner(Rewriter):
-    """Applies the rules of the recipe's `[data.clean]` that need one document alone. rules: names of all enabled rules.
+    """Applies those rules of the recipe's `[data.clean]` that judge each document by itself: all except duplicates.
+    rules: names of all enabled rules, duplicates included.
 
     Raises `UserError` for an unknown language, an unreadable evaluation set or word list, or a missing library.
     """
@@ -119,10 +120,10 @@ class Cleaner(Rewriter):
         )
 
     def judge_document(self, text: str | None, name: str = "", problem: str | None = None) -> Verdict:
-        """Mask one document and apply the rules to it.
+        """Mask one document and apply the rules to it; returns the verdict.
 
-        text: None if the file is not text; it contains lone surrogates where bytes did not decode. name: the document's
-        name. problem: how its record violates the schema; None: it does not.
+        text: the document's text, in which a byte that did not decode is a lone surrogate; None if the file is not
+        text. name: the document's name. problem: how its record violates the schema, as a clause; None if it does not.
         """
         if problem is not None:
             return Verdict("schema", problem)
@@ -146,9 +147,10 @@ class Cleaner(Rewriter):
         return Verdict(rule, why, rewritten, content, hashlib.sha256(stripped).digest(), changes)
 
     def _check_text(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
-        """Apply the rules for any text; returns (name of the first rule that it violates, measured value as text), or
-        None if it passes. blank: the text has only white space; emptied: before masking and line filters it had more
-        than that.
+        """Apply the rules for any kind of text (control characters, length, repeated lines); returns (name of the first
+        rule that it violates, measured value as text), or None if it passes.
+
+        blank: the text has only white space. emptied: before masking and line filters it had more than white space.
         """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:
@@ -156,10 +158,9 @@ class Cleaner(Rewriter):
             if controls > recipe.maximum_control_fraction * len(text):
                 return "control_characters", f"{controls:,} of {len(text):,} characters"
         if blank and emptied and "c4" in recipe.heuristics:
-            return "c4_sentences", "no line is left"
-        if blank or len(text) < recipe.minimum_characters:
-            return "length", f"{len(text):,} characters"
-        if recipe.maximum_characters is not None and len(text) > recipe.maximum_characters:
+            return "c4_sentences", "no line remains"
+        most = len(text) if recipe.maximum_characters is None else recipe.maximum_characters
+        if blank or not recipe.minimum_characters <= len(text) <= most:
             return "length", f"{len(text):,} characters"
         if recipe.maximum_repetition < 1:
             share = measure_repeated_lines(text)
@@ -175,9 +176,9 @@ class Cleaner(Rewriter):
             language, probability = identify_language(text)
             if language not in self.recipe.languages or probability < self.recipe.minimum_language_probability:
                 return "language", f"{language}, probability {probability:.2f}"
-        for family, ask in heuristics.CHECKS.items():
-            if family in self.recipe.heuristics and (found := ask(text)):
+        for family, check in heuristics.CHECKS.items():
+            if family in self.recipe.heuristics and (found := check(text)):
                 return found
         if self.blocked is not None and (word := self.blocked.find_blocked(text)):
-            return "blocked_words", f'holds "{word}"'
+            return "blocked_words", f'contains "{word}"'
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "text": (str,),
@@ -15,17 +15,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-class SchemaViolation(NamedTuple):
-    """Takes the place of the text of a record that violates the schema. problem: how, as a clause for the report."""
-
-    problem: str
-
-
 def find_record_problem(record: Any, required: Mapping[str, str], text_key: str) -> str | None:
-    """Return how a parsed record violates the schema, as a clause such as 'no key "text"', or None if it does not.
+    """Return how a parsed record violates the schema, as a clause such as 'no key "text"'; None if it conforms.
 
-    It must have text under `text_key` and, under each key of `required`, a value of the named type (one of
-    `names.RECORD_TYPES`). The key "a.b" is key b inside a.
+    The record must have text under `text_key` and a value of the right type under each key of `required`, {key: name of
+    the type in `names.RECORD_TYPES`}. The key "a.b" is key b inside the object under a.
     """
     if not isinstance(record, dict):
         return f"is {_name_type(record)}, not a table"

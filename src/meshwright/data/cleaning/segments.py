@@ -26,8 +26,8 @@ _MAGIC = b"meshwright segment 1\n"
 
 
 def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Hash document numbers to uint64, same shape. The report samples the documents with the lowest values: spread over
-    the corpus and the same in every run.
+    """Hash document numbers to sampling priorities, uint64 of the same shape. The report samples the documents with the
+    lowest priorities, which are spread over the corpus and the same in every run.
     """
     values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(32)
@@ -35,12 +35,12 @@ def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
-    """Return {column: (dtype, values per document)} of a segment, the file of the rules' results for a run of
-    documents.
+    """Return the columns of a segment (file of the cleaning results for a run of documents): {name: (NumPy dtype,
+    values per document)}. bands: number of MinHash bands. rewrites: whether texts are masked.
 
-    Columns: `code` (0 or 1 + index of the rule), `before` and `after` masking (characters, UTF-8 bytes, characters of
-    each kind), `changes` (masked items by kind), `digest` (half of the SHA-256), `bands` (MinHash keys). bands: number
-    of MinHash bands. rewrites: whether texts are masked; if not, `after` and `changes` are left out.
+    `code`: 0 (kept) or 1 + the index in `RULES` of the rule that dropped the document. `before`, `after` (masking):
+    number of characters, of UTF-8 bytes, and of characters of each kind. `changes`: number of masked items by kind.
+    `digest`: first half of the SHA-256. `bands`: MinHash keys. `after` and `changes` exist only if texts are masked.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -57,7 +57,7 @@ class SegmentWriter:
     def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
         self.first, self.minhash, self.rewrites = first, minhash, rewrites
         self.documents = self.characters = self.longest_kept = 0
-        self.pieces: dict[int, int] = {}  # of each file
+        self.pieces: dict[int, int] = {}  # index of a source file -> number of its documents
         self.examples: dict[str, str] = {}
         self.samples: dict[str, list[dict[str, Any]]] = {}
         self._columns = {name: bytearray() for name in list_column_types(0, rewrites)}
@@ -85,7 +85,7 @@ class SegmentWriter:
             keys = np.zeros(self.minhash.bands, np.uint64)
             if code == KEPT:
                 shingles = self.minhash.hash_shingles(verdict.text)
-                # A text without words resembles nothing: a key of its own keeps it apart.
+                # A text without words has no near duplicates: its key is unique.
                 keys = (
                     self.minhash.hash_bands(self.minhash.compute_signature(shingles))
                     if len(shingles)
@@ -97,7 +97,7 @@ class SegmentWriter:
         else:
             assert verdict.rule is not None
             self.examples.setdefault(verdict.rule, name)
-            shown = verdict.text or ("" if self.rewrites else text)  # what is to be masked is shown to nobody
+            shown = verdict.text or ("" if self.rewrites else text)  # text that should be masked is never shown
             self._keep_sample(verdict.rule, name, shown, verdict.why)
         self.pieces[file] = self.pieces.get(file, 0) + 1
         self.documents += 1

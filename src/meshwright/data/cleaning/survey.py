@@ -137,13 +137,14 @@ def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
 def survey_corpus(
     files: Sequence[SourceFile], recipe: DataRecipe, log: Callable[[str], None], directory: Path | None = None
 ) -> Survey:
-    """Clean all documents of `files` and split them into training and validation documents.
+    """Clean all documents of `files` and split those that are kept into training and validation documents.
 
-    A document goes to validation if the hash of its content, divided by 2^64, is below `validation_fraction`:
-    independent of a seed and of other documents. If no hash is, the document with the smallest one goes there. In a
-    corpus of fewer than 100 documents long ones are cut at blank lines, so that both splits get some. directory: for
-    the cleaning pass's segment files, from which an interrupted pass resumes; None: a temporary one. log: receives
-    progress lines. Raises `UserError` if no document or only one short text is left.
+    A document goes to validation if the hash of its content, divided by 2^64, is below `validation_fraction`: the
+    choice depends on no seed and no other document. If no hash is below it, the document with the smallest one goes
+    there. In a corpus of fewer than 100 documents long texts are cut at blank lines, so that both splits get some.
+
+    directory: for the cleaning pass's segment files, from which an interrupted pass resumes; None: a temporary one.
+    log: receives progress lines. Raises `UserError` if no document or only one short text is left.
     """
     with TemporaryDirectory() as temporary:
         cleaner = Cleaner(recipe.clean)
@@ -160,7 +161,7 @@ def survey_corpus(
             longest = SHORT_DOCUMENT
             log(
                 f"only {result.kept} document{'s' * (result.kept != 1)}: long ones are cut after blank lines into "
-                f"pieces of at most {SHORT_DOCUMENT:,} characters, so that both splits get some"
+                f"pieces of at most {SHORT_DOCUMENT:,} characters, so that no split is empty"
             )
             result = run_pass(longest)
         if not result.kept:
@@ -191,7 +192,7 @@ def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[
             below += int((kept < threshold).sum())
     if fraction and least == most:
         raise UserError(
-            f"{key}: all that is left after cleaning is one short text, too little to split into training and "
+            f"{key}: only one short text remains after cleaning, too little to split into training and "
             "validation; add text, or set data.validation_fraction = 0"
         )
     codes, sizes = cleaned.codes, np.zeros(len(SPLITS), np.int64)
@@ -200,7 +201,7 @@ def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[
         validation = hashes < threshold
         if not fraction:
             validation = np.zeros(len(hashes), bool)
-        elif not below:  # equal contents stay on one side, so both corrections go by hash and not by document
+        elif not below:  # equal contents must share a split, so both corrections select by hash
             validation = hashes == np.uint64(least)
         elif below == cleaned.kept:
             validation = hashes != np.uint64(most)
@@ -210,14 +211,14 @@ def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[
 
 
 def _explain_nothing_left(cleaned: CleaningResult, key: str) -> str:
-    """Return the error message for a corpus of which no document is left after cleaning. key: recipe key of the
+    """Return the error message for a corpus of which no document remains after cleaning. key: recipe key of the
     sources.
     """
     if not len(cleaned.codes):
-        return f"{key}: there is no text in its files"
+        return f"{key}: its files have no text"
     reasons = ", ".join(
         f"{rule} {count} (first: {cleaned.report['examples'][rule]})"
         for rule, count in cleaned.report["dropped"].items()
         if count
     )
-    return f"data: no document is left after cleaning; dropped by rule: {reasons}; see [data.clean]"
+    return f"data: no document remains after cleaning; dropped by rule: {reasons}; see [data.clean]"

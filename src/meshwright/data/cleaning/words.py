@@ -24,7 +24,7 @@ _UNICODE_SIGNS = re.compile(
     rb"|\xef\xbc[\x81-\x8f\x9a-\xa0\xbb-\xbf]|\xef\xbd[\x80\x9b-\xa5]",
     re.DOTALL,
 )
-# Kana and Han, which are written without spaces: every character is a word of its own.
+# Kana and Han, which are written without spaces: every character is a separate word.
 _OWN_WORD = re.compile(rb"\xe3[\x81-\x83\x90-\xbf][\x80-\xbf]|[\xe4-\xe9][\x80-\xbf][\x80-\xbf]", re.DOTALL)
 
 
@@ -64,7 +64,9 @@ class Words:
 
 
 def mix_bits(values: Hashes) -> Hashes:
-    """Mix the bits of each uint64 with the finaliser of SplitMix64, in place; returns `values`."""
+    """Mix the bits of each uint64 with the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable
+    Pseudorandom Number Generators", 2014), in place; returns `values`.
+    """
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshwright.data.packing.shards import DOCUMENTS, TEXT, TOKENS, Shard, format_shard_file_name
 
-NO_TARGET = -100  # what a loss passes over, as in PyTorch's cross-entropy
+NO_TARGET = -100  # ignored by the loss, as `ignore_index` of PyTorch's cross-entropy
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """Batch of B packed rows of S tokens (a row is one training sample, with one or more documents).
 
-    tokens: int64 [B, S]. targets: int64 [B, S], the token after each position; -100 where that is padding, belongs to
-    another document (with `document_mask`) or, for records, is not trained. document_ids: int32 [B, S], 0 for a row's
-    first document, then 1, 2 ...
+    tokens: int64 [B, S]. targets: int64 [B, S], the next token at each position; -100 (ignored by the loss) if that is
+    padding, belongs to another document (with `document_mask`) or, for records, is outside the tokens to be trained.
+    document_ids: int32 [B, S], 0 for a row's first document, then 1, 2 ...
     """
 
     tokens: NDArray[np.int64]
@@ -84,7 +85,7 @@ class PackedDataset(ABC):
 
     @property
     def documents(self) -> int:
-        """Number of documents in the split (of records, if it has records)."""
+        """Number of documents in the split; for records the number of records."""
         return sum(shard.documents for shard in self.shards)
 
     @property
@@ -100,23 +101,21 @@ class PackedDataset(ABC):
     @property
     @abstractmethod
     def sequences_by_source(self) -> list[int]:
-        """Number of full packed rows of each data source; a list of one number unless rows of different sources are
-        separate.
-        """
+        """Number of full packed rows of each data source; a list of one number, for all, if rows may mix sources."""
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Number of packed rows, partial ones included, that together contain every target once, for exact
-        evaluation.
+        """Number of packed rows, a partial last one included. Together they contain every target exactly once, as
+        evaluation needs it.
         """
 
     @abstractmethod
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, sequences).
 
-        padded: allow any index >= 0: partial rows are filled with padding, which has no targets, and rows from `rows`
-        on have padding alone, so that every rank can read equally many.
+        padded: allow any index >= 0. A partial row is then filled with padding, which has no targets, and rows from
+        `rows` on consist of padding, so that all ranks can read equally many rows.
         """
 
     def iterate_batches(self, size: int) -> Iterator[TokenBatch]:
@@ -145,8 +144,8 @@ class PackedDataset(ABC):
                     yield file.read(size).decode()
 
     def _map_shard(self, number: int, kind: str = TOKENS) -> NDArray[Any]:
-        """Memory-map the file `kind` of the shard with index `number`: token ids, or for TRAINED the response mask
-        (uint8), [tokens].
+        """Memory-map one file of the shard with index `number`, [tokens]. kind: `TOKENS` (token ids, of type `dtype`)
+        or `TRAINED` (response mask, uint8).
         """
         if (number, kind) not in self._mapped:
             shard = self.shards[number]
@@ -154,6 +153,12 @@ class PackedDataset(ABC):
             dtype = self.dtype if kind == TOKENS else np.dtype(np.uint8)
             self._mapped[number, kind] = np.memmap(path, dtype=dtype, mode="r", shape=(shard.tokens,))
         return self._mapped[number, kind]
+
+    @cached_property
+    def _document_begins(self) -> NDArray[np.int64]:
+        """Position of each document's first token in the split's token stream, int64 [documents]."""
+        begins = [self._map_index(shard)[:, 0].astype(np.int64) for shard in self.shards]
+        return np.concatenate([np.zeros(0, np.int64), *map(np.add, begins, self._bounds[:-1])])
 
     def _map_index(self, shard: Shard) -> NDArray[np.uint64]:
         """Memory-map a shard's document index, uint64 [documents, 2 or 3]: each document's first token, UTF-8 bytes
@@ -169,12 +174,10 @@ class PackedTokens(PackedDataset):
     """One split as a continuous token stream cut into packed rows: row r has the tokens [r S, (r + 1) S) of the stream,
     and as targets the tokens one position later.
 
-    Every token but the stream's first is a target once. `sequences` counts full rows; `rows` includes the last, partial
-    one. If `stored.sources` is given, every data source is a stream of its own, and its rows follow those of the source
-    before it.
+    Every token but the stream's first is a target once. `sequences` counts full rows; `rows` also counts the partial
+    last one. If `stored.sources` is given, each data source is a stream by itself, and its rows follow those of the
+    source before it.
     """
-
-    _starts: NDArray[np.int64] | None = None
 
     @property
     def sequences_by_source(self) -> list[int]:
@@ -191,15 +194,15 @@ class PackedTokens(PackedDataset):
 
     @property
     def rows(self) -> int:
-        """Number of packed rows that together contain every target once, the last one perhaps partial."""
+        """Number of packed rows, a partial last one included; together they contain every target once."""
         assert self._streams == 1, "evaluation reads one stream"
         return -(-max(0, self.tokens - 1) // self.sequence)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, sequences).
 
-        padded: allow any index >= 0: the last, partial row is filled with padding, which has no targets, and rows from
-        `rows` on have padding alone, so that every rank can read equally many.
+        padded: allow any index >= 0. The partial last row is then filled with padding, which has no targets, and rows
+        from `rows` on consist of padding, so that all ranks can read equally many rows.
         """
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
@@ -232,8 +235,8 @@ class PackedTokens(PackedDataset):
         return begins
 
     def _read_tokens(self, begin: int, out: NDArray[np.int64]) -> None:
-        """Copy tokens of the split's stream, from position `begin` on, into `out` [n]; what lies beyond the stream's
-        end is left unchanged.
+        """Copy tokens of the split's stream, from position `begin` on, into `out` [n]; elements of `out` beyond the end
+        of the stream are left unchanged.
         """
         end = min(begin + len(out), self.tokens)
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
@@ -245,19 +248,14 @@ class PackedTokens(PackedDataset):
             filled, begin, number = filled + len(part), begin + len(part), number + 1
 
     def _mark_document_starts(self, begins: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask [B, S + 1] of the positions at which a document begins; position 0 is never marked. begins:
-        position in the token stream at which each row begins, [B].
+        """Return a mask [B, S + 1] of the positions in each row at which a document begins; position 0 is never marked.
+        begins: position in the token stream at which each row begins, [B].
         """
-        if self._starts is None:
-            parts = [
-                self._map_index(shard)[:, 0].astype(np.int64) + bound
-                for shard, bound in zip(self.shards, self._bounds, strict=False)
-            ]
-            self._starts = np.concatenate(parts)
-        first = np.searchsorted(self._starts, begins, side="right")
-        counts = np.searchsorted(self._starts, begins + self.sequence, side="right") - first
+        starts = self._document_begins
+        first = np.searchsorted(starts, begins, side="right")
+        counts = np.searchsorted(starts, begins + self.sequence, side="right") - first
         row_of = np.repeat(np.arange(len(begins)), counts)
         within = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
         marks = np.zeros((len(begins), self.sequence + 1), dtype=bool)
-        marks[row_of, self._starts[first[row_of] + within] - begins[row_of]] = True
+        marks[row_of, starts[first[row_of] + within] - begins[row_of]] = True
         return marks

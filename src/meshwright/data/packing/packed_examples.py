@@ -25,12 +25,13 @@ OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """Assignment of examples (parsed records; D documents each) to R packed rows; K examples are kept.
+    """Assignment of examples to R packed rows. An example is a parsed record of D documents (D = 2 for preference
+    pairs, else 1); K examples are kept.
 
     kept: int64 [K, D], number of tokens kept of each document. numbers: int64 [K], index of each kept example among all
     examples. order: int64 [K], indices into `kept`, row after row; row r has order[bounds[r]:bounds[r + 1]]. bounds:
-    int64 [R + 1]. rows_by_source: number of rows of each data source; one number unless rows of different sources are
-    separate. report: counts, see `PackedExamples.report`.
+    int64 [R + 1]. rows_by_source: number of rows of each data source; one number, for all, if rows may mix sources.
+    report: counts, see `PackedExamples.report`.
     """
 
     kept: NDArray[np.int64]
@@ -61,12 +62,12 @@ class PackedExamples(PackedDataset):
 
     An example has one document, or two for a preference pair: document 2k of a row is the prompt with the chosen
     response of pair k, and 2k + 1 the prompt with the rejected one. Targets are the tokens of responses, or with
-    `train_on` "all" every token but a document's first. The rest of a row is padding without targets, with a document
-    id of its own.
+    `train_on` "all" every token but a document's first. The rest of a row is padding: it has no targets, and counts as
+    one more document.
 
-    Packing depends on the lengths alone: best fit, in order, among the last `OPEN_ROWS` rows that are not full; with
-    `pack` false every example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is
-    dropped ("drop") or raises `UserError` ("refuse"). Examples without a target are dropped.
+    Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false every
+    example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is dropped ("drop") or
+    raises `UserError` ("refuse"). Examples without a target are dropped.
     """
 
     def __init__(
@@ -85,9 +86,7 @@ class PackedExamples(PackedDataset):
 
     @property
     def sequences_by_source(self) -> list[int]:
-        """Number of packed rows of each data source; a list of one number unless rows of different sources are
-        separate.
-        """
+        """Number of packed rows of each data source; a list of one number, for all, if rows may mix sources."""
         return self.plan.rows_by_source
 
     @property
@@ -110,9 +109,8 @@ class PackedExamples(PackedDataset):
 
     def iterate_texts(self) -> Iterator[str]:
         """Yield the text of each record in order, all of its messages joined (see `Example.join_texts`)."""
-        return itertools.islice(
-            super().iterate_texts(), 0, None, self.packing.documents_per_example
-        )  # the text of a record is stored with its first document
+        # The text of a record is stored with its first document.
+        return itertools.islice(super().iterate_texts(), 0, None, self.packing.documents_per_example)
 
     @property
     def rows_sha256(self) -> str:
@@ -125,8 +123,7 @@ class PackedExamples(PackedDataset):
     @cached_property
     def _documents(self) -> NDArray[np.int64]:
         """Token range [begin, end) of each document in the split's token stream, int64 [documents, 2]."""
-        starts = [self._map_index(shard)[:, 0].astype(np.int64) for shard in self.shards]
-        begins = np.concatenate([np.zeros(0, np.int64), *map(np.add, starts, self._bounds[:-1])])
+        begins = self._document_begins
         return np.stack([begins, np.append(begins[1:], self.tokens)[: len(begins)]], axis=1)
 
     @cached_property
@@ -186,7 +183,7 @@ class PackedExamples(PackedDataset):
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, rows). padded: allow any index >= 0; rows
-        from `rows` on have padding alone, without targets.
+        from `rows` on then consist of padding, without targets.
         """
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
@@ -220,7 +217,7 @@ class PackedExamples(PackedDataset):
         tokens = self._map_shard(number)[span]
         if self.packing.train_on == "all":
             trained = np.ones(len(tokens), bool)
-            trained[:1] = False  # nothing comes before it
+            trained[:1] = False  # nothing predicts it
             return tokens, trained
         return tokens, self._map_shard(number, TRAINED)[span] != 0
 
@@ -238,8 +235,8 @@ class PackedExamples(PackedDataset):
         return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.packing.documents_per_example)
 
     def _examples_by_source(self) -> list[tuple[int, int]]:
-        """Return the range [first, end) of example indices of each data source, or one range of all if rows may mix
-        sources.
+        """Return the range [first, end) of example indices of each data source; one range of all examples if rows may
+        mix sources.
         """
         ends = np.cumsum([0, *(shard.documents for shard in self.shards)])[self._shards_before].tolist()
         return list(itertools.pairwise(ends))
@@ -248,16 +245,14 @@ class PackedExamples(PackedDataset):
         """Build the error for examples longer than a row. number: index of the first such example; count: number of
         such examples; longest: tokens in the longest one; capacity: tokens in a row.
         """
-        begins, ends = (
-            self._documents[number * self.packing.documents_per_example],
-            self._documents[(number + 1) * self.packing.documents_per_example - 1],
-        )
-        size = int(ends[1] - begins[0])
-        beginning = self.packing.decode(self._read_document(int(begins[0]), min(int(ends[1]), int(begins[0]) + 40))[0])
-        more = f", and so are {count - 1:,} more" if count > 1 else ""
+        documents = self.packing.documents_per_example
+        own = self._documents[number * documents : (number + 1) * documents]
+        begin, end = int(own[0, 0]), int(own[-1, 1])
+        beginning = self.packing.decode(self._read_document(begin, min(end, begin + 40))[0])
+        more = f"; {count - 1:,} more are too long as well" if count > 1 else ""
         return UserError(
-            f"data.too_long: example {number + 1:,} of the {self.directory.name} split has {size:,} tokens, more than "
-            f"the {capacity:,} of a row{more}; it begins with {beginning[:80]!r}; raise data.sequence to "
+            f"data.too_long: example {number + 1:,} of the {self.directory.name} split has {end - begin:,} tokens, "
+            f"more than the {capacity:,} of a row{more}; it begins with {beginning[:80]!r}; raise data.sequence to "
             f'{longest - 1}, or set data.too_long to "truncate" or "drop"'
         )
 
@@ -271,7 +266,7 @@ def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     bins: Johnson et al. 1974, doi:10.1137/0203025.)
     """
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (room that is left, row), ascending
+    open_rows: list[tuple[int, int]] = []  # (remaining capacity, row), ascending
     for place, size in enumerate(sizes):
         assert 0 < size <= capacity, (size, capacity)
         at = bisect_left(open_rows, (size, -1))

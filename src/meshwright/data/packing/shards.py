@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -57,8 +56,8 @@ class Shard:
         """Return what is wrong with the shard's files in `directory` (a path and "is missing" ...), or None. contents:
         compare the SHA-256 of each file, not only its size.
         """
-        for name, said in self.files.items():
-            if found := find_damage(directory / name, said, contents):
+        for name, recorded in self.files.items():
+            if found := find_damage(directory / name, recorded, contents):
                 return f"{directory / name} {found}"
         return None
 
@@ -69,8 +68,8 @@ def format_shard_file_name(number: int, kind: str) -> str:
 
 
 class EncodedDocument(NamedTuple):
-    """One tokenized document. tokens: ids with start and end token, [tokens]. text: in UTF-8. trained: for records the
-    response mask, uint8 [tokens] (1: a target); None for plain text.
+    """One tokenized document. tokens: ids with start and end token, [tokens]. text: in UTF-8; empty for a record's
+    second document. trained: for records the response mask, uint8 [tokens] (1: a target); None for plain text.
     """
 
     tokens: NDArray[Any]
@@ -79,8 +78,8 @@ class EncodedDocument(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Protocol of objects that tokenize documents: a text to one token sequence, a record to one or
-    (preferences) two.
+    """Protocol of objects that tokenize documents: a text to one token sequence, a record to one, a preference record
+    to two.
     """
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
@@ -104,12 +103,12 @@ class TextEncoder:
 
 
 class ShardWriter:
-    """Writer of one split's token shards: each gets at least `shard_tokens` tokens and ends between two documents, or
-    where a data source ends.
+    """Writer of one split's token shards. A shard contains whole documents of one data source: at least `shard_tokens`
+    tokens of them, except in the last shard of a source.
 
-    directory: for the shards. documents(first): yields (number, document) of the split's documents from number `first`
-    on. ends: for each data source 1 + the number of its last document. encoder: tokenizes documents. tokenizer_sha256:
-    hex SHA-256 of tokenizer.json. keep_text: also store the texts.
+    directory: for the shards. documents(first): function that yields (number, document) of the split's documents from
+    number `first` on. ends: for each data source, 1 + the number of its last document. encoder: tokenizes documents.
+    tokenizer_sha256: hex SHA-256 of tokenizer.json. keep_text: also store the texts.
     """
 
     def __init__(
@@ -133,6 +132,11 @@ class ShardWriter:
         self.directory.mkdir(exist_ok=True)
         shards: list[list[Shard]] = []
         done = following = number = 0
+
+        def report(size: int) -> None:
+            """Call `progress` with the bytes of all earlier shards and `size` bytes of the current one."""
+            progress(done + size)
+
         for end in self.ends:
             encoded: Iterator[tuple[int, list[EncodedDocument]]] | None = None
             shards.append([])
@@ -140,9 +144,7 @@ class ShardWriter:
                 shard = self._find_shard(number, following)
                 if shard is None:
                     encoded = encoded or self._encode_documents(following, end)
-                    shard = self._write_shard(
-                        number, following, end, encoded, partial(_report_progress, progress, done)
-                    )
+                    shard = self._write_shard(number, following, end, encoded, report)
                 else:
                     encoded = None
                 shards[-1].append(shard)
@@ -242,21 +244,17 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
         yield batch
 
 
-def _report_progress(progress: Callable[[int], None], done: int, more: int) -> None:
-    """Call `progress` with `done` + `more`, the UTF-8 bytes of earlier shards and of the current one."""
-    progress(done + more)
-
-
-def limit_rate(say: Callable[[int], None]) -> Callable[[int], None]:
-    """Wrap `say`, a function that reports an amount of work done: the returned function calls it at most once in
-    `_LOG_SECONDS` seconds, for the first time after as many seconds, and else does nothing."""
+def limit_rate(report: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a function that passes its argument (an amount of work done) on to `report`, but at most once in
+    `_LOG_SECONDS` seconds; other calls do nothing. The first interval begins now.
+    """
     last = time.monotonic()
 
-    def say_if_due(done: int) -> None:
-        """Call `say(done)` if `_LOG_SECONDS` seconds have passed since its last call."""
+    def report_if_due(done: int) -> None:
+        """Call `report(done)` if `_LOG_SECONDS` seconds have passed since its last call."""
         nonlocal last
         if time.monotonic() - last >= _LOG_SECONDS:
             last = time.monotonic()
-            say(done)
+            report(done)
 
-    return say_if_due
+    return report_if_due

@@ -20,7 +20,7 @@ from meshwright.names import TEMPLATES, nearest
 from meshwright.untrusted import read_file
 
 _NEEDED = {"chatml": ("<|im_start|>", "<|im_end|>")}  # special tokens that a template writes itself
-_FIRST, _LAST = 0xF0000, 0xFFFFD  # private use: characters of messages stand here while a template is looked through
+_FIRST, _LAST = 0xF0000, 0xFFFFD  # private-use characters: stand-ins for those of messages
 
 
 class RenderedConversation(NamedTuple):
@@ -39,8 +39,9 @@ class RenderedConversation(NamedTuple):
 class ChatTemplate:
     """A Jinja chat template with the special tokens of its tokenizer.
 
-    source: Jinja text. named: {variable name: special token}, such as `bos_token`, as the template uses them. special:
-    tokens that message text must never be encoded as. where: what errors call the template.
+    source: Jinja text. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
+    "<s>"}. special: all special tokens; message text is never encoded as one of them. where: name of the template in
+    error messages.
     """
 
     source: str
@@ -55,9 +56,7 @@ class ChatTemplate:
 
     @cached_property
     def _renderer(self) -> Renderer | RenderProcess:
-        """Compiled template: rendered in this process for templates that come with Meshwright, else in a sandboxed
-        subprocess.
-        """
+        """Compiled template. It renders in this process if it comes with Meshwright, else in a sandboxed subprocess."""
         try:
             return (Renderer if self.source in _load_own_sources() else RenderProcess)(self.source, self.named)
         except NotATemplate as error:
@@ -84,8 +83,8 @@ class ChatTemplate:
         """Render a conversation, with the character ranges of the assistant's turns that are not blank and are at index
         `trained_from` or later in `messages`.
 
-        prompt: append the header of the assistant's next turn; no turns are returned. Raises `TemplateError` if the
-        template refuses the messages, or the ranges of the turns cannot be determined.
+        prompt: append the header of the assistant's next turn; the result then has no ranges of turns. Raises
+        `TemplateError` if the template refuses the messages, or the ranges of the turns cannot be determined.
         """
         seen = [message.template_variables() for message in messages]
         text, marked = self._render_marked(seen, prompt)
@@ -95,7 +94,7 @@ class ChatTemplate:
         elif self.marks_responses:
             if len(marked) != len(turns):
                 raise TemplateError(
-                    f"marks {len(marked)} parts by {{% generation %}}, and the assistant has {len(turns)} turns"
+                    f"marks {len(marked)} parts with {{% generation %}}, but the assistant has {len(turns)} turns"
                 )
             spans = marked
         else:
@@ -109,7 +108,8 @@ class ChatTemplate:
 
     def _render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
-        variables of each message for the template. prompt: append the header of the assistant's next turn.
+        the template's variables for each message (`role`, `content` ...). prompt: append the header of the assistant's
+        next turn.
         """
         try:
             marked = self._renderer.render_marked(messages, prompt)
@@ -137,8 +137,8 @@ class ChatTemplate:
         begin = next(differ, min(len(before), len(text)))
         if begin < len(plain) or not text.startswith(after) or len(after) < begin:
             raise TemplateError(
-                "has no {% generation %} to say which part is the assistant's, and it cannot be told either: "
-                f"what it makes of the first {number + 1} messages does not go on in what it makes of all; put "
+                "does not mark the assistant's turns with {% generation %}, and they cannot be inferred: its text for "
+                f"the first {number + 1} messages is not the beginning of its text for all of them; put "
                 "{% generation %} and {% endgeneration %} around the assistant's turns in a .jinja file"
             )
         content = messages[number].content.strip()
@@ -201,8 +201,8 @@ class ChatTemplate:
         match = next(filter(None, (self._special_pattern.search(one["content"]) for one in messages)), None)
         what = f"the special token {match[0]}" if match else "a part of a special token"
         raise TemplateError(
-            f"looks into the text of messages, and one holds {what}: it cannot be told apart from the template's own; "
-            "take it out of the record"
+            f"inspects the text of messages, and one contains {what}, which cannot be distinguished from the "
+            "template's own; remove it from the record"
         )
 
 
@@ -218,7 +218,8 @@ def _load_own_source(name: str) -> str:
 
 
 def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]:
-    """Find the chat template that data.template = `name` selects; returns (its Jinja source, what errors call it).
+    """Find the chat template that the setting data.template = `name` selects; returns (its Jinja source, its name in
+    error messages).
 
     own: Jinja source of the tokenizer's own template, or None. tokenizer: the tokenizer's name, for errors. Raises
     `UserError` if there is no such template.
@@ -227,7 +228,7 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
         if own is None:
             others = " or ".join(f'"{one}"' for one in TEMPLATES if one != "model")
             raise UserError(
-                f'data.template = "model": the tokenizer "{tokenizer}" comes without a chat_template; '
+                f'data.template = "model": the tokenizer "{tokenizer}" has no chat_template; '
                 f"set data.template to {others}, or to a .jinja file"
             )
         return own, "the chat template of the tokenizer"
@@ -239,7 +240,7 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
         hint = (
             f'; did you mean "{close}"?' if close else f"; known: {', '.join(TEMPLATES)}, or the path of a .jinja file"
         )
-        raise UserError(f'data.template: "{name}" is no template and no file{hint}')
+        raise UserError(f'data.template: "{name}" is neither a template nor a file{hint}')
     try:
         return read_file(path, "config_bytes").decode(), str(path)
     except UnicodeDecodeError as error:
@@ -255,6 +256,6 @@ def check_template_tokens(name: str, special: Collection[str], tokenizer: str) -
     missing = [token for token in _NEEDED.get(name, ()) if token not in special]
     if missing:
         raise UserError(
-            f'data.template = "{name}" writes {" and ".join(missing)}, which are no special tokens of the tokenizer '
+            f'data.template = "{name}" writes {" and ".join(missing)}, which are not special tokens of the tokenizer '
             f'"{tokenizer}": any text could spell them; set data.template = "instruction", or add them to it'
         )

@@ -1,4 +1,4 @@
-"""Instruction, chat and preference records, parsed to conversations whatever a file calls their keys."""
+"""Instruction, chat and preference records, parsed to conversations; the recipe maps the keys that files use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.names import nearest
 from meshwright.recipe.data import RECORD_KEYS
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
-# What ShareGPT's `from` and some others say.
+# Role names of ShareGPT's `from` and of other formats.
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _CONTENT_KEYS = ("content", "value")
 _ROLE_KEYS = ("role", "from")
@@ -65,7 +65,7 @@ class RecordFormat(NamedTuple):
     renamed: Mapping[str, str] = {}
 
     def get_file_key(self, part: str) -> str:
-        """Return the key in the files for the standard key `part`, such as "prompt"."""
+        """Return the key that the files use for the standard key `part`, such as "question" for "prompt"."""
         return self.renamed.get(part, part)
 
     @property
@@ -105,8 +105,8 @@ class RecordFormat(NamedTuple):
         return "conversations" if key not in record and not self.renamed and "conversations" in record else key
 
     def _parse_preference(self, record: dict[str, Any]) -> Example:
-        """Parse a preference record (`prompt`, `chosen`, `rejected`); without `prompt`, it is the common beginning of
-        the chosen and the rejected conversation. Raises `MalformedRecord`.
+        """Parse a preference record (`prompt`, `chosen`, `rejected`). If the key `prompt` is missing, the prompt is the
+        common beginning of the chosen and the rejected conversation. Raises `MalformedRecord`.
         """
         prompt_key = self.get_file_key("prompt")
         prompt: tuple[Message, ...] | None = None
@@ -126,7 +126,7 @@ class RecordFormat(NamedTuple):
                 else self._parse_messages(record, key, "or a string")
             )
         chosen, rejected = branches
-        if prompt is None:  # both tell the whole conversation
+        if prompt is None:  # both have the whole conversation
             common = 0
             while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
                 common += 1
@@ -204,7 +204,7 @@ def _parse_message(turn: Any, where: str) -> Message:
     if known not in ROLES:
         close = nearest(role, (*ROLES, *_OTHER_ROLES))
         hint = f'; did you mean "{close}"?' if close else f" (known: {', '.join((*ROLES, *_OTHER_ROLES))})"
-        raise MalformedRecord(f'{where}.{role_key} is "{role}", a role that is not known{hint}')
+        raise MalformedRecord(f'{where}.{role_key} is "{role}", an unknown role{hint}')
     if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):

@@ -31,8 +31,8 @@ class ExampleEncoder:
 
     @classmethod
     def of_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
-        """Create an encoder from tokenizer and chat template in a Hugging Face model directory. where: what errors call
-        the template.
+        """Create an encoder from tokenizer and chat template in a Hugging Face model directory. where: name of the
+        template in error messages (default: from the directory).
 
         Raises `UserError` if the tokenizer has no chat template.
         """
@@ -40,16 +40,16 @@ class ExampleEncoder:
         assert found is not None, directory
         if (source := found.chat_template) is None:
             raise UserError(
-                f"{directory}: its tokenizer comes without a chat template, so nothing says how a turn is written; "
-                "give a text to be continued (without --chat), or put a chat_template.jinja there"
+                f"{directory}: its tokenizer has no chat template, so the format of a turn is unknown; "
+                "give a plain prompt (without --chat), or add a chat_template.jinja"
             )
         tokenizer = found.load()
         where = where or f"the chat template of {directory}"
         return cls(tokenizer, ChatTemplate(source, found.list_named_tokens(), tokenizer.special, where))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each record the list of its token sequences with response masks: one, or chosen and rejected.
-        Raises `UserError` if the template refuses a record, or the record is too long.
+        """Yield for each record the list of its token sequences with response masks: one, or for a preference record
+        the chosen and the rejected one. Raises `UserError` if the template refuses a record, or the record is too long.
         """
         rendered: list[RenderedConversation] = []
         branches = []
@@ -59,7 +59,7 @@ class ExampleEncoder:
                 raise UserError(
                     f"{document.name}: the record has {size:,} characters, and at most {LONGEST_DOCUMENT:,} are "
                     f"tokenized in one piece; shorten it, or set data.clean.maximum_characters = {LONGEST_DOCUMENT} "
-                    "to leave such records out"
+                    "to drop such records"
                 )
             prompt, of_it = document.example.prompt, document.example.branches
             branches.append((len(of_it), (document.text or "").encode()))
@@ -70,7 +70,7 @@ class ExampleEncoder:
         encoded = iter(self._encode(rendered))
         for count, text in branches:
             pieces = [next(encoded) for _ in range(count)]
-            # The text is the record's: counted once.
+            # The record's text is stored once, with its first document.
             yield [
                 EncodedDocument(tokens, b"" if number else text, trained)
                 for number, (tokens, trained) in enumerate(pieces)
@@ -104,7 +104,7 @@ class ExampleEncoder:
     def _encode(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
         """Tokenize rendered conversations; returns for each (token ids [tokens], response mask uint8 [tokens])."""
         named = [_hide_own_tokens(one, self._names) for one in rendered]
-        with convert_library_errors("text becomes no tokens"):
+        with convert_library_errors("text cannot be tokenized"):
             encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
         result = []
         for (_, spans), encoding in zip(named, encodings, strict=True):
@@ -113,8 +113,8 @@ class ExampleEncoder:
             if spans and len(tokens):
                 places = np.array(encoding.offsets, np.int64)
                 for begin, end in spans:
-                    # A token is trained if it has a character of the response; one without characters, if it lies among
-                    # such.
+                    # A token is a target if it has a character of the response; one without characters, if it is
+                    # between such tokens.
                     inside = np.flatnonzero((places[:, 0] < end) & (places[:, 1] > begin))
                     if len(inside):
                         trained[inside[0] : inside[-1] + 1] = 1

@@ -1,8 +1,9 @@
-"""Prompt and response of records as they lie in files, with all other keys of a record kept."""
+"""Prompts and responses of the records in a file; all other keys of a record are preserved."""
 
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,15 +12,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.data.files import canonical_json, write_atomic
 from meshwright.data.records.conversations import Example, MalformedRecord, Message, RecordFormat
-from meshwright.data.sources.json_lines import iterate_json_lines
+from meshwright.data.records.record_files import format_position, iterate_file_records
+from meshwright.data.sources.reading import open_source
 from meshwright.data.sources.resolution import find_files
-from meshwright.data.sources.streams import detect_compression, list_decoding_errors, open_stream
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
 Record: TypeAlias = dict[str, Any]
-ANNOTATION = "annotation"  # the key under which a record carries its labels; not part of what it is
-# The key that tells each kind of record, in the order in which they are looked for.
+ANNOTATION = "annotation"  # key of a record's labels, which are not part of its content
+# The key that identifies each kind of record, in the order of search.
 _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "chat", "chosen": "preference"}
 
 
@@ -33,10 +34,10 @@ class Exchange(NamedTuple):
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Return prompt and response of an instruction, chat or preference record (there the chosen response). where:
-    position of the record, such as "a.jsonl:17", for errors.
+    """Return prompt and response of an instruction, chat or preference record; for a preference the chosen response.
+    where: position of the record, such as "a.jsonl:17", for errors.
 
-    An instruction may lack its output. Raises `UserError` for any other record.
+    An instruction record may lack its output; its response is then "". Raises `UserError` for any other kind of record.
     """
     turns = _parse_turns(record, where)
     answered = bool(turns) and turns[-1].role == "assistant"
@@ -44,8 +45,8 @@ def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
 
 
 def replace_response(record: Mapping[str, Any], response: str, where: str) -> Record:
-    """Return a copy of the record whose last answer is `response`; if it has none, the answer is added. where: position
-    of the record, such as "a.jsonl:17", for errors.
+    """Return a copy of the record with `response` in place of its last answer, or appended if it has no answer. where:
+    position of the record, such as "a.jsonl:17", for errors.
     """
     key = next((key for key in _KINDS if key in record), "")
     key = "output" if key == "instruction" else key
@@ -71,8 +72,8 @@ def find_first_request(record: Mapping[str, Any], where: str) -> str:
 
 
 def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each record: 16 hex digits of the SHA-256 of its content without annotation; for repeated
-    records "-2", "-3" ... is appended. The name does not depend on position or labels.
+    """Return a name for each record: 16 hex digits of the SHA-256 of its content without the annotation (labels). To
+    the names of repeated records "-2", "-3" ... is appended.
     """
     seen: dict[str, int] = {}
     names = []
@@ -90,27 +91,22 @@ def iterate_records(path: Path) -> Iterator[tuple[str, Record]]:
     """
     if path.is_dir():
         raise UserError(f"{path} is a directory; name a file of records")
-    files = find_files([str(path)], "jsonl", key="records")  # which says what there is where it is not there
+    files = find_files([str(path)], "jsonl", key="records")  # a missing file is an error that suggests another name
     if not path.expanduser().exists():
-        raise UserError(f"{path} is a pattern that {len(files)} files fit; name the files of records one by one")
+        raise UserError(f"{path} is a pattern that matches {len(files)} files; name the files of records one by one")
     [file] = files
-    try:
-        with open_stream(file) as stream:
-            head = stream.peek(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
-            if not head:
-                raise UserError(f"{path} is empty: it holds no records")
-            if head.startswith(b"["):
-                yield from _iterate_list(path, stream.read())
-                return
-            for number, line in iterate_json_lines(file, stream):
-                where = f"{path}:{number}"
-                yield where, _check_object(_parse_json(line.rstrip(b"\r\n"), where), where)
-    except EOFError:
-        raise UserError(f"{path}: the {detect_compression(file)} file is cut short, its end is missing") from None
-    except list_decoding_errors() as error:
-        raise UserError(f"{path}: not a readable {detect_compression(file)} file ({error})") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with open_source(file) as stream:
+        head = stream.peek(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
+        if not head:
+            raise UserError(f"{path} is empty: it has no records")
+        file = dataclasses.replace(file, format="json" if head.startswith(b"[") else "jsonl")
+        for position, value, problem in iterate_file_records(file, stream, None, "utf-8", errors="strict", quick=False):
+            where = format_position(file, position)
+            if problem is not None:
+                raise UserError(f"{where}: {problem.removeprefix('is ')}")
+            if not isinstance(value, dict):
+                raise UserError(f'{where}: not an object, as in {{"instruction": "...", "output": "..."}}')
+            yield where, value
 
 
 def read_records(path: Path) -> list[tuple[str, Record]]:
@@ -132,40 +128,8 @@ def to_json_line(row: Mapping[str, Any]) -> bytes:
     """Serialize a record to one line of UTF-8 JSON with a line feed at its end, without escapes where possible."""
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can say
+    except UnicodeEncodeError:  # a lone surrogate, which UTF-8 cannot encode
         return json.dumps(row).encode() + b"\n"
-
-
-def _iterate_list(path: Path, data: bytes) -> Iterator[tuple[str, Record]]:
-    """Yield (position such as "a.json: record 17", record) for each object of a JSON list, or for a single object.
-    path: of the file, for errors; data: its content.
-    """
-    value = _parse_json(data.removeprefix(codecs.BOM_UTF8), str(path))
-    for number, row in enumerate(value if isinstance(value, list) else [value], 1):
-        where = f"{path}: record {number}"
-        yield where, _check_object(row, where)
-
-
-def _parse_json(data: bytes, where: str) -> Any:
-    """Parse one JSON document. where: file and position, with which the `UserError` for invalid JSON begins."""
-    try:
-        return json.loads(data.decode())
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise UserError(f"{where}: not JSON ({error.msg} at {place})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 (byte {error.start})") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error})") from None
-
-
-def _check_object(value: Any, where: str) -> Record:
-    """Return `value` if it is a JSON object. where: file and position, with which the `UserError` for anything else
-    begins.
-    """
-    if not isinstance(value, dict):
-        raise UserError(f'{where}: not an object, as in {{"instruction": "...", "output": "..."}}')
-    return value
 
 
 def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
@@ -180,13 +144,13 @@ def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
             f'{where}: neither "instruction" with "output", nor "messages", nor "prompt" with "chosen" and "rejected" '
             f"(it has {held}){close}"
         )
-    said = dict(record)
+    completed = dict(record)
     if kind == "instruction":
-        said["output"] = "" if said.get("output") is None else said["output"]
+        completed["output"] = "" if completed.get("output") is None else completed["output"]
     elif kind == "preference":
-        said.setdefault("rejected", said["chosen"])
+        completed.setdefault("rejected", completed["chosen"])
     try:
-        example: Example = RecordFormat(kind).parse_example(said)
+        example: Example = RecordFormat(kind).parse_example(completed)
     except MalformedRecord as error:
         raise UserError(f"{where}: the record {error}") from None
     turns = (*example.prompt, *example.branches[0])

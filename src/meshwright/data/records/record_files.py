@@ -3,84 +3,107 @@
 from __future__ import annotations
 
 import codecs
-import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from meshwright.data.sources.json_lines import LONGEST_LINE, find_fast_json_parser, iterate_json_lines
+from meshwright.data.sources.parquet import open_parquet
 from meshwright.data.sources.resolution import SourceFile
-from meshwright.data.sources.stores import missing_package_error
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
+LONGEST_LINE = 1 << 30  # bytes of a line, which is read whole; longer ones are refused
 _CHUNK = 1 << 20  # bytes read of a JSON list at a time
 _ROWS = 256  # of a Parquet file at a time
 
 
-class FileRecord(NamedTuple):
-    """One parsed record of a file. place: its position in the file, such as ":17". where: file and position, for
-    errors. value: the JSON value. problem: a clause such as "is not JSON (...)" if the record cannot be parsed; None if
-    it can."""
+ParsedRecord: TypeAlias = tuple[str, Any, str | None]
+"""A record of a file: (its position, such as ":17" or ":row 17"; its JSON value; a clause such as "is not JSON (...)"
+if it cannot be parsed, else None). A plain tuple, since one is made for each line of a corpus."""
 
-    place: str
-    where: str
-    value: Any
-    problem: str | None = None
+
+def format_position(file: SourceFile, position: str) -> str:
+    """Return file and position of a record for errors, such as "a.jsonl:17" or "a.parquet: row 17"."""
+    place = position.removeprefix(":")
+    return f"{file.path}:{place}" if place.isdecimal() else f"{file.path}: {place}"
 
 
 def iterate_file_records(
-    file: SourceFile, stream: Stream, columns: Sequence[str] | None, encoding: str
-) -> Iterator[FileRecord]:
-    """Yield the records of a JSON, JSON Lines or Parquet file in order.
+    file: SourceFile,
+    stream: Stream,
+    columns: Sequence[str] | None,
+    encoding: str,
+    errors: str = "surrogateescape",
+    quick: bool = True,
+) -> Iterator[ParsedRecord]:
+    """Yield (position, value, problem) of each record of a JSON, JSON Lines or Parquet file in order.
 
-    stream: the file's decompressed bytes. columns: those to read of a Parquet file (None: all). encoding: of JSON text.
-    Bytes that do not decode become lone surrogates. A line that is not JSON yields a record with a problem. Raises
-    `UserError` for a truncated or damaged file, or Parquet without any of the columns.
+    stream: the file's decompressed bytes. columns: those to read of a Parquet file (None: all). encoding, errors: of
+    JSON text, as in `bytes.decode`; by default bytes that do not decode become lone surrogates. quick: parse JSON Lines
+    with orjson where it is installed, which rounds integers of more than 64 bits. A line that is not JSON yields a
+    record with a problem. Raises `UserError` for a truncated or damaged file, or Parquet without any of the columns.
     """
     match file.format:
         case "jsonl":
-            return _iterate_lines(file, stream, encoding)
+            return _iterate_lines(file, stream, encoding, errors, quick)
         case "json":
-            return _iterate_list(file, stream, encoding)
+            return _iterate_list(file, _ListBuffer(file, stream, encoding, errors))
         case "parquet":
             return _iterate_rows(file, stream, columns)
     raise UserError(
-        f"{file.path}: records come as JSON Lines (.jsonl, .ndjson), a JSON list (.json) or Parquet (.parquet), by "
-        "suffix or data.format"
+        f"{file.path}: records must be JSON Lines (.jsonl, .ndjson), a JSON list (.json) or Parquet (.parquet), "
+        "recognized by suffix or data.format"
     )
 
 
-def _iterate_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
-    """Yield the records of a JSON Lines file in order. stream: its decompressed bytes. encoding: of the text."""
-    quick = find_fast_json_parser() if encoding.lower().replace("_", "-") == "utf-8" else None
-    for number, line in iterate_json_lines(file, stream):
-        place, where = f":{number}", f"{file.path}:{number}"
-        if quick is not None:
+def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str, quick: bool) -> Iterator[ParsedRecord]:
+    """Yield a record for each line of a JSON Lines file that is not blank. Arguments as in `iterate_file_records`.
+    Raises `UserError` for a line of `LONGEST_LINE` bytes or more.
+    """
+    parse_quickly = _find_orjson_parser() if quick and encoding.lower().replace("_", "-") == "utf-8" else None
+    for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line or line.isspace():
+            continue
+        place = f":{number}"
+        if len(line) == LONGEST_LINE:
+            raise UserError(
+                f"{file.path}{place}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line"
+            )
+        if parse_quickly is not None:
             try:
-                yield FileRecord(place, where, quick(line))
+                yield place, parse_quickly(line), None
                 continue
-            except ValueError:  # the slower way says what is wrong, if anything is
+            except ValueError:  # the slower parser reports the error, if there is one
                 pass
         try:
-            yield FileRecord(place, where, json.loads(line.rstrip(b"\r\n").decode(encoding, "surrogateescape")))
+            yield place, json.loads(line.rstrip(b"\r\n").decode(encoding, errors)), None
         except json.JSONDecodeError as error:
-            yield FileRecord(place, where, None, f"is not JSON ({error.msg} at column {error.colno})")
-        except (ValueError, RecursionError) as error:  # not its encoding, a number of thousands of digits, or too deep
-            yield FileRecord(place, where, None, f"is not JSON ({error})")
+            yield place, None, f"is not JSON ({error.msg} at column {error.colno})"
+        except UnicodeDecodeError as error:
+            yield place, None, f"is not {encoding.upper()} (byte {error.start})"
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or too deep
+            yield place, None, f"is not JSON ({error})"
 
 
-def _iterate_list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[FileRecord]:
-    """Yield the elements of a JSON list as records, one at a time; the list may be larger than memory. stream: the
-    file's decompressed bytes. encoding: of the text.
-    """
-    buffer = _ListBuffer(file, stream, encoding)
+def _find_orjson_parser() -> Callable[[bytes], Any] | None:
+    """Return orjson's parser, a function of UTF-8 JSON bytes, or None where orjson is not installed."""
+    try:
+        loads: Callable[[bytes], Any] = import_module("orjson").loads
+    except ImportError:
+        return None
+    return loads
+
+
+def _iterate_list(file: SourceFile, buffer: _ListBuffer) -> Iterator[ParsedRecord]:
+    """Yield the elements of the JSON list in `buffer` as records, one at a time; the list may be larger than memory."""
     if buffer.next_character() != "[":
         raise UserError(
             f"{file.path}: not a JSON list: it should begin with [; if it holds one object a line, it is JSON Lines: "
-            'call it .jsonl or set data.format = "jsonl"'
+            'rename it to .jsonl or set data.format = "jsonl"'
         )
     buffer.at += 1
     number = 0
@@ -91,10 +114,10 @@ def _iterate_list(file: SourceFile, stream: Stream, encoding: str) -> Iterator[F
             buffer.at += 1
             buffer.next_character()
         number += 1
-        yield FileRecord(f":record {number}", f"{file.path}: record {number}", buffer.parse_value(number))
+        yield f":record {number}", buffer.parse_value(number), None
     buffer.at += 1
     if buffer.next_character(at_end=True):
-        raise buffer.broken_record_error(number, "more follows the end of the list")
+        raise buffer.broken_record_error(number, "there is more after the end of the list")
 
 
 class _ListBuffer:
@@ -103,10 +126,10 @@ class _ListBuffer:
     text: the part of the file in memory. at: index in `text` of the next character to be parsed.
     """
 
-    def __init__(self, file: SourceFile, stream: Stream, encoding: str) -> None:
-        """Read the beginning of the file. stream: its decompressed bytes. encoding: of the text."""
+    def __init__(self, file: SourceFile, stream: Stream, encoding: str, errors: str) -> None:
+        """Read the beginning of the file. stream: its decompressed bytes. encoding, errors: as in `bytes.decode`."""
         self.file, self._stream = file, stream
-        self._decoder = codecs.getincrementaldecoder(encoding)("surrogateescape")
+        self._decoder = codecs.getincrementaldecoder(encoding)(errors)
         self._parser = json.JSONDecoder()
         self.text, self.at, self._ended = "", 0, False
         while not self.text and not self._ended:
@@ -172,33 +195,21 @@ class _ListBuffer:
         return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
 
 
-def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[FileRecord]:
+def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[ParsedRecord]:
     """Yield the rows of a Parquet file as records. columns: those to read (None: all). stream: the file's bytes, used
     if it is not on a local disk.
     """
-    if not isinstance(stream, io.BufferedReader):
-        raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
-    try:
-        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError:
-        raise missing_package_error("pyarrow", file.path) from None
     number = 0
-    try:
-        source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
-        table = parquet.ParquetFile(source, pre_buffer=False, page_checksum_verification=True)
+    with open_parquet(file, stream) as table:
         held = table.schema_arrow.names
         there = held if columns is None else [name for name in dict.fromkeys(columns) if name in held]
         if columns is not None and not there:
             wanted, names = ", ".join(dict.fromkeys(columns)), ", ".join(held[:8]) or "none"
             raise UserError(f"{file.path}: none of the columns {wanted} (it has {names}); set data.record_keys")
-        for batch in table.iter_batches(_ROWS, columns=there, use_threads=False):
-            for row in batch.to_pylist():
-                number += 1
-                yield FileRecord(f":row {number}", f"{file.path}: row {number}", row)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file.path}: a row after {number} holds text that is not UTF-8 ({error.reason})") from None
-    except (arrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{file.path}: not a whole Parquet file ({reason[:200]}); if it was cut short, fetch or write it again"
-        ) from None
+        try:
+            for batch in table.iter_batches(_ROWS, columns=there, use_threads=False):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f":row {number}", row, None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file.path}: text after row {number} is not UTF-8 ({error.reason})") from None

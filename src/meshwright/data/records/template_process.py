@@ -21,8 +21,8 @@ from typing import Any
 from meshwright.data.records import template_rendering
 from meshwright.data.records.template_rendering import RENDER_SECONDS, LimitReached, NotATemplate, TemplateError
 
-_WAIT_SECONDS = 300.0  # for an answer of at most RENDER_SECONDS of processor time, on a machine that is busy
-_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")  # no keys or tokens
+_WAIT_SECONDS = 300.0  # for an answer that takes at most RENDER_SECONDS of CPU time, on a busy machine
+_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")  # passed on; no keys or tokens
 
 
 class RenderProcess:
@@ -43,8 +43,8 @@ class RenderProcess:
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
         """Render a conversation in the subprocess; returns the text with the characters `BEGIN` and `END` around each
-        {% generation %} block. messages: variables of each message for the template. prompt: append the header of the
-        assistant's next turn.
+        {% generation %} block. messages: the template's variables for each message (`role`, `content` ...). prompt:
+        append the header of the assistant's next turn.
         """
         with self._lock:
             if self._process is None or self._owner != os.getpid():
@@ -55,7 +55,7 @@ class RenderProcess:
         """Start the subprocess and send it the template to be compiled."""
         program = "import sys, runpy; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
         self._process = subprocess.Popen(
-            # -I: neither the current directory nor the environment says what is imported.
+            # -I: imports depend on neither the current directory nor the environment.
             [sys.executable, "-I", "-c", program, template_rendering.__file__, *filter(None, sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,7 +77,7 @@ class RenderProcess:
             line = self._read_line()
         except BrokenPipeError:
             line = b""
-        except BaseException:  # an interrupt: the answer that is still to come must not go to the next request
+        except BaseException:  # an interrupt: the pending answer must not be taken for that of the next request
             self._stop()
             raise
         if not line.endswith(b"\n"):
@@ -122,7 +122,7 @@ class RenderProcess:
         if code is None:
             return f"gave no answer within {_WAIT_SECONDS:.0f} s"
         if code == -signal.SIGPROF:
-            return f"takes more than {RENDER_SECONDS} s of processor time"
+            return f"takes more than {RENDER_SECONDS} s of CPU time"
         return f"ended the process that renders it ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
 
     def _stop(self) -> None:

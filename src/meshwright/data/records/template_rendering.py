@@ -14,10 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BEGIN, END = "\U0010fff0", "\U0010fff1"  # around what a template says is generated; private use, not in texts
-RENDER_SECONDS = 10  # of processor time, for one conversation; a usual one takes 0.0001
+BEGIN, END = "\U0010fff0", "\U0010fff1"  # private-use characters around the text that a template marks as generated
+RENDER_SECONDS = 10  # of CPU time for one conversation; usually 0.0001
 MEMORY_BYTES = 2 << 30  # address space of the process
-OUTPUT_CHARACTERS = 1 << 22  # and as many for each character of the messages as stand in OUTPUT_FACTOR
+OUTPUT_CHARACTERS = 1 << 22  # plus OUTPUT_FACTOR for each character of the messages
 OUTPUT_FACTOR = 16
 
 
@@ -53,15 +53,15 @@ class Renderer:
             self._template = create_environment().from_string(source)
         except JinjaError as error:
             raise NotATemplate(str(error), getattr(error, "lineno", None)) from None
-        except (RecursionError, SyntaxError, ValueError, ArithmeticError) as error:  # of the code that Jinja makes
+        except (RecursionError, SyntaxError, ValueError, ArithmeticError) as error:  # raised by Jinja's generated code
             raise NotATemplate(f"{type(error).__name__}: {error}") from None
 
     def render_marked(self, messages: Sequence[Mapping[str, str]], prompt: bool) -> str:
         """Render a conversation; returns the text with the characters `BEGIN` and `END` around each {% generation %}
         block.
 
-        messages: variables of each message for the template. prompt: append the header of the assistant's next turn.
-        Raises `TemplateError`, or `LimitReached` for too long a text.
+        messages: the template's variables for each message (`role`, `content` ...). prompt: append the header of the
+        assistant's next turn. Raises `TemplateError`, or `LimitReached` for too long a text.
         """
         from jinja2 import TemplateError as JinjaError
 
@@ -76,10 +76,10 @@ class Renderer:
             ArithmeticError,
             RecursionError,
         ) as error:
-            raise TemplateError(f"does not take it: {error}") from None
+            raise TemplateError(f"cannot render it: {error}") from None
         most = OUTPUT_CHARACTERS + OUTPUT_FACTOR * sum(len(value) for one in messages for value in one.values())
         if len(text) > most:
-            raise LimitReached(f"writes {len(text):,} characters, more than the {most:,} that are taken")
+            raise LimitReached(f"writes {len(text):,} characters, more than the limit of {most:,}")
         return text
 
 
@@ -120,11 +120,13 @@ def create_environment() -> Any:
     def strftime_now(format: str) -> str:
         return datetime.datetime.now().strftime(format)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = strftime_now
-    return made
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
 
 
 def serve_requests() -> None:
@@ -135,13 +137,13 @@ def serve_requests() -> None:
     answer has one of "text", "error", "limit" and "not_a_template". The kernel ends the process when a request exceeds
     `RENDER_SECONDS` of processor time.
     """
-    create_environment()  # what is imported for it, before memory is bounded
+    create_environment()  # imports Jinja before memory is limited
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(
         resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES), hard)
     )
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's interrupt is for whoever started this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts from the terminal
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     renderer: Renderer | None = None
     for line in requests:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.data.files import canonical_json, hash_file, read_json, write_atomic
+from meshwright.data.files import canonical_json, hash_file, read_json, remember_json
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.stores import StoredFile, find_first_changed
 from meshwright.errors import UserError
 
-REMEMBER_FROM = 64 << 20  # bytes of corpus; hashing less takes too little time to remember its result
-_SETTLED = 2.0  # seconds; a file changed later than that before it is hashed may change again within one clock tick
+REMEMBER_FROM = 64 << 20  # bytes of corpus from which digests are cached: hashing less is fast
+_SETTLED = 2.0  # seconds; a file that changed more recently may change again within one clock tick
 
 
 class SourceDigests:
@@ -43,25 +43,18 @@ class SourceDigests:
             if isinstance(file.path, StoredFile):
                 self.sha256.append(hash_source(file))
                 continue
-            entry = known.get(name)
-            if entry is not None and entry[0] == state:
-                digest = entry[1]
-            else:
+            known_state, digest = known.get(name, (None, ""))
+            if known_state != state:
                 if self.bytes >= REMEMBER_FROM and not announced:
-                    log(f"hashing {self.bytes / 1e9:,.1f} GB of sources, to find data that were prepared from them")
+                    log(f"hashing {self.bytes / 1e9:,.1f} GB of sources, to look up prepared data")
                     announced = True
-                settled = time.time() - max(state[1], state[2]) / 1e9 > _SETTLED
+                if time.time() - max(state[1], state[2]) / 1e9 <= _SETTLED:
+                    state = [-1]  # equals the state of no file: hashed again next time
                 digest = hash_source(file)
-                if not settled:
-                    state = [-1]
             self.sha256.append(digest)
             remembered[name] = [state, digest]
         if announced:
-            try:
-                memory.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(memory, canonical_json(remembered))
-            except OSError:  # reported when the data themselves are written
-                pass
+            remember_json(memory, remembered)
 
     def find_changed(self) -> SourceFile | None:
         """Return the first file that has changed or vanished since the object was created, or None."""

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from meshwright.data.files import canonical_json, read_json, write_atomic
+from meshwright.data.files import read_json, remember_json
 from meshwright.data.sources.stores import StoredFile, StoreUnreached, query_stored_files
 
 _FORMAT = 1
@@ -30,12 +30,12 @@ class _UnreachableFilesystem:
 def list_stored_files(
     url: str, key: str, cache: Path | None, log: Callable[[str], None]
 ) -> Iterator[tuple[str, StoredFile, bool]]:
-    """Yield (name relative to the URL, file, True if the URL names this single file) for each file that a URL (file,
-    glob or directory in a remote store) stands for.
+    """List the files behind a URL (a file, glob or directory in a remote store). Yields (name relative to the URL,
+    file, True if the URL names this single file).
 
     cache: directory in which the list is stored (None: not stored). If the store is unreachable, the stored list is
-    used and `log` receives a line: enough to find prepared data, but the files cannot be read. key: recipe key with
-    which errors begin. Raises `UserError` if there is no such file, or the store is unreachable and no list is stored.
+    used and `log` receives a line; prepared data can then be found, but the files cannot be read. key: recipe key that
+    error messages name. Raises `UserError` if there is no such file, or the store is unreachable and no list is stored.
     """
     memory = None if cache is None else cache / "listings" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
     try:
@@ -46,22 +46,13 @@ def list_stored_files(
             raise
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(known["time"]))
         log(f"{problem}; using its listing of {day}, when it last answered")
-        for name, said, named in known["files"]:
-            yield name, StoredFile(**said, filesystem=_UnreachableFilesystem(problem)), named
+        for name, fields, named in known["files"]:
+            yield name, StoredFile(**fields, filesystem=_UnreachableFilesystem(problem)), named
         return
     if memory is not None:
-        _remember(memory, url, found)
+        files = [
+            [name, {"url": file.url, "place": file.place, "size": file.size, "version": file.version}, named]
+            for name, file, named in found
+        ]
+        remember_json(memory, {"format": _FORMAT, "url": url, "time": time.time(), "files": files})
     yield from found
-
-
-def _remember(memory: Path, url: str, found: list[tuple[str, StoredFile, bool]]) -> None:
-    """Store the list of files `found` behind `url` in the JSON file `memory`; an error in writing is ignored."""
-    files: list[Any] = [
-        [name, {"url": file.url, "place": file.place, "size": file.size, "version": file.version}, named]
-        for name, file, named in found
-    ]
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(memory, canonical_json({"format": _FORMAT, "url": url, "time": time.time(), "files": files}))
-    except OSError:  # reported when the data themselves are written
-        pass

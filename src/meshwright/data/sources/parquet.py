@@ -5,46 +5,59 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.cleaning.schema import SchemaViolation, find_record_problem
+from meshwright.data.cleaning.schema import find_record_problem
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.stores import missing_package_error
+from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
-_BATCH = 1 << 20  # bytes of text in a batch, about: as much as a processor's cache holds
+_BATCH = 1 << 20  # approximate bytes of text in a batch, which fit in the CPU cache
 _MOST_ROWS = 8192
 _READ = 1 << 20  # bytes read of a column at a time
 
 
-def iterate_parquet_texts(
-    file: SourceFile,
-    stream: io.BufferedReader,
-    key: str,
-    encoding: str,
-    required: Mapping[str, str] | None = None,
-) -> Iterator[tuple[str, str | SchemaViolation]]:
-    """Yield (position such as ":row 17", text) for each row of a Parquet file. key: column of the text; "a.b" is field
-    b of the struct column a. encoding: of binary columns.
-
-    required: {further column: type of its values}; a row that lacks one yields `SchemaViolation` instead of its text. A
-    null is an empty text, or `SchemaViolation` if anything is required. Bytes that do not decode become lone
-    surrogates. Raises `UserError` for files that are not Parquet, truncated or damaged, and for a missing or non-text
-    column.
+@contextmanager
+def open_parquet(file: SourceFile, stream: Stream) -> Iterator[Any]:
+    """Context manager that opens a file as `pyarrow.parquet.ParquetFile`. stream: its bytes, used if it is not on a
+    local disk. Raises `UserError` for a compressed file, and for one that is not Parquet, truncated or damaged, also
+    if that is found only inside the context.
     """
+    if not isinstance(stream, io.BufferedReader):
+        raise UserError(f"{file.path}: Parquet is compressed internally, so decompress the file")
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-        compute = import_module("pyarrow.compute")
     except ImportError:
         raise missing_package_error("pyarrow", file.path) from None
     try:
         source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
-        table = parquet.ParquetFile(source, pre_buffer=False, buffer_size=_READ, page_checksum_verification=True)
+        yield parquet.ParquetFile(source, pre_buffer=False, buffer_size=_READ, page_checksum_verification=True)
+    except (arrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{file.path}: not a complete Parquet file ({reason[:200]}); if it was cut short, fetch or write it again"
+        ) from None
+
+
+def iterate_parquet_texts(
+    file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str]
+) -> Iterator[tuple[str, str, str | None]]:
+    """Yield (position such as ":row 17", text, problem) for each row of a Parquet file. key: column of the text; "a.b"
+    is field b of the struct column a. encoding: of binary columns.
+
+    required: {further column: type of its values}. problem: how a row violates this schema, as a clause, or None. A
+    null is an empty text, and a problem if anything is required. Bytes that do not decode become lone surrogates.
+    Raises `UserError` for files that are not Parquet, truncated or damaged, and for a missing or non-text column.
+    """
+    with open_parquet(file, stream) as table:
+        arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
         path = _resolve_column(file, table.schema_arrow, key, arrow)
-        columns = [".".join(path), *_find_required_columns(required or {}, table.schema_arrow)]
+        columns = [".".join(path), *_find_required_columns(required, table.schema_arrow)]
         row = 0
         for group in range(table.num_row_groups):
             rows = _choose_batch_rows(table.metadata.row_group(group), ".".join(path))
@@ -55,12 +68,7 @@ def iterate_parquet_texts(
                 problems = _find_problems(batch, column, key, required) if required else itertools.repeat(None)
                 for text, problem in zip(_decode_column(column, encoding, arrow), problems, strict=False):
                     row += 1
-                    yield f":row {row}", text if problem is None else SchemaViolation(problem)
-    except (arrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{file.path}: not a whole Parquet file ({reason[:200]}); if it was cut short, fetch or write it again"
-        ) from None
+                    yield f":row {row}", text, problem
 
 
 def _find_required_columns(required: Mapping[str, str], schema: Any) -> list[str]:

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshwright.data.cleaning.schema import SchemaViolation, find_record_problem
+from meshwright.data.cleaning.schema import find_record_problem
 from meshwright.data.records.conversations import Example, MalformedRecord, RecordFormat
-from meshwright.data.records.record_files import iterate_file_records
-from meshwright.data.sources.json_lines import find_fast_json_parser, iterate_json_lines
+from meshwright.data.records.record_files import format_position, iterate_file_records
 from meshwright.data.sources.parquet import iterate_parquet_texts
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream, detect_compression, list_decoding_errors, open_stream
@@ -27,9 +26,9 @@ from meshwright.errors import UserError
 from meshwright.names import nearest
 
 LONGEST_DOCUMENT = 1_000_000  # characters; longer texts are cut at blank lines: memory stays bounded, threads stay busy
-_HEAD = 1 << 16  # bytes looked at to tell text from anything else
+_HEAD = 1 << 16  # bytes read to distinguish text from binary data
 _CHUNK = 1 << 18  # characters read at a time
-_UNDECODABLE = re.compile("[\udc80-\udcff]")  # what "surrogateescape" makes of a byte that does not decode
+_UNDECODABLE = re.compile("[\udc80-\udcff]")  # to which "surrogateescape" decodes an invalid byte
 
 
 class Document(NamedTuple):
@@ -68,6 +67,8 @@ class Reader:
         read.
         """
         with open_source(file) as stream:
+            if file.named and not stream.peek(1):
+                raise UserError(f"{file.path} is empty")
             if self.records is not None:
                 yield from self._read_examples(file, stream, self.records)
             elif file.format == "text":
@@ -76,12 +77,11 @@ class Reader:
                 yield from self._read_records(file, stream)
 
     def _read_text(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
-        """Yield the documents of a text file. A binary file that a glob or directory found yields one without text; one
-        that the recipe names raises `UserError`. stream: the file's decompressed bytes.
+        """Yield the documents of a text file: one, or its pieces if it is long. A binary file yields one document
+        without text if a glob or directory found it; if the recipe names it, `UserError` is raised. stream: the file's
+        decompressed bytes.
         """
         head = stream.peek(_HEAD)[:_HEAD]
-        if not head and file.named:
-            raise UserError(f"{file.path} is empty")
         if problem := self._explain_not_text(head):
             if file.named:
                 raise UserError(f"{file.path} {problem}")
@@ -98,47 +98,40 @@ class Reader:
         """Yield one document with a parsed example for each record. A malformed record raises `UserError`, or with
         `required_keys` becomes a document with a problem. stream: the file's decompressed bytes. records: their format.
         """
-        if file.named and not stream.peek(1):
-            raise UserError(f"{file.path} is empty")
         required = self.required_keys
-        for record in iterate_file_records(file, stream, [*records.columns, *required], self.encoding):
-            problem = record.problem
+        columns = [*records.columns, *required]
+        for position, value, problem in iterate_file_records(file, stream, columns, self.encoding, quick=not required):
             if problem is None and required:
-                problem = find_record_problem(record.value, required, next(iter(required)))
+                problem = find_record_problem(value, required, next(iter(required)))
             if problem is None:
                 try:
-                    example = records.parse_example(record.value)
+                    example = records.parse_example(value)
                 except MalformedRecord as error:
                     problem = str(error)
                 else:
-                    yield Document(file.name + record.place, example.join_texts(), None, example)
+                    yield Document(file.name + position, example.join_texts(), None, example)
                     continue
             if not required:
-                raise UserError(f"{record.where}: the record {problem}; right is {records.format_example_record()}")
-            yield Document(file.name + record.place, None, problem)
+                where = format_position(file, position)
+                raise UserError(f"{where}: the record {problem}; expected {records.format_example_record()}")
+            yield Document(file.name + position, None, problem)
 
     def _read_records(self, file: SourceFile, stream: Stream) -> Iterator[Document]:
         """Yield the documents of a JSON Lines, JSON, Parquet or WET file, named by file and position. stream: its
         decompressed bytes.
         """
-        if file.named and not stream.peek(1):
-            raise UserError(f"{file.path} is empty")
         key = file.text_key or self.text_key
-        texts: Iterator[tuple[str, str | SchemaViolation]]
+        texts: Iterator[tuple[str, str, str | None]]
         match file.format:
-            case "jsonl":
-                texts = iterate_json_texts(file, stream, key, self.encoding, self.required_keys)
-            case "json":
-                texts = iterate_json_list_texts(file, stream, key, self.encoding, self.required_keys)
             case "parquet":
-                if not isinstance(stream, io.BufferedReader):
-                    raise UserError(f"{file.path}: Parquet is compressed inside, so unpack the file around it")
                 texts = iterate_parquet_texts(file, stream, key, self.encoding, self.required_keys)
-            case _:
+            case "wet":
                 texts = iterate_wet_texts(file, stream, self.encoding)
-        for place, text in texts:
-            if isinstance(text, SchemaViolation):
-                yield Document(file.name + place, None, text.problem)
+            case _:
+                texts = self._iterate_json_texts(file, stream, key)
+        for place, text, problem in texts:
+            if problem is not None:
+                yield Document(file.name + place, None, problem)
                 continue
             if "\r" in text:
                 text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -148,12 +141,29 @@ class Reader:
             for count, piece in enumerate(_cut_text(iter([text]), self.longest), 1):
                 yield Document(file.name + place + (f"#{count}" if count > 1 else ""), piece)
 
+    def _iterate_json_texts(self, file: SourceFile, stream: Stream, key: str) -> Iterator[tuple[str, str, str | None]]:
+        """Yield (position such as ":17", text under `key`, problem) for each record of a JSON Lines file or JSON list.
+        problem: how the record violates the schema `required_keys`, as a clause, or None. Raises `UserError` for a
+        record without text if nothing is required.
+        """
+        required = self.required_keys
+        for position, value, problem in iterate_file_records(file, stream, [key], self.encoding, quick=not required):
+            if problem is None and required:
+                problem = find_record_problem(value, required, key)
+            if problem is None:
+                text = value.get(key) if type(value) is dict else None
+                yield position, text if type(text) is str else _get_text(value, key, file, position), None
+            elif required:
+                yield position, "", problem
+            else:
+                raise UserError(f"{format_position(file, position)}: {problem.removeprefix('is ')}")
+
     def _explain_not_text(self, head: bytes) -> str | None:
         """Return why a file is not text in this encoding, as a clause, or None if it is. head: its first bytes."""
         wide = codecs.lookup(self.encoding).name.startswith(("utf-16", "utf-32"))
         if b"\0" in head and not wide:
             return (
-                "is binary, not text: it holds NUL bytes; sources are text, JSON Lines, Parquet or WET, by suffix or "
+                "is binary, not text: it has NUL bytes; sources are text, JSON Lines, Parquet or WET, by suffix or "
                 "data.format"
             )
         if wide or not head:
@@ -163,15 +173,15 @@ class Reader:
         if share > 0.3:
             return (
                 f"is binary or not in {self.encoding}: {share:.0%} of its beginning does not decode; "
-                "if it is text, name its encoding in data.clean.encoding"
+                "if it is text, set data.clean.encoding"
             )
         return None
 
 
 @contextmanager
 def open_source(file: SourceFile) -> Iterator[Stream]:
-    """Open the decompressed stream of `file`; read errors inside the context become a `UserError` that names
-    the file.
+    """Context manager that opens the decompressed stream of `file`. Read errors inside the context become a `UserError`
+    that names the file.
     """
     try:
         with open_stream(file) as stream:
@@ -200,83 +210,20 @@ def check_encoding(encoding: str) -> None:
         raise UserError(f'data.clean.encoding: unknown encoding "{encoding}"{hint}') from None
 
 
-def iterate_json_texts(
-    file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, str | SchemaViolation]]:
-    """Yield (position such as ":17", text) for each non-blank line of a JSON Lines file, a JSON object with its text
-    under `key`; "a.b" is key b inside a. stream: the file's decompressed bytes. encoding: of the file.
-
-    required: {further key: type of its value}; a line that lacks one yields `SchemaViolation` instead of its text. A
-    null is an empty text.
+def _get_text(value: Any, key: str, file: SourceFile, position: str) -> str:
+    """Return the text of a record with the JSON value `value` under `key` ("a.b": key b inside a); null is "". Raises
+    `UserError` if there is no text. file, position: of the record, for the error.
     """
-    quick = find_fast_json_parser() if encoding.lower().replace("_", "-") == "utf-8" else None
-    for number, line in iterate_json_lines(file, stream):
-        if required and (problem := _find_schema_problem(line, key, encoding, required)):
-            yield f":{number}", SchemaViolation(problem)
-            continue
-        text: Any = None
-        if quick is not None:
-            try:
-                text = quick(line)[key]
-            except (ValueError, KeyError, TypeError):  # the slower parser reports the error, if there is one
-                pass
-        if type(text) is not str:
-            text = _parse_json_text(line.rstrip(b"\r\n"), key, encoding, f"{file.path}:{number}", file.key_setting)
-        yield f":{number}", text
-
-
-def iterate_json_list_texts(
-    file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, str | SchemaViolation]]:
-    """Yield (position such as ":record 17", text) for each element of a JSON list, an object with its text under `key`.
-    stream: the file's decompressed bytes. encoding: of the file.
-
-    required: {further key: type of its value}; an element that lacks one yields `SchemaViolation` instead of its text.
-    """
-    for record in iterate_file_records(file, stream, [key], encoding):
-        if required and (problem := find_record_problem(record.value, required, key)):
-            yield record.place, SchemaViolation(problem)
-        else:
-            yield record.place, _get_text(record.value, key, record.where, file.key_setting)
-
-
-def _find_schema_problem(line: bytes, key: str, encoding: str, required: Mapping[str, str]) -> str | None:
-    """Return how a line of JSON violates the schema, as a clause, or None if it does not. key: of its text. required:
-    {further key: type of its value}.
-    """
-    try:
-        record = json.loads(line.decode(encoding, "surrogateescape"))
-    except (ValueError, RecursionError):
-        return "is not JSON"
-    return find_record_problem(record, required, key)
-
-
-def _parse_json_text(line: bytes, key: str, encoding: str, where: str, setting: str) -> str:
-    """Parse a line of JSON and return the text under `key`. where: file and position, with which errors begin. setting:
-    name of the recipe key that sets `key`, for errors. Raises `UserError`.
-    """
-    try:
-        value: Any = json.loads(line.decode(encoding, "surrogateescape"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:  # not its encoding, a number of thousands of digits, or too deep
-        raise UserError(f"{where}: not JSON ({error})") from None
-    return _get_text(value, key, where, setting)
-
-
-def _get_text(value: Any, key: str, where: str, setting: str) -> str:
-    """Return the text of a record under `key` ("a.b": key b inside a); null is "". where: file and position, with which
-    errors begin. setting: name of the recipe key that sets `key`, for errors. Raises `UserError` if there is no text.
-    """
+    where, setting = format_position(file, position), file.key_setting
     if not isinstance(value, dict):
-        raise UserError(f'{where}: the line is not an object, as in {{"{key}": "..."}}')
+        raise UserError(f'{where}: the record is not an object, as in {{"{key}": "..."}}')
     for name in [key] if key in value else key.split("."):
         if not isinstance(value, dict) or name not in value:
             keys = ", ".join(f'"{key}"' for key in list(value)[:8]) if isinstance(value, dict) else "no keys"
             close = nearest(name, value) if isinstance(value, dict) else None
             right = f"{key[: len(key) - len(name)]}{close}" if key.endswith(name) else close
-            hint = f'; set {setting} = "{right}"' if close else f"; set {setting} to the one that holds the text"
-            raise UserError(f'{where}: no key "{key}" (the line has {keys or "no keys"}){hint}')
+            hint = f'; set {setting} = "{right}"' if close else f"; set {setting} to the key of the text"
+            raise UserError(f'{where}: no key "{key}" (it has {keys or "no keys"}){hint}')
         value = value[name]
     if value is None:
         return ""

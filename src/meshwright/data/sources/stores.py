@@ -22,20 +22,21 @@ from urllib.parse import unquote, urlsplit
 
 from meshwright.errors import UserError
 
-BLOCK = 8 << 20  # bytes asked of a store at a time
+BLOCK = 8 << 20  # bytes requested from a store at a time
 TRIES = 6
-FIRST_WAIT = 0.5  # seconds before the second try; twice as long before each one after
+FIRST_WAIT = 0.5  # seconds before the second try; doubles for each further one
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss", "http", "https"}
-# Of fsspec, what reads from places that strangers may name: nothing of these logs in there with keys of the user's, is
-# told by a file to read other places, or runs what it reads.
+# Protocols of fsspec that are safe in a recipe from a stranger: they do not log in with the user's keys, do not follow
+# references in a file to other locations, and do not execute what they read.
 _READERS = {"file", "local", "memory", "data", "zip", "tar", "simplecache", "hf", "github", "gist", "oss", "oci"}
-ALLOWED = "MESHWRIGHT_STORES"  # the environment's list of further protocols, with commas between them
+ALLOWED = "MESHWRIGHT_STORES"  # environment variable: comma-separated list of further protocols
 _SECRET_QUERY = re.compile(r"(?i)[?&](x-amz-|x-goog-|sig=|signature=|token=|access_token=|key=|api_?key=)")
 _SECRET_VARIABLE = re.compile(r"(?i)key|token|secret|password|credential|signature|connection_string")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ValueError)
-_FINAL_OF_OBSTORE = {"NotFoundError", "PermissionDeniedError", "UnauthenticatedError", "NotSupportedError"}
-_FINAL_STATUS = re.compile(r"status code: 4(?!08|25|29)\d\d")
-_NO_CREDENTIALS = "169.254.169.254"  # where a cloud's machine is asked for its role, if the environment has none
+_REFUSED_BY_OBSTORE = {"PermissionDeniedError", "UnauthenticatedError"}
+_FINAL_OF_OBSTORE = {"NotFoundError", "NotSupportedError", *_REFUSED_BY_OBSTORE}
+_TEMPORARY_STATUS = (408, 425, 429)
+_NO_CREDENTIALS = "169.254.169.254"  # metadata service of cloud machines, queried if the environment has no credentials
 
 Result = TypeVar("Result")
 
@@ -83,7 +84,7 @@ class StoredFile:
         with tempfile.TemporaryDirectory(prefix="meshwright-") as directory:
             target = os.path.join(directory, "file")
             retry(self.url, lambda: self.filesystem.get_file(self.place, target))
-            return io.BufferedReader(io.FileIO(target), 1 << 16)  # lives on, without its name, until it is closed
+            return io.BufferedReader(io.FileIO(target), 1 << 16)  # stays readable without a name until it is closed
 
 
 _LOCAL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
@@ -152,7 +153,7 @@ class _BlockReader(io.RawIOBase):
             """Fetch the bytes of the block. Raises `OSError` if fewer arrive."""
             data = memoryview(self._file.filesystem.cat_file(self._file.place, start=begin, end=end))
             if len(data) != end - begin:
-                raise OSError(f"{len(data):,} bytes came instead of {end - begin:,}")
+                raise OSError(f"{len(data):,} bytes received instead of {end - begin:,}")
             return data
 
         self._block = retry(self._file.url, load, f" at byte {begin:,} of {self._size:,}")
@@ -163,7 +164,7 @@ def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
     """Call `ask`, a request to the store of `url`, up to `TRIES` times with exponential backoff, and return its result;
     if every call fails, raise a one-line `UserError`.
 
-    Errors that waiting does not change are raised at once: a missing file, refused access. where: appended to the error
+    Errors that waiting does not change, such as a missing file, are raised immediately. where: appended to the error
     message, such as " at byte 8,388,608 of 9,000,000".
     """
     for number in range(TRIES):
@@ -171,29 +172,28 @@ def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
             return ask()
         except StoreUnreached:
             raise
-        except Exception as error:  # every store has its own
+        except Exception as error:  # every store raises its own types
             kind = type(error).__name__
             if isinstance(error, OSError) and error.errno in _LOCAL:
                 raise UserError(
-                    f"{url}: no room for it in {tempfile.gettempdir()} ({error.strerror}); make some, or name another "
-                    "directory in TMPDIR"
+                    f"{url}: no space for it in {tempfile.gettempdir()} ({error.strerror}); free some, or set "
+                    "TMPDIR to another directory"
                 ) from None
             if kind == "NotSupportedError":
                 raise _NotSupported(f"{url} cannot be read{where}: {_format_reason(error)}") from None
-            final = (
+            status = _find_status(error)
+            if (
                 isinstance(error, _FINAL)
                 or kind in _FINAL_OF_OBSTORE
-                or _FINAL_STATUS.search(str(error))
+                or (status is not None and 400 <= status < 500 and status not in _TEMPORARY_STATUS)
                 or _NO_CREDENTIALS in str(error)
-            )
-            status = getattr(error, "status", None)  # of an HTTP client
-            if final or (isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)):
+            ):
                 raise (StoreUnreached if _is_refused(error) else UserError)(
                     f"{url} cannot be read{where}: {_format_reason(error)}{_suggest_fix(url, error)}"
                 ) from None
             if number == TRIES - 1:
                 raise StoreUnreached(
-                    f"{url} cannot be read{where}: {TRIES} tries failed, the last one so: {_format_reason(error)}; "
+                    f"{url} cannot be read{where}: {TRIES} tries failed, the last with: {_format_reason(error)}; "
                     "run the command again when the store answers"
                 ) from None
         time.sleep(FIRST_WAIT * 2**number * random.uniform(0.75, 1.25))
@@ -214,8 +214,8 @@ def parse_file_url(url: str) -> Path | None:
 
 
 def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
-    """Yield (name relative to the URL, file, True if the URL names this single file) for each file that a URL (file,
-    glob or directory in a remote store) stands for. key: recipe key with which errors begin. Raises `UserError`.
+    """Query a remote store for the files behind a URL (a file, glob or directory). Yields (name relative to the URL,
+    file, True if the URL names this single file). key: recipe key that error messages name. Raises `UserError`.
     """
     _refuse_secrets(url, key)
     filesystem, place = _open_filesystem(url, key)
@@ -223,7 +223,7 @@ def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bo
     over_http = url.startswith(("http://", "https://"))  # where ? begins a query, and directories are not listed
     if "*" in place or (not over_http and re.search(r"[?\[]", place)):
         if over_http:
-            raise UserError(f'{key}: "{url}": HTTP servers list no files; name each one')
+            raise UserError(f'{key}: "{url}": HTTP servers cannot list files; name each one')
         found = retry(url, lambda: filesystem.glob(place, detail=True))
         root = re.split(r"[^/]*[*?\[]", place)[0]
         if not any(_is_file(entry) for entry in found.values()):
@@ -232,7 +232,7 @@ def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bo
         try:
             entry = retry(url, lambda: filesystem.info(place))
         except _NotSupported:
-            raise UserError(f'{key}: "{url}": this server does not say what it has there') from None
+            raise UserError(f'{key}: "{url}": the server gives no information about it') from None
         if entry["type"] != "directory":
             yield _strip_url(url).rpartition("/")[2], _make_stored_file(url, place, entry, filesystem), True
             return
@@ -265,7 +265,7 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile`. entry: what the fsspec file system reports about the path `place` ("size", "ETag" ...)."""
+    """Build a `StoredFile`. entry: metadata of the path `place` from the fsspec file system ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
@@ -277,9 +277,8 @@ def _is_file(entry: dict[str, Any]) -> bool:
 
 
 def _find_version(entry: dict[str, Any]) -> str | None:
-    """Return a text that changes with the content of a file: the entity tag, else a checksum, else the modification
-    time in `entry`, what the fsspec file system reports about it; None if it reports none of them.
-    """
+    """Return a text that changes with the content of a file: its entity tag, else a checksum, else the modification
+    time; None if the store reports none of them. entry: metadata of the file from the fsspec file system."""
     for key in ("e_tag", "ETag", "etag", "md5", "Content-MD5", "Digest", "Last-Modified", "last_modified", "mtime"):
         if entry.get(key):
             return f"{key.lower().replace('_', '')} {entry[key]}"
@@ -306,7 +305,7 @@ def _open_filesystem(url: str, key: str) -> tuple[Any, str]:
             store = import_module("obstore.fsspec").FsspecStore(
                 protocol,
                 client_options={"timeout": "120s", "connect_timeout": "10s", "allow_http": plain},
-                retry_config={"max_retries": 0},  # `retry` is what tries again
+                retry_config={"max_retries": 0},  # `retry` does the retries
             )
             return store, url if protocol.startswith("http") else url.partition("://")[2]
         filesystem, place = fsspec.core.url_to_fs(url)
@@ -320,8 +319,8 @@ def _open_filesystem(url: str, key: str) -> tuple[Any, str]:
 
 
 def missing_package_error(package: str, what: object) -> UserError:
-    """Build the error for a package of the extra `data` that is not installed. what: URL or path of the file that needs
-    it.
+    """Build the error for a missing package that `pip install 'meshwright[data]'` installs. what: URL or path of the
+    file that needs it.
     """
     return UserError(f"{what} needs the package {package}: pip install 'meshwright[data]'")
 
@@ -333,15 +332,15 @@ def _refuse_secrets(url: str, key: str) -> None:
     if re.search(r"://[^/?#]*@", url) or _SECRET_QUERY.search(url):
         shown = re.sub(r"://[^/?#]*@", "://", url).partition("?")[0]
         raise UserError(
-            f'{key}: the URL of "{shown}" holds credentials, and a recipe is no place for them; put them into the '
+            f'{key}: the URL of "{shown}" has credentials, which do not belong in a recipe; put them into the '
             "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
             "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY)"
         )
 
 
 def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
-    """Raise `UserError` if reading `url` may log in with the user's keys and the user has not allowed its protocol in
-    the environment. key: recipe key with which the error begins. protocols: all that fsspec supports.
+    """Raise `UserError` if a protocol in `url` may log in with the user's keys, unless the environment variable
+    `ALLOWED` lists it. key: recipe key with which the error begins. protocols: all that fsspec supports.
     """
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):
@@ -349,8 +348,8 @@ def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
         if protocol in protocols - _OBJECT_STORES - _READERS - allowed:
             known = ", ".join(sorted(_OBJECT_STORES | _READERS))
             raise UserError(
-                f'{key}: "{url}": {protocol} may log in with your keys at a host that the recipe names, or read what '
-                f"else it names; if you trust it, set {ALLOWED}={protocol} in the environment (read without: {known})"
+                f'{key}: "{url}": {protocol} may log in with your keys at a host that the recipe names, or read other '
+                f"locations; if you trust it, set {ALLOWED}={protocol} in the environment (allowed without: {known})"
             )
 
 
@@ -370,25 +369,24 @@ def _format_reason(error: Exception) -> str:
 
 def _is_refused(error: Exception) -> bool:
     """Return whether an error means that the store denies this process access."""
-    named = isinstance(error, PermissionError) or type(error).__name__ in (
-        "PermissionDeniedError",
-        "UnauthenticatedError",
-    )
-    return named or _NO_CREDENTIALS in str(error) or _find_status(error) in ("401", "403")
+    named = isinstance(error, PermissionError) or type(error).__name__ in _REFUSED_BY_OBSTORE
+    return named or _NO_CREDENTIALS in str(error) or _find_status(error) in (401, 403)
 
 
-def _find_status(error: Exception) -> str | None:
-    """Return the HTTP status code in an error's message, such as "404", or None."""
+def _find_status(error: Exception) -> int | None:
+    """Return the HTTP status code of an error, its attribute `status` or in its message; None if there is none."""
+    if isinstance(status := getattr(error, "status", None), int):
+        return status
     entry = re.search(r"status code: (\d+)", str(error))
-    return entry[1] if entry else None
+    return int(entry[1]) if entry else None
 
 
 def _suggest_fix(url: str, error: Exception) -> str:
     """Return advice to append to the error message for `url`, such as "; there is no such file or directory", or ""."""
     kind, status = type(error).__name__, _find_status(error)
-    if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == "404":
+    if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == 404:
         return "; there is no such file or directory"
-    if url.startswith("s3") and (_is_refused(error) or status == "400"):
+    if url.startswith("s3") and (_is_refused(error) or status == 400):
         return (
             "; credentials come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION "
             "(AWS_SKIP_SIGNATURE=true for a public bucket)"

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 from meshwright.data.sources.resolution import COMPRESSIONS, SourceFile
 from meshwright.data.sources.stores import missing_package_error
 
-_HEAD = 1 << 16  # bytes of a buffer: as many can be looked at before they are read
-_LONGEST_WINDOW = 31  # bits; what `zstd --long=31` writes, the longest there is
+_HEAD = 1 << 16  # bytes of a buffer, available to `peek`
+_LONGEST_WINDOW = 31  # bits: the maximum, written by `zstd --long=31`
 
-Stream: TypeAlias = "io.BufferedReader[Any] | gzip.GzipFile"  # or a ZstdFile, which has their methods
+Stream: TypeAlias = "io.BufferedReader[Any] | gzip.GzipFile"  # or a ZstdFile, which has the same methods
 _zstd_errors: list[type[Exception]] = []
 
 
@@ -50,7 +50,7 @@ class _Gzip(gzip.GzipFile):
 
     def __init__(self, fileobj: io.BufferedReader[Any]) -> None:
         super().__init__(fileobj=fileobj, mode="rb")
-        self.myfileobj: Any = fileobj  # what GzipFile closes: the file that it opened itself
+        self.myfileobj: Any = fileobj  # GzipFile closes this file
 
 
 def _open_zstd(raw: io.BufferedReader[Any], file: SourceFile) -> Any:

@@ -1,8 +1,8 @@
 """Texts of WET files, in which Common Crawl gives the text of web pages: WARC records of type "conversion".
 
 A record is a version line, headers, a blank line, as many bytes as its Content-Length says, and two line ends (ISO
-28500:2017, section 4). Each usually is a gzip member of its own. They are read here and not by a library so that the
-length of every record is checked: a file that is cut short is found out wherever the cut fell.
+28500:2017, section 4). Each is usually a separate gzip member. They are parsed here, not by a library, so that the
+length of every record is checked and a truncated file is detected wherever it ends.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LONGEST_RECORD = 1 << 30  # bytes; longer ones are refused, since a record is re
 _LONGEST_LINE = 1 << 16
 
 
-def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str]]:
-    """Yield (position and address, such as ":17 https://example.org/", text) for each page of a WET file, a WARC record
-    of type "conversion". Records are numbered from 1; other types are counted and skipped. stream: the file's
-    decompressed bytes. encoding: of the texts.
+def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str, None]]:
+    """Yield (position and address, such as ":17 https://example.org/", text, None: no problem) for each page of a WET
+    file, a WARC record of type "conversion". Records are numbered from 1; other types are counted and skipped. stream:
+    the file's decompressed bytes. encoding: of the texts.
 
     Raises `UserError` for a file that is not WARC, a truncated record, or a file without conversion records.
     """
@@ -31,9 +31,9 @@ def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterat
         try:
             length = int(headers["content-length"])
         except (KeyError, ValueError):
-            raise UserError(f"{where} says no Content-Length: not a WARC file, or a damaged one") from None
+            raise UserError(f"{where} has no Content-Length: not a WARC file, or a damaged one") from None
         if not 0 <= length <= LONGEST_RECORD:
-            raise UserError(f"{where} says that it is {length:,} bytes long; at most {LONGEST_RECORD:,} are read")
+            raise UserError(f"{where} has a Content-Length of {length:,} bytes; at most {LONGEST_RECORD:,} are read")
         kind = headers.get("warc-type", "none")
         block = stream.read(length)
         if len(block) < length:
@@ -43,7 +43,7 @@ def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterat
         if kind == "conversion":
             found = True
             uri = headers.get("warc-target-uri", "").strip("<>")
-            yield f":{number} {uri}".rstrip(), block.decode(encoding, "surrogateescape")
+            yield f":{number} {uri}".rstrip(), block.decode(encoding, "surrogateescape"), None
         else:
             types.add(kind)
     if number and not found and types - {"warcinfo"}:
@@ -70,7 +70,7 @@ def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, st
         if not line.endswith(b"\n"):
             raise UserError(f"{file.path}: record {number} is cut short in its headers; fetch or write the file again")
         text = line.decode("utf-8", "replace").rstrip("\r\n")
-        if text[:1] in (" ", "\t"):  # goes on with the line before
+        if text[:1] in (" ", "\t"):  # continues the previous line
             headers[name] += f" {text.strip()}"
         else:
             name, _, value = text.partition(":")

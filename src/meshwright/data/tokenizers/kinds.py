@@ -21,7 +21,7 @@ from meshwright.names import TOKENIZERS
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "[UNK]"
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-"""The tokens of single bytes as SentencePiece writes them, for characters that are no tokens."""
+"""Tokens of single bytes in SentencePiece's notation, for characters outside the vocabulary."""
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": the pattern of GPT-2's encoder.py.
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -116,7 +116,7 @@ def _train_wordpiece(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     normalizer = normalizers.BertNormalizer(strip_accents=False, lowercase=False)
     kept = [normalizer.normalize_str(text) for text in texts]
     alphabet = [character for character in _rank_characters(kept) if not character.isspace()][: vocabulary // 4]
-    # Named before the trainer meets them: it numbers what it meets in an order of chance, and ties go by number.
+    # Listed in advance: the trainer numbers new tokens in random order, and breaks ties by number.
     later = [f"##{character}" for character in alphabet if not _stands_alone(character)]
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -145,7 +145,7 @@ def _train_unigram(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     """
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
     room, kept = vocabulary - 257, list(texts)
-    characters = _rank_characters(kept)[: room // 2]  # more, and the trainer never ends
+    characters = _rank_characters(kept)[: room // 2]  # with more the trainer does not terminate
     pieces: list[tuple[str, float]] = []
     if characters:
         among = "".join(rf"\x{{{ord(character):x}}}" for character in characters)
@@ -182,8 +182,8 @@ def _stands_alone(character: str) -> bool:
 def _sort_subwords(tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Return (subword, log-probability) of all subwords of a trained Unigram model, the most probable first.
 
-    The trainer sums in any order and gives dropped characters random scores 0.0001 apart: scores are rounded, and those
-    characters all get the lowest one, so that the same text yields the same tokenizer.
+    The same text must yield the same tokenizer. Scores are therefore rounded, since the trainer sums them in varying
+    order; and characters that it dropped, whose scores are random, all get the lowest score.
     """
     pieces = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
     lowest = min((score for _, score in pieces), default=0.0)

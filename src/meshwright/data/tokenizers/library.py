@@ -26,8 +26,8 @@ def contain_panics() -> Iterator[None]:
 
 @contextmanager
 def convert_library_errors(what: str) -> Iterator[None]:
-    """Context manager that converts what a call of the tokenizers library raises to `UserError`: exceptions of any
-    type, and panics. what: beginning of the error message.
+    """Context manager that converts all exceptions and panics from calls of the tokenizers library to `UserError`.
+    what: beginning of the error message.
     """
     try:
         with contain_panics():
@@ -41,10 +41,10 @@ def parse_tokenizer(data: bytes, file: Path) -> Tokenizer:
     """Parse `data`, the content of a tokenizer.json. Raises `UserError` that names `file` if the library cannot read it
     or a token id is larger than the largest vocabulary allowed.
     """
-    with convert_library_errors(f"{file} is not a tokenizer that can be read"):
+    with convert_library_errors(f"{file} cannot be read as a tokenizer"):
         tokenizer = Tokenizer.from_buffer(data)
     # Writing a tokenizer takes 4 bytes for every unused id below the largest one: 16 GiB for one id of 2**32 - 1.
     largest, most = max(tokenizer.get_vocab().values(), default=0), LIMITS["vocabulary"].most
     if largest >= most:
-        raise UserError(f"data.tokenizer: {file} has a token with the id {largest:,}; allowed are ids below {most:,}")
+        raise UserError(f"data.tokenizer: {file} has a token with the id {largest:,}; ids must be below {most:,}")
     return tokenizer

@@ -22,9 +22,11 @@ def _render_sections(report: Mapping[str, Any], shown: Mapping[str, Any] | None)
     or None.
     """
     yield element("h1", f"tokenizer {report['tokenizer']}")
+    trip = report["round_trip"]
     yield paragraph(
         f"{report['vocabulary']:,} tokens in the vocabulary; {report['tokens']:,} tokens of text, "
-        f"{report['used']:,} different ones; {report['unused']:,} never used; {_format_round_trip(report)}",
+        f"{report['used']:,} different ones; {report['unused']:,} never used; {trip['exact']:,} of "
+        f"{trip['documents']:,} documents round-trip exactly",
         muted=True,
     )
     if shown is not None:
@@ -58,14 +60,6 @@ def _render_sections(report: Mapping[str, Any], shown: Mapping[str, Any] | None)
     if report["unused_tokens"]:
         yield element("h2", f"Never used: {report['unused']:,}")
         yield _render_tokens(report["unused_tokens"])
-
-
-def _format_round_trip(report: Mapping[str, Any]) -> str:
-    """Return the clause "N of M documents come back exactly" for documents that were encoded and decoded. report: JSON
-    of `measure_tokenizer`.
-    """
-    found = report["round_trip"]
-    return f"{found['exact']:,} of {found['documents']:,} documents come back exactly"
 
 
 def _render_tokens(tokens: Iterable[Mapping[str, Any]]) -> Markup:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,12 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
     """Measure the tokenizer of prepared data on its text; returns JSON. Start and end tokens of documents are not
     counted, tokens of a chat template are. recipe: the `[data]` table from which `data` was prepared.
 
-    `sources`: documents, bytes, tokens and bytes_per_token of each data source, over both splits. `used`, `unused`:
-    number of vocabulary entries that occur in the text or not; `unused_tokens` lists the first of the latter.
-    `occur_at_least`: {count: number of tokens that occur so often}. `most_frequent`, `longest` (in bytes, of tokens
-    that occur): id, text, count. `unknown`: id, text and count of the token for unknown text, or None. `round_trip`:
-    how many of the first validation documents are the same after encoding and decoding.
+    `sources`: documents, bytes, tokens and bytes_per_token of each data source, over both splits. `used`: number of
+    tokens of the vocabulary that occur in the text; `unused`: of those that do not, special tokens aside;
+    `unused_tokens`: the first of these. `occur_at_least`: {count: number of tokens that occur so often}.
+    `most_frequent`, `longest` (in bytes, of tokens that occur): lists of {id, text, count}. `unknown`: id, text and
+    count of the token for unknown text, or None. `round_trip`: how many of the first validation documents are the same
+    after encoding and decoding.
     """
     tokenizer = data.tokenizer
     sources = _count_sources(data)
@@ -128,10 +128,10 @@ def _count_sources(data: PreparedData) -> list[dict[str, Any]]:
     and end tokens of texts are not counted.
     """
     found = []
-    shards = {name: iter(data.split(name).shards) for name in SPLITS}  # which are cut where a source ends
+    shards = [data.group_shards(name) for name in SPLITS]
     framing = 2 if isinstance(data.split("train"), PackedTokens) else 0
-    for source, record in zip(data.sources, data.manifest["sources"], strict=True):
-        mine = [shard for name in SPLITS for shard in islice(shards[name], record["shards"][name])]
+    for source, *by_split in zip(data.sources, *shards, strict=True):
+        mine = list(chain.from_iterable(by_split))
         documents, size = sum(shard.documents for shard in mine), sum(shard.bytes for shard in mine)
         tokens = sum(shard.tokens for shard in mine) - framing * documents
         found.append(
@@ -152,16 +152,11 @@ def _check_round_trip(data: PreparedData) -> dict[str, Any]:
     """
     exact = documents = 0
     first: dict[str, str] | None = None
-    for text, back in islice(_iterate_decoded(data), _CHECKED):
+    for text in islice(data.iterate_documents("validation"), _CHECKED):
+        back = data.tokenizer.decode(data.tokenizer.encode([text])[0])
         documents += 1
         exact += text == back
         if text != back and first is None:
             at = next((at for at, (one, other) in enumerate(zip(text, back, strict=False)) if one != other), len(back))
             first = {"text": text[max(0, at - 20) : at + 20], "decoded": back[max(0, at - 20) : at + 20]}
     return {"documents": documents, "exact": exact, "first_difference": first}
-
-
-def _iterate_decoded(data: PreparedData) -> Iterator[tuple[str, str]]:
-    """Yield (text, text after encoding and decoding) of each validation document."""
-    for text in data.iterate_documents("validation"):
-        yield text, data.tokenizer.decode(data.tokenizer.encode([text])[0])

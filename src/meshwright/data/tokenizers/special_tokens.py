@@ -20,8 +20,8 @@ from meshwright.data.tokenizers.library import convert_library_errors
 
 
 def find_named_special(config: Mapping[str, Any]) -> set[str]:
-    """Return the tokens that `config`, the content of a tokenizer_config.json or special_tokens_map.json, lists as
-    special.
+    """Return the special tokens that a parsed tokenizer_config.json or special_tokens_map.json (`config`) names: under
+    keys such as `eos_token`, in lists of additional tokens, and as added tokens marked special.
     """
     named = [value for key, value in config.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -33,13 +33,20 @@ def find_named_special(config: Mapping[str, Any]) -> set[str]:
         for token in (decoder.values() if isinstance(decoder, dict) else ())
         if isinstance(token, dict) and token.get("special")
     ]
-    contents = (value.get("content") if isinstance(value, dict) else value for value in named)
-    return {content for content in contents if isinstance(content, str)}
+    return set(filter(None, map(get_token_text, named)))
+
+
+def get_token_text(token: Any) -> str | None:
+    """Return the text of a token in Hugging Face's JSON files: a string, or the `content` of an object; None if it is
+    neither.
+    """
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def find_named_in(directory: Path) -> set[str]:
-    """Return the tokens that tokenizer_config.json and special_tokens_map.json in `directory` list as special; files
-    that cannot be read are skipped.
+    """Return the special tokens that tokenizer_config.json and special_tokens_map.json in `directory` name; files that
+    cannot be read are skipped.
     """
     found = (read_json(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     return {token for config in found if isinstance(config, dict) for token in find_named_special(config)}
@@ -75,8 +82,8 @@ def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokeniz
 
 
 def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """Return (tokenizer with the same ids that writes a token of `special` only for its random name, {special token:
-    random name}). Text that spells a special token is encoded as ordinary text.
+    """Build a copy of a tokenizer, with the same ids, that encodes each token of `special` only from a random name;
+    returns (copy, {special token: random name}). Text that spells a special token is encoded as ordinary text.
     """
     encoder, names = _rename_tokens(json.loads(tokenizer.to_str()), _find_hidden(tokenizer, special))
     encoder.no_padding()
@@ -108,23 +115,23 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if hidden.isdisjoint(_split_merge(merge))]
-    state["post_processor"] = None  # adds special tokens, which text does not get, and knows them by their names
+    state["post_processor"] = None  # it adds special tokens, which text must not get, by name
     with convert_library_errors("its special tokens cannot be kept out of text"):
         return Tokenizer.from_str(json.dumps(state)), names
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Return the parsed, unchanged tokenizer.json for the caller to edit if plain text can be encoded as one of the
-    special tokens `hidden` although `encode_special_tokens` is set; None if it cannot, and no edit is needed."""
+    """Return the parsed tokenizer.json, for the caller to edit, if plain text can be encoded as one of the tokens
+    `hidden` although `encode_special_tokens` is set; else None, since no edit is needed.
+    """
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):
         return None
     state: dict[str, Any] = json.loads(tokenizer.to_str())
     if not spelled and isinstance(tokenizer.model, models.BPE) and not tokenizer.model.ignore_merges:
-        spelled = any(
-            not hidden.isdisjoint(_split_merge(merge)) for merge in state["model"]["merges"]
-        )  # as nothing else can
+        # BPE writes a token only by a merge.
+        spelled = any(not hidden.isdisjoint(_split_merge(merge)) for merge in state["model"]["merges"])
         return state if spelled else None
     return state
 

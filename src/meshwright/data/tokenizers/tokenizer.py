@@ -20,6 +20,7 @@ from meshwright.data.tokenizers.special_tokens import (
     find_named_special,
     find_special_tokens,
     find_unknown_token,
+    get_token_text,
     make_text_encoder,
 )
 from meshwright.errors import UserError
@@ -27,20 +28,19 @@ from meshwright.names import TOKENIZERS, nearest
 from meshwright.untrusted import read_file, read_json
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
-# What publishers call the end of a text, most telling first; asked only when no file says it.
+# Usual end-of-text tokens, the most specific first; used only if no file names one.
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[EOS]", "[SEP]")
 
 
 class TextTokenizer:
     """A tokenizer that encodes a document as start token, text, end token, and never encodes text as a special token.
 
-    start: id of the BOS token, else of the EOS token. end: id of the EOS token. Every token of the text and the end
-    token are targets, the first one predicted from `start`; the beginning of the next document is not. vocabulary:
-    largest token id + 1. special: all special tokens.
+    start: id of the BOS token, else of the EOS token; with document masks it is an input of training, but no target.
+    end: id of the EOS token. vocabulary: largest token id + 1. special: all special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
-        """start, end: ids of the tokens that frame a document. named: tokens that the files beside tokenizer.json list
+        """start, end: ids of the tokens that frame a document. named: tokens that the other files of a tokenizer list
         as special (see `find_named_special`).
         """
         self.tokenizer, self.start, self.end = tokenizer, start, end
@@ -63,11 +63,11 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Return the token ids of each text, [tokens] of type `dtype`, without start and end tokens. Raises `UserError`
-        if a text would become a special token, or if the tokenizer has no token for it.
+        if a part of a text would be encoded as a special token, or cannot be encoded.
         """
         if self._plain_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
-        with convert_library_errors("text becomes no tokens"):
+        with convert_library_errors("text cannot be tokenized"):
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         tokens = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
         for text, ids in zip(texts, tokens, strict=True):
@@ -75,13 +75,13 @@ class TextTokenizer:
                 token = self.tokenizer.id_to_token(int(ids[self._never[ids]][0]))
                 raise UserError(
                     f'data.tokenizer: text becomes the special token "{token}" of this tokenizer, in a document that '
-                    f"begins with {text[:40]!r}; take a tokenizer that has another token for unknown text"
+                    f"begins with {text[:40]!r}; use a tokenizer that has another token for unknown text"
                 )
         return tokens
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of a sequence of token ids; special tokens are written by name."""
-        with convert_library_errors("tokens become no text"):
+        """Return the text of a sequence of token ids, in which special tokens appear as their names, such as "</s>"."""
+        with convert_library_errors("tokens cannot be decoded"):
             return str(self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
@@ -103,8 +103,8 @@ class TokenizerFiles:
         """Jinja source of the tokenizer's chat template (of several the one named "default"), or None."""
         template = json.loads(self.config).get("chat_template")
         if isinstance(template, list):
-            named = {one.get("name"): one.get("template") for one in template if _is_named(one)}
-            template = named.get("default")
+            named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+            template = named[-1].get("template") if named else None
         return template if isinstance(template, str) else None
 
     def with_chat_template(self, template: str) -> TokenizerFiles:
@@ -112,11 +112,12 @@ class TokenizerFiles:
         return TokenizerFiles(self.tokenizer, _serialize_json({**json.loads(self.config), "chat_template": template}))
 
     def list_named_tokens(self) -> dict[str, str]:
-        """Return {variable name: special token}, such as `bos_token`, as chat templates use them."""
+        """Return the special tokens by the variable that stands for them in chat templates, such as {"bos_token":
+        "<s>"}.
+        """
         config = json.loads(self.config)
-        return {
-            key: _get_token_text(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)
-        }
+        texts = {key: get_token_text(value) for key, value in config.items() if key.endswith("_token")}
+        return {key: text for key, text in texts.items() if text is not None}
 
     def load(self) -> TextTokenizer:
         """Build the tokenizer from the files. Raises `UserError` if tokenizer.json is invalid."""
@@ -124,9 +125,9 @@ class TokenizerFiles:
 
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
-    """Read the files of an existing tokenizer. name: data.tokenizer, the path of a tokenizer.json or its directory; the
-    result is None if it is a kind made here, such as "bpe". Raises `UserError` if there are no such files, or none
-    names the EOS token.
+    """Read the files of the existing tokenizer that data.tokenizer = `name` selects: the path of a tokenizer.json or of
+    its directory. Returns None if `name` is a kind made here, such as "bpe". Raises `UserError` if there are no such
+    files, or none names the EOS token.
     """
     if name in TOKENIZERS:
         return None
@@ -136,10 +137,10 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
     if not path.exists():
         close = nearest(name, TOKENIZERS)
         hint = f'; did you mean "{close}"?' if close else f"; known: {', '.join(TOKENIZERS)}, or such a path"
-        raise UserError(f'data.tokenizer: "{name}" is no tokenizer.json and no directory with one{hint}')
+        raise UserError(f'data.tokenizer: "{name}" is neither a tokenizer.json nor a directory with one{hint}')
     if not file.is_file():
         raise UserError(
-            f"data.tokenizer: {directory} holds no tokenizer.json; "
+            f"data.tokenizer: {directory} has no tokenizer.json; "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes one"
         )
     try:
@@ -154,7 +155,7 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
         eos = next((token for token in _USUAL_ENDS if token in added), None)
     if eos is None:
         raise UserError(
-            f'data.tokenizer: {file} does not say how a text ends; write {{"eos_token": "..."}} into '
+            f'data.tokenizer: {file} does not name the end-of-text token; write {{"eos_token": "..."}} into '
             f"{directory / 'tokenizer_config.json'}"
         )
     bos = _find_special_token(tokenizer, directory, config, "bos")
@@ -163,16 +164,16 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
             raise UserError(f'data.tokenizer: the {key} "{token}" of {directory} is not a token of {file.name}')
     if config.get("eos_token") is None or (bos is not None and config.get("bos_token") is None):
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos, "bos_token": bos}
-    # What only the map says, and only one file is copied.
+    # The map is not copied: add the special tokens that it alone names to the configuration.
     mapped = find_special_tokens(
         tokenizer, find_named_special(_load_json_object(directory / "special_tokens_map.json"))
     )
-    if unsaid := mapped - find_special_tokens(tokenizer, find_named_special(config)):
+    if unlisted := mapped - find_special_tokens(tokenizer, find_named_special(config)):
         config = {
             **config,
-            "additional_special_tokens": [*(config.get("additional_special_tokens") or []), *sorted(unsaid)],
+            "additional_special_tokens": [*(config.get("additional_special_tokens") or []), *sorted(unlisted)],
         }
-    if (template := directory / "chat_template.jinja").is_file():  # newer than what the configuration says
+    if (template := directory / "chat_template.jinja").is_file():  # takes precedence over that of the configuration
         try:
             config = {**config, "chat_template": read_file(template, "config_bytes").decode()}
         except UnicodeDecodeError as error:
@@ -224,7 +225,7 @@ def load_tokenizer(directory: Path) -> TextTokenizer:
 def _make_text_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> TextTokenizer:
     """Build a `TextTokenizer`. config: content of tokenizer_config.json, which names the EOS token."""
     eos, bos = config["eos_token"], config.get("bos_token")
-    start, end = (tokenizer.token_to_id(_get_token_text(token)) for token in (bos or eos, eos))
+    start, end = (tokenizer.token_to_id(get_token_text(token) or "") for token in (bos or eos, eos))
     assert start is not None and end is not None, (eos, bos)
     return TextTokenizer(tokenizer, start, end, find_named_special(config))
 
@@ -252,28 +253,28 @@ def _load_json_object(path: Path) -> dict[str, Any]:
         value = read_json(path)
         _serialize_json(value)
     except UnicodeEncodeError:
-        raise UserError(f"data.tokenizer: {path} holds half a character (a lone surrogate)") from None
+        raise UserError(f"data.tokenizer: {path} contains a lone surrogate") from None
     except OSError as error:
         raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise UserError(f"data.tokenizer: {path} is not JSON ({error})") from None
     if not isinstance(value, dict):
-        raise UserError(f"data.tokenizer: {path} holds no JSON object")
+        raise UserError(f"data.tokenizer: {path} is not a JSON object")
     return value
 
 
 def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
-    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does.
-    config: content of tokenizer_config.json, which is searched first; last are generation_config.json and config.json.
+    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does. Order
+    of search: tokenizer_config.json (content: `config`), special_tokens_map.json, generation_config.json, config.json.
     """
     for values in (config, _load_json_object(directory / "special_tokens_map.json")):
         if (token := values.get(f"{kind}_token")) is not None:
-            if not _is_token(token):
+            if (text := get_token_text(token)) is None:
                 raise UserError(
                     f"data.tokenizer: the {kind}_token in {directory} must be text, or an object with its content, not "
                     f"{str(token)[:80]}"
                 )
-            return _get_token_text(token)
+            return text
     for name in ("generation_config.json", "config.json"):
         number = _load_json_object(directory / name).get(f"{kind}_token_id")
         if isinstance(number, list):
@@ -281,23 +282,6 @@ def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str,
         if isinstance(number, int) and 0 <= number < 2**32 and (found := tokenizer.id_to_token(number)) is not None:
             return str(found)
     return None
-
-
-def _get_token_text(token: Any) -> str:
-    """Return the text of a token in Hugging Face's JSON files: a string, or the `content` of an object."""
-    return str(token["content"] if isinstance(token, dict) else token)
-
-
-def _is_token(value: Any) -> bool:
-    """Return whether a value in Hugging Face's JSON files is a token: a string, or an object with a string as
-    `content`.
-    """
-    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
-
-
-def _is_named(template: Any) -> bool:
-    """Return whether a JSON value is a chat template with a name, {"name": ..., "template": ...}."""
-    return isinstance(template, dict) and isinstance(template.get("name"), str)
 
 
 def _serialize_json(value: dict[str, Any]) -> bytes:

@@ -19,13 +19,13 @@ from meshwright.errors import UserError
 from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, RequestRefused
 from meshwright.untrusted import parse_json
 
-_SAY_EVERY = 5.0  # seconds
-_HOPELESS = 10  # requests refused before one is answered: the server will refuse them all
+_LOG_SECONDS = 5.0  # seconds
+_MOST_REFUSALS = 10  # refusals without a single answer after which the run ends
 
 
 class Journal:
-    """Append-only file of the model's answers, by which a restarted run sends no request twice: one JSON line per
-    request, keyed by the request's SHA-256 and flushed to disk at once.
+    """Append-only file of the model's answers, so that a restarted run sends no request twice. It has one JSON line per
+    request, keyed by the SHA-256 of the request and flushed to disk immediately.
 
     A truncated last line is removed. Raises `UserError` for a file that is not a journal or is in use.
     """
@@ -43,7 +43,9 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise UserError(f"{path}: another process is writing this journal; wait for it, or name another") from None
+            raise UserError(
+                f"{path}: another process is writing this journal; wait for it, or use another file"
+            ) from None
         try:
             self._load()
         except BaseException:
@@ -57,14 +59,14 @@ class Journal:
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 if not b'{"request": "'.startswith(line[:13]):
-                    raise UserError(f"{self.path}:{number}: not a journal of requests; name another file")
+                    raise UserError(f"{self.path}:{number}: not a journal of requests; use another file")
                 break
             try:
-                said = parse_json(line)
-                answer = said["answer"]
-                self._answers[said["request"]] = None if answer is None else Completion(*answer)
+                record = parse_json(line)
+                answer = record["answer"]
+                self._answers[record["request"]] = None if answer is None else Completion(*answer)
             except (ValueError, LookupError, TypeError):
-                raise UserError(f"{self.path}:{number}: not a journal of requests; name another file") from None
+                raise UserError(f"{self.path}:{number}: not a journal of requests; use another file") from None
             whole += len(line)
         self._file.truncate(whole)
 
@@ -139,9 +141,9 @@ class ChatClient:
         `RequestRefused` if it refuses all or the first ten requests; answers received until then are in the journal.
         """
         names = [self._request_key(request) for request in requests]
-        open_ones = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
-        if open_ones:
-            self._send_all(list(open_ones.items()), doing)
+        pending = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
+        if pending:
+            self._send_all(list(pending.items()), doing)
         for name in names:
             if name not in self._used:
                 self._used.add(name)
@@ -149,13 +151,13 @@ class ChatClient:
         return [self.journal[name] for name in names]
 
     def summarize_usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """Return as JSON: the number of `requests` of the run, of these `sent` now (the others were in the journal),
-        `retries` and `refused`; `prompt_tokens`, `completion_tokens`, and `uncounted` (answers without token counts);
-        with prices also `cost`.
+        """Return counts of the run as JSON: `requests`; `sent`, those of them that were not in the journal; `retries`;
+        `refused` requests; `prompt_tokens`, `completion_tokens`; `uncounted`, answers without token counts; with prices
+        also `cost`.
 
         price_in, price_out: price of a million prompt tokens and of a million completion tokens, in any currency.
         """
-        said: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "requests": len(self._used),
             "sent": self._sent,
             "retries": self._retries,
@@ -165,10 +167,10 @@ class ChatClient:
             "uncounted": self._uncounted,
         }
         if price_in is not None or price_out is not None:
-            said["cost"] = (
+            summary["cost"] = (
                 self._prompt_tokens * (price_in or 0.0) + self._completion_tokens * (price_out or 0.0)
             ) / 1e6
-        return said
+        return summary
 
     def _request_key(self, request: ChatRequest) -> str:
         """Return the key of a request in the journal: the hex SHA-256 of its JSON."""
@@ -184,8 +186,10 @@ class ChatClient:
         self._completion_tokens += answer.completion_tokens or 0
 
     def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
-        """Send requests from daemon threads, so that an interrupt of the main thread exits at once with the journal
-        intact. requests: (key in the journal, request). doing: activity for the progress line."""
+        """Send requests from `concurrency` daemon threads and wait for the answers; an interrupt of the main thread
+        exits immediately with the journal intact. requests: (key in the journal, request). doing: activity for the
+        progress line.
+        """
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:
             waiting.put(one)
@@ -204,7 +208,7 @@ class ChatClient:
                 try:
                     self._send_one(name, request, stop)
                     done.put(None)
-                except BaseException as error:  # which the thread that waits below raises
+                except BaseException as error:  # raised again by the thread that waits below
                     done.put(error)
                     return
 
@@ -218,7 +222,7 @@ class ChatClient:
                 error = done.get()
                 if error is not None:
                     raise error
-                if time.monotonic() - self._last_log > _SAY_EVERY:
+                if time.monotonic() - self._last_log > _LOG_SECONDS:
                     self._last_log = time.monotonic()
                     self._log(f"{doing}: {finished:,} of {len(requests):,} answers")
         finally:
@@ -241,7 +245,7 @@ class ChatClient:
                 self._retries += 1
                 first = self._retries == 1
             if first:
-                self._log(f"the server is asked again: {reason}")
+                self._log(f"retrying: {reason}")
 
         def wait(seconds: float) -> None:
             stop.wait(seconds)
@@ -253,7 +257,7 @@ class ChatClient:
         except RequestRefused as error:
             with self._count:
                 self._refusals[name] = error
-                if len(self._refusals) >= _HOPELESS and not self.journal.answered:
+                if len(self._refusals) >= _MOST_REFUSALS and not self.journal.answered:
                     raise
             return
         self.journal.put(name, answer)

@@ -1,4 +1,4 @@
-"""Many requests at once: each is asked once, its answer outlives the process."""
+"""Concurrent requests: each is sent once, and the journal preserves its answer across processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.synthesis.asking import ChatClient, Journal
+from meshwright.synthesis.chat_client import ChatClient, Journal
 from meshwright.synthesis.endpoint import ChatRequest, Endpoint, NoAnswer, RequestRefused
 from tests.data.served import completion, served
 
@@ -27,7 +27,7 @@ def echo(body: dict, number: int) -> str:
     return body["messages"][-1]["content"].replace("number", "answer")
 
 
-def asker(url: str, journal: Path, **options) -> ChatClient:
+def make_client(url: str, journal: Path, **options) -> ChatClient:
     given = {"backoff": 0.001, "timeout": 10.0, "tries": 3}
     endpoint = Endpoint(url, "m", **{key: options.pop(key, value) for key, value in given.items()})
     return ChatClient(endpoint, journal, **options)
@@ -38,14 +38,14 @@ def test_answers_keep_request_order_under_concurrency(tmp_path: Path):
 
     def reply(body: dict, number: int) -> str:
         if number < 4:
-            four.wait()  # nobody passes unless four are here
+            four.wait()  # passes only with four concurrent requests
         return echo(body, number)
 
-    with served(reply) as server, asker(server.url, tmp_path / "j", concurrency=4) as ask:
-        answers = ask.ask(requests(20))
+    with served(reply) as server, make_client(server.url, tmp_path / "j", concurrency=4) as client:
+        answers = client.ask(requests(20))
     assert [answer and answer.text for answer in answers] == [f"answer {n}" for n in range(20)]
     assert server.most_at_once == 4
-    assert ask.summarize_usage() == {
+    assert client.summarize_usage() == {
         "requests": 20,
         "sent": 20,
         "retries": 0,
@@ -54,17 +54,17 @@ def test_answers_keep_request_order_under_concurrency(tmp_path: Path):
         "completion_tokens": 40,
         "uncounted": 0,
     }
-    assert ask.summarize_usage(1.5, 3)["cost"] == pytest.approx((200 * 1.5 + 40 * 3) / 1e6)
+    assert client.summarize_usage(1.5, 3)["cost"] == pytest.approx((200 * 1.5 + 40 * 3) / 1e6)
 
 
 def test_journal_key_covers_request_parameters(tmp_path: Path):
     with served(echo) as server:
-        with asker(server.url, tmp_path / "j") as ask:
-            first = ask.ask(requests(5))
-        with asker(server.url, tmp_path / "j") as ask:
-            assert ask.ask(requests(5)) == first
-            assert ask.summarize_usage()["sent"] == 0 and ask.summarize_usage()["prompt_tokens"] == 50
-            ask.ask([*requests(5), *requests(5, seed=1), *requests(5, seed=1)])
+        with make_client(server.url, tmp_path / "j") as client:
+            first = client.ask(requests(5))
+        with make_client(server.url, tmp_path / "j") as client:
+            assert client.ask(requests(5)) == first
+            assert client.summarize_usage()["sent"] == 0 and client.summarize_usage()["prompt_tokens"] == 50
+            client.ask([*requests(5), *requests(5, seed=1), *requests(5, seed=1)])
     assert len(server.requests) == 10
 
 
@@ -72,12 +72,12 @@ def test_failure_keeps_answers_in_journal(tmp_path: Path):
     def fails(body: dict, number: int):
         return (503, {}, b"down") if number >= 6 else echo(body, number)
 
-    with served(fails) as server, asker(server.url, tmp_path / "j", concurrency=2) as ask:
+    with served(fails) as server, make_client(server.url, tmp_path / "j", concurrency=2) as client:
         with pytest.raises(NoAnswer, match="status 503: down"):
-            ask.ask(requests(10))
+            client.ask(requests(10))
     assert len((tmp_path / "j").read_text().splitlines()) == 6
-    with served(echo) as server, asker(server.url, tmp_path / "j") as ask:
-        assert [answer and answer.text for answer in ask.ask(requests(10))] == [f"answer {n}" for n in range(10)]
+    with served(echo) as server, make_client(server.url, tmp_path / "j") as client:
+        assert [answer and answer.text for answer in client.ask(requests(10))] == [f"answer {n}" for n in range(10)]
     assert len(server.requests) == 4
 
 
@@ -86,34 +86,34 @@ def test_refused_request_yields_none(tmp_path: Path):
         return (400, {}, b"no") if body["messages"][0]["content"] in ("number 0", "number 3") else echo(body, number)
 
     with served(refuses) as server:
-        with asker(server.url, tmp_path / "j", concurrency=1) as ask:
-            answers = ask.ask(requests(5))
+        with make_client(server.url, tmp_path / "j", concurrency=1) as client:
+            answers = client.ask(requests(5))
             assert [answer is None for answer in answers] == [True, False, False, True, False]
-            assert ask.summarize_usage()["refused"] == 2
-        with asker(server.url, tmp_path / "j") as ask:
-            assert ask.ask(requests(5)) == answers
+            assert client.summarize_usage()["refused"] == 2
+        with make_client(server.url, tmp_path / "j") as client:
+            assert client.ask(requests(5)) == answers
         assert len(server.requests) == 5
 
 
 @pytest.mark.parametrize(("count", "sent"), [(5, 5), (100, 10)])
 def test_server_that_refuses_all_ends_run_early(tmp_path: Path, count: int, sent: int):
     with served(lambda body, number: (400, {}, b"no such parameter")) as server:
-        with asker(server.url, tmp_path / "j", concurrency=1) as ask:
+        with make_client(server.url, tmp_path / "j", concurrency=1) as client:
             with pytest.raises(RequestRefused, match="no such parameter"):
-                ask.ask(requests(count))
+                client.ask(requests(count))
     assert len(server.requests) == sent and (tmp_path / "j").read_bytes() == b""
 
 
 def test_journal_drops_truncated_line_and_refuses_foreign_file(tmp_path: Path):
     path = tmp_path / "j"
     with served(echo) as server:
-        with asker(server.url, path) as ask:
-            ask.ask(requests(3))
+        with make_client(server.url, path) as client:
+            client.ask(requests(3))
         whole = path.read_bytes()
         path.write_bytes(whole[:-7])
-        with asker(server.url, path) as ask:
-            ask.ask(requests(3))
-            assert ask.summarize_usage()["sent"] == 1
+        with make_client(server.url, path) as client:
+            client.ask(requests(3))
+            assert client.summarize_usage()["sent"] == 1
     assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
     for other in (b'{"instruction": "x"}\n', b"text\n", b"no line end", b'{"request": "a"}\n', b"\xff\n"):
         path.write_bytes(other)
@@ -133,7 +133,7 @@ def test_journal_is_locked_against_second_process(tmp_path: Path):
 
 
 def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
-    """`meshwright data label` on 40 records, killed by SIGKILL after some answers, started again."""
+    """`meshwright data label` on 40 records, killed after some answers and restarted."""
     records = [{"instruction": f"number {n}", "output": f"out {n}"} for n in range(40)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     gate, killed = threading.Event(), threading.Event()
@@ -171,6 +171,9 @@ def test_killed_run_resumes_without_repeating_requests(tmp_path: Path):
 
 
 def test_answer_without_usage_is_counted(tmp_path: Path):
-    with served(lambda body, number: completion("x", usage=False)) as server, asker(server.url, tmp_path / "j") as ask:
-        ask.ask(requests(2))
-    assert ask.summarize_usage()["uncounted"] == 2 and ask.summarize_usage()["prompt_tokens"] == 0
+    with (
+        served(lambda body, number: completion("x", usage=False)) as server,
+        make_client(server.url, tmp_path / "j") as client,
+    ):
+        client.ask(requests(2))
+    assert client.summarize_usage()["uncounted"] == 2 and client.summarize_usage()["prompt_tokens"] == 0
