@@ -80,7 +80,21 @@ class FakeEngine:
     def submit(self, request: Request) -> AsyncIterator[Output]:
         self.running.add(request.id)
         self.requests.append(request)
-        return self._generate(request)
+        return self._generate(request) if request.deadline is None else self._generate_until(request, request.deadline)
+
+    async def _generate_until(self, request: Request, deadline: float) -> AsyncIterator[Output]:
+        """The outputs of a request that ends at its deadline."""
+        outputs = self._generate(request)
+        try:
+            while True:
+                async with asyncio.timeout(max(0.0, deadline - time.time())):
+                    output = await anext(outputs)
+                yield output
+        except TimeoutError:
+            self.running.discard(request.id)
+            yield Output(request.id, [], "timeout")
+        except StopAsyncIteration:
+            pass
 
     def cancel(self, request_id: str) -> None:
         self.running.discard(request_id)

@@ -504,13 +504,20 @@ def test_tokenizer_panic_is_error_of_one_request(
     assert http.post("/v1/completions", json={"prompt": "x", "stream": stream}).is_success
 
 
-def test_timeout_ends_a_request(client: openai.OpenAI, engine: FakeEngine):
-    engine.step_seconds = None
-    with pytest.raises(openai.APIStatusError, match="not finished within the timeout of 0.05 s") as caught:
-        client.completions.create(model="m", prompt="x", extra_body={"timeout": 0.05})
-    assert caught.value.status_code == 408
-    with pytest.raises(openai.APIError, match="not finished within"):
-        list(client.completions.create(model="m", prompt="x", stream=True, extra_body={"timeout": 0.05}))
+@pytest.mark.parametrize("step_seconds", [0.02, None])
+@pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
+def test_timeout_is_an_error_at_the_deadline(
+    http: httpx.Client, engine: FakeEngine, path: str, step_seconds: float | None
+):
+    """Never a success with the text so far: also with some text, and if the deadline passes before the submission."""
+    engine.step_seconds = step_seconds
+    for timeout in (0.1, 1e-6):
+        body = {"prompt": "x", "timeout": timeout, "max_tokens": 400, "n_predict": 400, "ignore_eos": True}
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout"), answer.text
+        *sent, last, _ = http.post(path, json={**body, "stream": True}).text.rstrip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert "cancelled" not in "".join(sent) and bool(sent) == (step_seconds is not None and timeout == 0.1)
     assert not engine.running
 
 

@@ -249,7 +249,7 @@ def test_cancelled_request_ends_and_frees_its_slot(loop: asyncio.Runner, shared:
         for outputs in long:
             await anext(outputs)
         late = shared.submit(make_request("late", tokens=10_000, deadline=time.time() + 0.05))
-        assert [output.finish_reason async for output in late] == ["cancelled"]
+        assert [output.finish_reason async for output in late] == ["timeout"]
         shared.cancel("long")
         await collect_all(shared, [make_request("next")])
         assert [output async for output in long[0]][-1].finish_reason == "cancelled"

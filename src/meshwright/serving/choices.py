@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     Attributes:
         text: New text, whole characters.
         tokens: New tokens; the text of the last ones may come in a later piece.
-        finish_reason: `"stop"`, `"length"`, `"cancelled"`; None while the choice goes on.
+        finish_reason: `"stop"` or `"length"`; None while the choice goes on.
     """
 
     text: str

@@ -86,8 +86,8 @@ class ServingMetrics:
             self.finish(choice, piece.finish_reason)
 
     def finish(self, choice: Choice, reason: str) -> None:
-        """Record that a choice (an API answer) has ended. reason: its finish reason ("stop", "length", "cancelled"), or
-        "abort" if the client disconnected or the request timed out."""
+        """Record that a choice (an API answer) has ended. reason: its finish reason ("stop", "length"), or "abort" if
+        the client disconnected or the request timed out."""
         self._ended.labels(self._model, reason).inc()
         if reason == "abort":
             return

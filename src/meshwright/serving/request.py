@@ -8,7 +8,7 @@ from typing import Any, Literal
 from meshwright.errors import UserError
 from meshwright.serving.sampling import Sampling, TokenResult
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Request:
         sampling: Sampling options.
         choice: Index of the choice among the `n` answers to the prompt; together with the seed it determines sampling.
         priority: Requests with lower values are admitted first; among equals, in order of arrival.
-        deadline: UNIX time in seconds at which the server cancels the request; None: never. The engine ignores it.
+        deadline: UNIX time in seconds at which the front cancels the request; None: never. The ranks' engines ignore it.
         replayed: Tokens of the answer that were sent before a rank was lost: recomputed like prompt tokens, neither
             sampled nor reported again; at most `sampling.max_tokens`.
         cache_salt: Text that enters the hashes of the prefix cache: only requests with equal salts share KV blocks.
@@ -93,7 +93,8 @@ class Output:
         request_id: ID of the request.
         results: New tokens of the answer, a stop token included.
         finish_reason: Why the request has ended: `"stop"` (a stop token, the last of `results`), `"length"`
-            (`max_tokens`), `"cancelled"`, or `"error"` (NaN or infinite logits); None while it runs.
+            (`max_tokens`), `"cancelled"`, `"timeout"` (its deadline has passed), or `"error"` (NaN or infinite
+            logits); None while it runs.
         cached_tokens: Number of prompt tokens found in the prefix cache.
         prompt_results: Log-probabilities of all prompt tokens (None for the first), if `sampling.prompt_logprobs` is
             given; only in the output with the answer's first token, else None.

@@ -33,14 +33,12 @@ class Job:
         choices: Choices of the response, each with its request to the engine.
         form: Formatter of the response.
         stream: True to send the response as server-sent events.
-        timeout: Seconds until the request is cancelled (408); None: never.
         ticket: Identity of the request, by which it keeps its place in the waiting line if it is refused.
     """
 
     choices: Sequence[Choice]
     form: AnswerForm
     stream: bool
-    timeout: float | None
     ticket: Ticket = field(default_factory=Ticket)
 
     @property
@@ -79,4 +77,4 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
             )  # fmt: skip
             choices.append(Choice(len(choices), request, prompts, stop, echo))
     form = dict(GENERATION.values())[type(body)](body, prompts, {"id": name, "model": model, "seed": sampling.seed})
-    return Job(choices, form, body.stream, body.timeout)
+    return Job(choices, form, body.stream)
