@@ -220,6 +220,24 @@ def test_tokens_and_text_convert_in_both_directions(http: httpx.Client, prompts:
     assert "".join(asked["token_strs"]) == rendered and asked["count"] == len(asked["tokens"])
 
 
+def test_header_of_the_next_turn_is_left_out_where_asked(http: httpx.Client, engine: FakeEngine):
+    body = {"messages": HELLO, "add_generation_prompt": False}
+    assert http.post("/apply-template", json=body).json()["prompt"] == "<|endoftext|>### Instruction:\nhello\n\n"
+    tokens = http.post("/tokenize", json=body).json()["tokens"]
+    assert http.post("/v1/chat/completions", json={**body, "max_tokens": 1}).is_success
+    assert list(engine.requests[-1].tokens) == tokens
+    assert len(http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]) > len(tokens)
+
+
+def test_logit_bias_is_also_a_list_of_pairs(http: httpx.Client, engine: FakeEngine):
+    body = {"prompt": "x", "n_predict": 1, "logit_bias": [[5, 1.5], [6, False], [7, -2]]}
+    assert http.post("/completion", json=body).is_success
+    assert engine.requests[-1].sampling.logit_bias == {5: 1.5, 6: -100.0, 7: -2.0}
+    for wrong in ([["text", 1]], [[5]], [[5, 101]], [[5, True]], [5], [[-1, 1]]):
+        answer = http.post("/completion", json={**body, "logit_bias": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias"), wrong
+
+
 def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenAI, prompts: Prompts):
     assert [model.id for model in client.models.list()] == ["m"]
     assert client.models.retrieve("m").id == "m"

@@ -187,7 +187,7 @@ class HttpApp:
         it has the fields of both vLLM and llama.cpp."""
         prompts = self._prompts
         if body.messages is not None:
-            tokens = prompts.encode_chat([message.to_message() for message in body.messages])
+            tokens = prompts.encode_chat([message.to_message() for message in body.messages], body.add_generation_prompt)
         elif body.prompt is not None:
             tokens = prompts.encode(body.prompt, body.add_special_tokens, empty=True)
         else:
@@ -208,7 +208,7 @@ class HttpApp:
 
     def _apply_template(self, body: bodies.ConversationBody) -> dict[str, str]:
         """Handle `/apply-template`: return {"prompt": text of the conversation in the model's chat template}."""
-        return {"prompt": self._prompts.render_chat(body.conversation())}
+        return {"prompt": self._prompts.render_chat(body.conversation(), body.add_generation_prompt)}
 
     def _show_model(self, name: str) -> dict[str, Any]:
         """Return the JSON object that describes the served model in `/v1/models`. Raises ApiError (404) for another

@@ -77,22 +77,22 @@ class Prompts:
             tokens = self._encoder.encode(text, add_special_tokens=False).ids
         return self.check(start + tokens, empty=empty)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], header: bool = True) -> list[int]:
         """Return the token IDs of a conversation in the model's chat template, with the header of the assistant's next
-        turn.
+        turn if `header`.
 
         Raises UserError if there is no template, if it refuses the conversation, or for a text that must be longer than
         `max_length` tokens.
         """
         self._check_characters(sum(len(message.content) for message in messages))
-        return self.check(self._require_chat().encode_prompt(messages))
+        return self.check(self._require_chat().encode_prompt(messages, header))
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Return the text of a conversation in the model's chat template, with the header of the assistant's next turn.
-        Raises UserError as `encode_chat`."""
+    def render_chat(self, messages: Sequence[Message], header: bool = True) -> str:
+        """Return the text of a conversation in the model's chat template, with the header of the assistant's next turn
+        if `header`. Raises UserError as `encode_chat`."""
         chat = self._require_chat()
         try:
-            return chat.template.render(messages, prompt=True)
+            return chat.template.render(messages, prompt=header)
         except TemplateError as error:
             raise UserError(f"{chat.template.where} {error}") from None
 
