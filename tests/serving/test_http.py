@@ -220,6 +220,21 @@ def test_tokens_and_text_convert_in_both_directions(http: httpx.Client, prompts:
     assert "".join(asked["token_strs"]) == rendered and asked["count"] == len(asked["tokens"])
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions"])
+def test_rendered_conversation_has_the_tokens_of_the_chat(http: httpx.Client, engine: FakeEngine, path: str):
+    assert http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1}).is_success
+    prompt = http.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
+    for change in ({"parse_special": True}, {}):
+        assert http.post(path, json={"prompt": prompt, "max_tokens": 1, "n_predict": 1, **change}).is_success
+    chat, parsed, plain = (request.tokens for request in engine.requests)
+    assert parsed == chat and len(plain) > len(chat)
+    for name in ("prompt", "content"):
+        body = {name: prompt, "parse_special": True}
+        assert http.post("/tokenize", json=body).json()["tokens"] == list(chat)
+    refused = http.post("/v1/chat/completions", json={"messages": HELLO, "parse_special": True})
+    assert refused.json()["error"]["param"] == "parse_special"
+
+
 def test_header_of_the_next_turn_is_left_out_where_asked(http: httpx.Client, engine: FakeEngine):
     body = {"messages": HELLO, "add_generation_prompt": False}
     assert http.post("/apply-template", json=body).json()["prompt"] == "<|endoftext|>### Instruction:\nhello\n\n"

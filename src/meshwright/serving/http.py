@@ -188,10 +188,10 @@ class HttpApp:
         prompts = self._prompts
         if body.messages is not None:
             tokens = prompts.encode_chat([message.to_message() for message in body.messages], body.add_generation_prompt)
-        elif body.prompt is not None:
-            tokens = prompts.encode(body.prompt, body.add_special_tokens, empty=True)
         else:
-            tokens = prompts.encode(body.content or "", body.add_special, empty=True)
+            start = body.add_special if body.prompt is None else body.add_special_tokens
+            text = body.prompt or body.content or ""
+            tokens = prompts.encode(text, start, empty=True, parse_special=body.parse_special)
         texts = [prompts.token_text(token) for token in tokens] if body.with_pieces or body.return_token_strs else []
         pieces = [{"id": token, "piece": text} for token, text in zip(tokens, texts, strict=False)]
         return {

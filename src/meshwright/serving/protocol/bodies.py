@@ -99,6 +99,7 @@ class ChatMessage(Body):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+ParseSpecial = Annotated[bool, Field(description="parse special tokens that a text prompt spells")]
 GenerationPrompt = Annotated[bool, Field(description="end messages with the header of the assistant's next turn")]
 
 
@@ -123,6 +124,7 @@ class TokenizeBody(EndpointBody):
     add_generation_prompt: GenerationPrompt = True
     add_special_tokens: bool = Field(True, description="begin the prompt with the model's start token")
     add_special: bool = Field(False, description="the same for content")
+    parse_special: ParseSpecial = False
     return_token_strs: bool = Field(False, description="return the text of each token as `token_strs`")
     with_pieces: bool = Field(False, description="return each token as an object of `id` and `piece`")
 
@@ -225,6 +227,7 @@ class PromptBody(GenerationBody):
     prompt: str | Tokens | Texts | TokenLists
     max_tokens: TokenCount | None = Field(None, description="default: 16")
     logprobs: Alternatives | None = None
+    parse_special: ParseSpecial = False
     echo: bool = Field(False, description="begin the text with the prompt; with logprobs, score its tokens")
 
     @property
@@ -239,7 +242,10 @@ class PromptBody(GenerationBody):
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
             text = given if isinstance(given, str) else None
-            whole = prompts.check(given) if isinstance(given, list) else prompts.encode(given, self.add_special_tokens)
+            if isinstance(given, str):
+                whole = prompts.encode(given, self.add_special_tokens, parse_special=self.parse_special)
+            else:
+                whole = prompts.check(given)
             tokens = self.truncate(whole, prompts)
             if text is None or tokens != whole:
                 text = prompts.decode(tokens) if self.echo else None

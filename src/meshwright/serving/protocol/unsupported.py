@@ -29,6 +29,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "truncation_side": ("left",),
     # llama.cpp
+    "parse_special": (False,),
     "grammar": ("",),
     "json_schema": ({},),
     **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "n_indent"), (0,)),
