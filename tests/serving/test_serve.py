@@ -24,7 +24,7 @@ from meshwright.serving import serve as serve_module
 from meshwright.serving.http_server import restored_signals
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
-DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True, "logprobs": 1}
 
 
 @pytest.fixture
@@ -56,6 +56,20 @@ def complete(url: str, **body: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+def read_stream(url: str, during: Callable[[], None] = lambda: None, **body: Any) -> tuple[str, list[float]]:
+    """Text and log-probabilities of a streamed answer; `during` is called after its first tokens."""
+    text, logprobs = "", list[float]()
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                if not logprobs:
+                    during()
+                text += choice["text"]
+                logprobs += choice["logprobs"]["token_logprobs"]
+    return text, logprobs
+
+
 def is_alive(pid: int) -> bool:
     try:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
@@ -84,22 +98,23 @@ def test_server_of_several_ranks(stories: Path, short_directory: Path):
             assert measured[item] == pytest.approx(ready["memory"]["predicted"][item], rel=0.02)
         expected = (stories / "greedy_200_tokens.txt").read_text()
         assert expected.startswith(GREEDY["prompt"] + complete(url, **GREEDY).rstrip("�"))
-        undisturbed = complete(url, **DRAWN)
+        undisturbed = read_stream(url, **DRAWN)
+        assert len(undisturbed[1]) == DRAWN["max_tokens"]
+        noticed = list[float]()
 
-        text, lost = "", False
-        with httpx.stream("POST", f"{url}/v1/completions", json={**DRAWN, "stream": True}, timeout=60) as stream:
-            for line in stream.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                text += json.loads(line[6:])["choices"][0]["text"]
-                if text and not lost:
-                    lost = True
-                    os.kill(ready["ranks"][0]["pid"], signal.SIGKILL)
-                    began = time.monotonic()
-                    while httpx.get(f"{url}/health").status_code == 200:
-                        assert time.monotonic() - began < 30
-        assert text == undisturbed
-        assert httpx.get(f"{url}/health").status_code == 200
+        def kill_rank() -> None:
+            """Kill a rank, and note the seconds until the server says that it is not healthy."""
+            (first, *_) = httpx.get(f"{url}/props").json()["engine"]["ranks"]
+            os.kill(first["pid"], signal.SIGKILL)
+            began = time.monotonic()
+            while httpx.get(f"{url}/health").status_code == 200:
+                assert time.monotonic() - began < 30
+            noticed.append(time.monotonic() - began)
+
+        while not noticed or (noticed[-1] > 2.0 and len(noticed) < 2):  # once more, as the machine may be busy
+            assert read_stream(url, kill_rank, **DRAWN) == undisturbed
+            assert httpx.get(f"{url}/health").status_code == 200
+        assert noticed[-1] <= 2.0, noticed
 
         ranks = [rank["pid"] for rank in httpx.get(f"{url}/props").json()["engine"]["ranks"]]
         body = {**DRAWN, "stream": True}

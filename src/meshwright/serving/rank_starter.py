@@ -39,7 +39,8 @@ class RankPlan:
         limits: Sizes for which each rank allocates its KV pool and buffers.
         threads: Kernel threads of each rank.
         directory: Private directory for Unix sockets; None: TCP instead.
-        step_seconds: Most seconds of a step, above which the replica counts as lost.
+        step_seconds: Most seconds of a step, above which the replica counts as lost, unless its steps are predicted to
+            be long.
         device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks that torchrun or SLURM started
             agree on one.
         batch_invariant: On GPUs, make the bits of a sequence's results independent of the batch; on a CPU they always

@@ -262,13 +262,16 @@ class Replicas:
                 self._place(stream)
 
     async def _watch_steps(self) -> None:
-        """Loop that marks a replica as lost if it has requests but reported no step for `step_seconds` of the plan."""
-        limit = self.plan.step_seconds
+        """Loop that marks a replica as lost if it has requests but reported no step for `step_seconds` of the plan, or
+        longer if its steps are long (`Replica.limit_step`)."""
+        seconds, budget = self.plan.step_seconds, self.plan.limits.token_budget
         while True:
-            await asyncio.sleep(min(LOOK_SECONDS, limit / 4))
+            await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
             for replica in self._replicas:
-                if replica.ready and replica.streams and time.monotonic() - replica.heard > limit:
-                    replica.lose(f"no step within {limit:g} s")
+                late = time.monotonic() - replica.heard
+                if replica.ready and replica.streams and late > seconds and late > replica.limit_step(seconds, budget):
+                    replica.hangs += 1
+                    replica.lose(f"no step within {late:.3g} s")
 
     # --- messages of the ranks
 

@@ -68,7 +68,8 @@ class ServeOptions(TypedDict, total=False):
         queue_requests: Most requests that wait; default 512.
         queue_seconds: Most predicted seconds that a request waits; default 120.
         threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
-        step_seconds: Most seconds of a step, above which the replica counts as lost; default 60.
+        step_seconds: Most seconds of a step, above which the replica counts as lost; default 60. Ten times a step's
+            predicted time, if that is longer.
         drain_seconds: Most seconds that unfinished requests get after a signal; default 60.
     """
 
