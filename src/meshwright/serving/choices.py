@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import TokenResult
@@ -18,6 +19,14 @@ class StopRule(NamedTuple):
 
     strings: Sequence[str] = ()
     include: bool = False
+
+    @classmethod
+    def of(cls, stop: object, include: bool = False) -> StopRule:
+        """Return the rule of the option `stop`: a text, or a sequence of texts. Raises UserError for anything else."""
+        strings = [stop] if isinstance(stop, str) else stop
+        if not isinstance(strings, Sequence) or not all(each and isinstance(each, str) for each in strings):
+            raise UserError("stop: should be a text that is not empty, or several")
+        return cls(strings, include)
 
 
 class PlacedToken(NamedTuple):

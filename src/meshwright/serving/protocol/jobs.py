@@ -66,7 +66,7 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     ends = prompts.chat_ends if isinstance(body, ChatBody) else prompts.ends
     sampling = body.to_sampling(ends, max_tokens, score_prompt=inputs[0][1] is not None)
     sampling.check_vocabulary(prompts.vocabulary)
-    stop = StopRule([body.stop] if isinstance(body.stop, str) else body.stop, body.include_stop_str_in_output)
+    stop = StopRule.of(body.stop, body.include_stop_str_in_output)
     deadline = None if body.timeout is None else time.time() + body.timeout
     choices: list[Choice] = []
     for tokens, echo in inputs:
