@@ -54,6 +54,7 @@ class FakeEngine:
         tickets: Those that were refused, with a key.
         requests: All requests ever submitted, in order.
         error: Raised after the first token.
+        prefill_seconds: Time from the admission of each request to its first token, as its outputs report it.
     """
 
     def __init__(self, prompts: Prompts, text: str = "The quick brown fox") -> None:
@@ -65,6 +66,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.tickets: list[Ticket] = []
         self.error: Exception | None = None
+        self.prefill_seconds = 0.0
         self.prompts = prompts
         self.say(text)
 
@@ -135,7 +137,7 @@ class FakeEngine:
                 reason = "length"
             if reason is not None:
                 self.running.discard(request.id)
-            yield Output(request.id, results, reason, 0, prompt)
+            yield Output(request.id, results, reason, 0, prompt, 0.0 if number else self.prefill_seconds)
             prompt = None
             if reason is not None:
                 return

@@ -590,6 +590,21 @@ def test_metrics_count_tokens_and_ends(http: httpx.Client, engine: FakeEngine):
     assert read("kv_cache_usage_perc") == 0 and read('kv_blocks{engine="0",model_name="m",state="cached"}') == 10
 
 
+def test_metrics_divide_the_time_to_first_token_at_the_admission(http: httpx.Client, engine: FakeEngine):
+    def read() -> dict[str, float]:
+        lines = (line.rpartition(" ") for line in http.get("/metrics").text.splitlines())
+        return {name.partition("{")[0]: float(value) for name, _, value in lines if name.startswith("meshwright:")}
+
+    engine.step_seconds, engine.prefill_seconds = 0.05, 0.02
+    before = read()
+    assert http.post("/v1/completions", json={"prompt": "x", "n": 2, "max_tokens": 3}).is_success
+    change = {name: value - before.get(name, 0) for name, value in read().items()}
+    queue, prefill = "meshwright:request_queue_time_seconds", "meshwright:request_prefill_time_seconds"
+    assert change[f"{queue}_count"] == change[f"{prefill}_count"] == 2
+    assert change[f"{prefill}_sum"] == pytest.approx(0.04)
+    assert change[f"{queue}_sum"] == pytest.approx(change["meshwright:time_to_first_token_seconds_sum"] - 0.04)
+
+
 def test_non_finite_logits_are_error_of_their_request(
     http: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):

@@ -70,6 +70,7 @@ class Choice:
         finish_reason: As in `Piece`.
         stop_reason: What ended the answer, if a stop string, or the ID of a stop token other than the model's end
             tokens; else None.
+        prefill_seconds: Time from its admission by the engine to its first token.
         begun: Time of creation in seconds of `time.perf_counter`.
         first, last: Times of the first and the newest token so far, likewise; None before the first.
     """
@@ -80,7 +81,7 @@ class Choice:
         self.cached_tokens = self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.begun = time.perf_counter()
+        self.begun, self.prefill_seconds = time.perf_counter(), 0.0
         self.first: float | None = None
         self.last: float | None = None
         self.prompt_results: Sequence[TokenResult | None] = ()
@@ -98,6 +99,7 @@ class Choice:
         if tokens:
             self.last = time.perf_counter()
             self.first = self.first or self.last
+        self.prefill_seconds = output.prefill_seconds or self.prefill_seconds
         self._characters += len(text)
         self.completion_tokens += len(tokens)
         if output.prompt_results is not None:

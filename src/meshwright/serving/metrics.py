@@ -41,6 +41,8 @@ _BLOCK_STATES = ("free", "cached", "held")
 # (name, buckets, description)
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", _FIRST, "From the request to its first token."),
+    ("request_queue_time_seconds", _WHOLE, "From the request to its admission by the engine."),
+    ("request_prefill_time_seconds", _WHOLE, "From the admission to the first token."),
     ("inter_token_latency_seconds", _BETWEEN, "Between two tokens of a sequence."),
     ("request_time_per_output_token_seconds", _BETWEEN, "Mean time of a token after the first."),
     ("e2e_request_latency_seconds", _WHOLE, "From the request to its last token."),
@@ -57,10 +59,13 @@ class ServingMetrics:
         """`model`: value of the label `model_name`."""
         self._registry, self._model = CollectorRegistry(), model
         self._registry.register(_EngineCollector(client, model))
-        self._first, self._between, self._mean, self._whole, self._prompt_lengths, self._answer_lengths = (
+        (
+            self._first, self._queue, self._prefill, self._between, self._mean, self._whole, self._prompt_lengths,
+            self._answer_lengths,
+        ) = (
             Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
             for name, buckets, text in _HISTOGRAMS
-        )
+        )  # fmt: skip
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished sequences.").labels(model)
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(model)
         self._ended = self._counter("request_success", "Sequences that ended, by reason.", "finished_reason")
@@ -80,6 +85,8 @@ class ServingMetrics:
             self._generation_tokens.inc(len(piece.tokens))
             if before is None:
                 self._first.observe(choice.last - choice.begun)
+                self._queue.observe(max(0.0, choice.last - choice.begun - choice.prefill_seconds))
+                self._prefill.observe(choice.prefill_seconds)
             else:
                 self._between.observe(choice.last - before)
         if piece.finish_reason is not None:

@@ -98,6 +98,7 @@ class Output:
         cached_tokens: Number of prompt tokens found in the prefix cache.
         prompt_results: Log-probabilities of all prompt tokens (None for the first), if `sampling.prompt_logprobs` is
             given; only in the output with the answer's first token, else None.
+        prefill_seconds: Time from the request's admission to the answer's first token, in the output with that token.
     """
 
     request_id: str
@@ -105,13 +106,15 @@ class Output:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     prompt_results: list[TokenResult | None] | None = None
+    prefill_seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the output as a JSON object, the inverse of `from_json`."""
         results, prompt = [pack_result(result) for result in self.results], self.prompt_results
         packed = None if prompt is None else [result and pack_result(result) for result in prompt]
         document = {"request_id": self.request_id, "results": results, "finish_reason": self.finish_reason}
-        return {**document, "cached_tokens": self.cached_tokens, "prompt_results": packed}
+        document |= {"cached_tokens": self.cached_tokens, "prefill_seconds": self.prefill_seconds}
+        return {**document, "prompt_results": packed}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Output:
