@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from meshwright.errors import Terminated
+from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.serving import serve as serve_module
 from meshwright.serving.http_server import restored_signals
 
@@ -181,6 +182,28 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
             outcome = command_line("serve", *arguments)
             assert (outcome.code, outcome.output) == (2, "")
             assert outcome.errors.count("\n") == 1 and reason in outcome.errors, outcome.errors
+
+
+def test_what_the_start_warns_of(
+    stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """One line each; here before a port in use ends the start."""
+    gpu = HostMemory(64 << 30, 64 << 30, GPU)
+    monkeypatch.setattr(serve_module, "devices_of_ranks", lambda wanted, ranks: [] if wanted == "cpu" else [gpu] * ranks)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for device, torchrun, warnings in (
+            ("cpu", False, []),
+            ("cuda", False, []),
+            ("auto", False, ["warning: --device auto has found a GPU"]),
+            ("cpu", True, ["one lost rank ends this server"]),
+        ):
+            for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+                monkeypatch.setenv(name, value) if torchrun else monkeypatch.delenv(name, raising=False)
+            outcome = command_line("serve", stories, "--port", port, "--device", device)
+            *lines, error = outcome.errors.splitlines()
+            assert outcome.code == 2 and "is in use" in error
+            assert len(lines) == len(warnings) and all(map(str.__contains__, lines, warnings)), outcome.errors
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,12 @@ class RankPlan:
     start: int = 0
     engine: str = "meshwright.serving.pipeline_engine:build_engine"
 
+    @property
+    def collective_seconds(self) -> float:
+        """Time limit of a collective: longer than the front waits for a step, which knows its predicted time and ends
+        the ranks of one that takes too long."""
+        return 32 * self.step_seconds
+
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankPlan:
         """Rebuild the plan from the dictionary of `dataclasses.asdict`."""
@@ -84,7 +90,7 @@ class LocalStarter:
         """Start all ranks of the replica with index `replica` and wait until they have ended. Raises a rank's
         exception, or RankLost if a rank's process died. Cancellation kills all of them."""
         count = Layout.parse(plan.layout).with_(dp=1).world_size
-        ranks = LocalRanks(count, threads=plan.threads, timeout=plan.step_seconds, backend=BACKENDS[plan.device])
+        ranks = LocalRanks(count, threads=plan.threads, timeout=plan.collective_seconds, backend=BACKENDS[plan.device])
         pool = ThreadPoolExecutor(1, "ranks")
         call = pool.submit(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf)
         try:

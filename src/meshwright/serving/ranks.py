@@ -30,11 +30,6 @@ from meshwright.serving.request import Output, Request
 JOIN_SECONDS = 300.0
 """Time limit of the rendezvous of ranks that torchrun or SLURM started."""
 
-PATIENCE = 32
-"""Multiple of `RankPlan.step_seconds` after which a collective fails: longer than the front waits, which knows the
-predicted time of a step and ends the ranks of one that takes too long."""
-
-
 def serve_rank(plan: RankPlan, replica: int) -> None:
     """Run this process as one rank of the replica with index `replica`, until the front (the HTTP server's process)
     stops it or is gone.
@@ -44,7 +39,7 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
     """
     layout = Layout.parse(plan.layout).with_(dp=1)
     device = _take_device(choose_device(plan.device, replica * layout.world_size + dist.get_rank()))
-    serve_mesh(plan, Mesh.create(layout, device, timeout_seconds=PATIENCE * plan.step_seconds), replica)
+    serve_mesh(plan, Mesh.create(layout, device, timeout_seconds=plan.collective_seconds), replica)
 
 
 def serve_joined(plan: RankPlan | None, device: str) -> None:
@@ -58,7 +53,7 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     shared = [plan]
     dist.broadcast_object_list(shared)
     assert shared[0] is not None
-    mesh = Mesh.create(Layout.parse(shared[0].layout), device, timeout_seconds=PATIENCE * shared[0].step_seconds)
+    mesh = Mesh.create(Layout.parse(shared[0].layout), device, timeout_seconds=shared[0].collective_seconds)
     serve_mesh(shared[0], mesh, mesh.dp.rank)
 
 

@@ -225,6 +225,10 @@ def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[
         memory = str(DEFAULT_FRACTION)
     machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
     ledger = plan_memory(config, reading, dtype, memory, longest, steps=steps, hosts=machines)
+    if place is not None:
+        log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
+    if gpus and options.get("device", "auto") == "auto":
+        log("warning: --device auto has found a GPU; serving on GPUs has not been run on a real one yet (see --device cpu)")
     return _Model(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
 
 
