@@ -32,7 +32,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from common import write_result
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels import Linear, load_kernels
+from meshwright.kernels.choice import load_kernels
+from meshwright.kernels.operations import Linear
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.request import Request

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import write_result
+from meshwright.launcher.signals import StopSignals
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket, serve_http
@@ -82,7 +83,8 @@ def serve(step_seconds: float) -> None:
         engine.step_seconds = step_seconds
         listener = open_socket("127.0.0.1", 0)
         print(listener.getsockname()[1], flush=True)
-        uvloop.run(serve_http(HttpApp(engine, prompts, HttpSettings("m")), listener, engine))
+        with StopSignals() as signals:
+            uvloop.run(serve_http(HttpApp(engine, prompts, HttpSettings("m")), listener, engine, signals))
 
 
 async def read_stream(port: int, body: dict[str, Any]) -> int:

@@ -28,8 +28,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import paired_ratio, write_result
-from meshwright.kernels import Kernels, Linear, load_kernels
 from meshwright.kernels.build import find_compiler
+from meshwright.kernels.choice import load_kernels
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.operations import Linear
 from meshwright.kernels.structures import Step
 
 SHAPES = {  # [n, k]

@@ -1,4 +1,4 @@
-"""Evaluation: the loss is that of `transformers` over the same text, each byte paid for once."""
+"""Evaluation: the loss is that of `transformers` over the same text, each byte counted once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(place) -> Path:
-    """A small model with large random weights, so that it is far from indifferent, and the byte tokenizer."""
+    """A small model with large random weights, so that its predictions are far from uniform, and the byte tokenizer."""
     data = prepare(
         DataRecipe(
             source=str(place / "texts.jsonl"), tokenizer="bytes", sequence=8, validation_fraction=0.0,
@@ -72,8 +72,8 @@ def checkpoint(place) -> Path:
 
 
 def by_hand(checkpoint: Path, documents: list[str], sequence: int) -> tuple[float, int]:
-    """Nats and targets: the documents framed and joined, cut into rows; each part of a row alone through
-    transformers."""
+    """Nats and targets by transformers: documents framed, joined and divided into rows; each document in a row is
+    computed in isolation."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -85,7 +85,7 @@ def by_hand(checkpoint: Path, documents: list[str], sequence: int) -> tuple[floa
         stream += [(token, number) for token in (end, *tokens, end)]
     nats, count = 0.0, 0
     for begin in range(0, len(stream) - 1, sequence):
-        row = stream[begin : begin + sequence + 1]  # the last token is a target alone
+        row = stream[begin : begin + sequence + 1]  # the last token is only a target
         for document in {number for _, number in row}:
             part = [token for token, number in row if number == document]
             if len(part) > 1:
@@ -102,14 +102,14 @@ def test_loss_matches_transformers_document_by_document(place, checkpoint, seque
     nats, count = by_hand(checkpoint, TEXTS, sequence)
     size = sum(len(text.encode()) for text in TEXTS)
     assert result["tokens"] == count == size + 5  # every byte, and every end
-    assert result["loss"] == pytest.approx(nats / count, rel=1e-5) and result["loss"] > 5.8  # worse than a guess
+    assert result["loss"] == pytest.approx(nats / count, rel=1e-5) and result["loss"] > 5.8  # worse than uniform
     assert result["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-4)
     assert (result["bytes"], result["documents"], result["sequence"]) == (size, 5, sequence)
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
 def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
-    """To the last bit: a server of other step sizes computes the same ones."""
+    """Bit for bit: a server of other step sizes computes the same ones."""
     result = run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=SEQUENCE, with_xz=False, device="cpu")
     config = config_from_path(checkpoint)
     _, tokens = prepare_held_out(checkpoint, config, str(place / "texts.jsonl"), SEQUENCE, lambda line: None)
@@ -132,8 +132,8 @@ def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
     assert len(echoed) == result["tokens"] and math.fsum(echoed) / len(echoed) == result["loss"]
 
 
-def test_every_byte_and_every_end_is_paid_for_once(place, checkpoint):
-    """Rows as long as the documents' framing allows: nothing is cut, so the targets are all bytes and all ends."""
+def test_every_byte_and_document_end_is_counted_once(place, checkpoint):
+    """Rows are long enough that no document is divided, so the targets are all bytes and all ends."""
     path = place / "one.txt"
     path.write_text("Twelve bytes")
     result = run_evaluation(checkpoint, str(path), sequence=40, with_xz=False)
@@ -148,7 +148,7 @@ def test_text_spelling_end_token_is_charged_for_its_letters(place, checkpoint):
 
 
 def test_held_out_text_is_never_encoded_with_end_token(place, checkpoint, tmp_path):
-    """As in SentencePiece's models, whose end is the most probable piece of all."""
+    """As in SentencePiece's models, whose end token is the most probable piece."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "</s>ab ")]
     tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
     tokenizer.add_special_tokens(["<unk>", "</s>"])
@@ -161,7 +161,7 @@ def test_held_out_text_is_never_encoded_with_end_token(place, checkpoint, tmp_pa
     assert stream.tolist() == [1, *(tokenizer.token_to_id(letter) for letter in "a </s> b"), 1]
 
 
-def test_xz_is_measured_on_the_very_bytes(place, checkpoint):
+def test_xz_compresses_the_same_bytes(place, checkpoint):
     import lzma
 
     result = run_evaluation(checkpoint, str(place / "texts.jsonl"))
@@ -181,19 +181,19 @@ def test_documents_lossy_in_tokenizer_are_counted_with_warning(place, checkpoint
     (lossy / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "unk_token": "<unk>"}))
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in ("Line", "Line 1", "2")))
     assert run_evaluation(lossy, str(tmp_path / "text.jsonl"))["lossy_documents"] == 2
-    said = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
-    assert "warning        2 of these documents are not what their tokens decode to" in said
+    output = CliRunner().invoke(meshwright, ["evaluate", str(lossy), "--data", str(tmp_path / "text.jsonl")]).stdout
+    assert "warning        2 of these documents are not what their tokens decode to" in output
 
 
-def test_a_row_is_no_longer_than_the_model(place, checkpoint):
+def test_row_length_is_bounded_by_model_positions(place, checkpoint):
     assert run_evaluation(checkpoint, str(place / "texts.jsonl"))["sequence"] == 40
     assert run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=1000)["sequence"] == 40
 
 
 def test_progress_is_reported_up_to_the_end(place, checkpoint):
-    told: list[tuple[int, int]] = []
-    run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=7, progress=lambda *one: told.append(one))
-    assert told[-1][0] == told[-1][1] and told == sorted(told)
+    calls: list[tuple[int, int]] = []
+    run_evaluation(checkpoint, str(place / "texts.jsonl"), sequence=7, progress=lambda *one: calls.append(one))
+    assert calls[-1][0] == calls[-1][1] and calls == sorted(calls)
 
 
 # --- recipes as data
@@ -206,7 +206,7 @@ def recipe(place, tiny_recipe) -> Path:
     return tiny_recipe
 
 
-def test_of_a_recipe_the_validation_split_counts(place, checkpoint, recipe):
+def test_recipe_is_evaluated_on_its_validation_split(place, checkpoint, recipe):
     result = run_evaluation(checkpoint, str(recipe))
     held_out = list(prepare(load_recipe(recipe).data).iterate_documents("validation"))
     assert 0 < len(held_out) < 5 and set(held_out) < set(TEXTS)
@@ -233,7 +233,7 @@ def test_recipe_without_validation_split_is_refused(checkpoint, recipe):
 # --- checkpoints that do not fit
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(place, checkpoint, tmp_path):
+def test_tokenizer_larger_than_model_is_refused(place, checkpoint, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
     bpe = prepare(
@@ -247,7 +247,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(place, checkpoint, tmp_pat
         run_evaluation(other, str(place / "texts.jsonl"))
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(place, checkpoint, tmp_path):
+def test_checkpoint_without_tokenizer_is_refused(place, checkpoint, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
     (other / "tokenizer.json").unlink()
@@ -256,7 +256,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(place, checkpoint, tmp_path
 
 
 def test_model_prefers_its_own_story_to_other_text(shared_data, tmp_path):
-    """A story by the model itself costs little, a text of another kind much."""
+    """A story by the model itself has a low loss, a text of another kind a high one."""
     model = shared_data / "stories260k"
     story = (model / "greedy_200_tokens.txt").read_text()
     (tmp_path / "story.txt").write_text(story)
@@ -267,7 +267,7 @@ def test_model_prefers_its_own_story_to_other_text(shared_data, tmp_path):
 
 
 def test_evaluate_verifies_hashes_by_default(place, checkpoint, tmp_path):
-    """A bit of a norm's weight is wrong: the sizes are right, the loss would be another."""
+    """A bit of a norm's weight is wrong: sizes are right, but the loss would differ."""
     from meshwright.checkpoint.manifest import MANIFEST, Manifest, hash_file
     from tests.training import checkpoint_cases as cases
 
@@ -308,20 +308,20 @@ def test_find_checkpoint_accepts_every_kind_of_directory(checkpoint, tmp_path):
     assert find_checkpoint(tmp_path / "run") == find_checkpoint(directory) == directory / "step-000002"
     assert find_checkpoint(directory / "step-000001") == directory / "step-000001"
 
-    for file in ("model.safetensors", "training/rank-00000-of-00001.safetensors"):  # the second is not read here
+    for file in ("model.safetensors", "training/rank-00000-of-00001.safetensors"):  # the second is not read
         cases.flip_bit(directory / "step-000002" / file)
-    said: list[str] = []
-    assert find_checkpoint(tmp_path / "run", log=said.append) == directory / "step-000001"
-    assert len(said) == 1 and "step-000002 is damaged and passed over: model.safetensors was altered" in said[0]
+    lines: list[str] = []
+    assert find_checkpoint(tmp_path / "run", log=lines.append) == directory / "step-000001"
+    assert len(lines) == 1 and "step-000002 is damaged and passed over: model.safetensors was altered" in lines[0]
     with pytest.raises(UserError, match=r"step-000002 is damaged: model.safetensors was altered between bytes 0 and"):
         find_checkpoint(directory / "step-000002")
-    cases.flip_bit(directory / "step-000002/model.safetensors")  # back
+    cases.flip_bit(directory / "step-000002/model.safetensors")  # restore it
     assert find_checkpoint(directory / "step-000002") == directory / "step-000002"
 
     cases.flip_bit(directory / "step-000002/config.json")
-    said = []
-    assert find_checkpoint(str(tmp_path / "run"), log=said.append) == directory / "step-000001"
-    assert len(said) == 1 and "step-000002 is damaged and passed over: config.json" in said[0]
+    lines = []
+    assert find_checkpoint(str(tmp_path / "run"), log=lines.append) == directory / "step-000001"
+    assert len(lines) == 1 and "step-000002 is damaged and passed over: config.json" in lines[0]
     with pytest.raises(UserError, match=r"step-000002 is damaged: config.json was altered"):
         find_checkpoint(directory / "step-000002")
     (directory / "step-000001/manifest.json").unlink()

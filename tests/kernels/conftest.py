@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from meshwright.kernels import Kernels, load_kernels
+from meshwright.kernels.choice import load_kernels
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.operations import Linear
+from meshwright.kernels.structures import PackedMatrix
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +31,7 @@ def kernels(built_kernels: Kernels) -> Kernels:
 
 @dataclass
 class Batch:
-    """A step's arrays (`kernels.StepArrays`)."""
+    """A step's arrays (`operations.StepArrays`)."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -44,3 +47,11 @@ def one_sequence(tokens: int, output_rows: tuple[int, ...] = (0,)) -> Batch:
     table = np.arange(-(-tokens // 16), dtype=np.int32)[None]
     ends = np.array([0, tokens], np.int32)
     return Batch(numbers, numbers, numbers, ends, table, np.array(output_rows, np.int32))
+
+
+def compute_linear(kernels: Kernels, x: np.ndarray, weight: PackedMatrix, bias: np.ndarray | None = None) -> np.ndarray:
+    """Return x Wᵀ + bias, float32 [rows, n]."""
+    out, ops = np.empty((len(x), weight.n), np.float32), kernels.op_list()
+    ops.append(Linear(out, x, weight, bias))
+    ops.run(one_sequence(len(x)))
+    return out

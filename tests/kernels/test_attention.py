@@ -1,5 +1,5 @@
-"""Claims on rotary positions, the KV cache and attention: equal to float64, and the same bits however a sequence is cut
-into steps, whatever other sequences do, and wherever its blocks are."""
+"""RoPE, KV cache and attention: results match float64, and their bits depend neither on how a sequence is divided into
+steps, nor on other sequences, nor on the places of its blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels import Attention, Kernels, LayerCache, RopeStore
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.operations import Attention, LayerCache, RopeStore
 from tests.kernels.conftest import Batch
 
 LENGTHS = (1, 16, 17, 65, 130, 200)

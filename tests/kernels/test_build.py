@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.kernels import build, load_kernels
+from meshwright.kernels import build
+from meshwright.kernels.choice import load_kernels
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.kernels import Kernels, build, choice
+from meshwright.kernels import build, choice
+from meshwright.kernels.library import Kernels
 from meshwright.planner.machine_profile import profile_directory
 
 

@@ -1,4 +1,4 @@
-"""Claims on each operation of a step: equal to float64, and independent of what else is in the step."""
+"""Each operation of a step: results match float64 and do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels import (
-    Activation,
-    Embed,
-    Experts,
-    ExpertsWorkspace,
-    Gate,
-    Kernels,
-    Linear,
-    Norm,
-    TakeRows,
-)
+from meshwright.kernels.library import Kernels
+from meshwright.kernels.operations import Activation, Embed, Experts, ExpertsWorkspace, Gate, Linear, Norm, TakeRows
 from meshwright.model.experts import Mixture
 from meshwright.spec.config import ModelConfig
 from tests.kernels.conftest import Batch, one_sequence

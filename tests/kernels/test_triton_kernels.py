@@ -56,8 +56,8 @@ def step_of(chunks: list[tuple[int, int, list[int]]], tokens: int, rows: int):
     return integers[0].T.contiguous(), tokens, rows, *integers[1:], tables.to(DEVICE)
 
 
-def attend_in_pieces(module, pieces: list[int], window: int | None, beside: bool, tokens: int, section: int = 32):
-    """Attention of the 45 tokens of one sequence read in pieces, alone or beside another one."""
+def attend_in_pieces(module, pieces: list[int], window: int | None, batched: bool, tokens: int, section: int = 32):
+    """Attention of the 45 tokens of one sequence read in pieces, alone or in a batch with another one."""
     module.SECTION = section
     cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
     whole, found, begin = draw(45, (GROUP + 2) * KV_HEADS * SIZE, seed=3), [], 0
@@ -65,7 +65,7 @@ def attend_in_pieces(module, pieces: list[int], window: int | None, beside: bool
     for count in pieces:
         chunks = [(begin, count, table)]
         qkv = whole[begin : begin + count].clone()
-        if beside:
+        if batched:
             chunks.append((3, 21, [2, 3]))
             qkv = torch.cat([qkv, draw(21, qkv.shape[1], seed=4)])
         tiles = module.Tiles(*step_of(chunks, tokens, 16))
@@ -87,8 +87,8 @@ def test_attention_is_that_of_the_reference_and_of_one_softmax(window: int | Non
 @pytest.mark.parametrize("window", [None, 20])
 def test_bits_of_a_token_depend_on_its_sequence_alone(window: int | None):
     whole = attend_in_pieces(device, [45], window, False, 4)[0]
-    for pieces, beside, tokens in (([1] * 45, False, 1), ([33, 1, 11], True, 4), ([45], True, 4)):
-        assert torch.equal(attend_in_pieces(device, pieces, window, beside, tokens)[0], whole)
+    for pieces, batched, tokens in (([1] * 45, False, 1), ([33, 1, 11], True, 4), ([45], True, 4)):
+        assert torch.equal(attend_in_pieces(device, pieces, window, batched, tokens)[0], whole)
 
 
 def test_queries_and_keys_are_normalised_and_rotated_in_half_precision():

@@ -1,4 +1,4 @@
-"""The GPUs of a server's ranks, counted without torch in this process."""
+"""GPUs of a server's ranks, queried without torch in this process."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def test_ranks_get_the_memory_of_their_gpus(monkeypatch: pytest.MonkeyPatch):
             device.devices_of_ranks(wanted, 3)
 
 
-def test_gpus_that_do_not_answer_are_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_failing_gpu_query_is_one_error_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "_has_driver", lambda: True)
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: busy\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(UserError, match=r"do not answer \(RuntimeError: busy\)"):
+    with pytest.raises(UserError, match=r"cannot be queried \(RuntimeError: busy\)"):
         device.devices_of_ranks("auto", 1)
 
 
-def test_without_a_driver_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch):
+def test_auto_device_is_cpu_without_driver(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device, "_has_driver", lambda: False)
     assert device.devices_of_ranks("auto", 4) == []
     with pytest.raises(UserError, match='device "cuda": this machine has no CUDA device'):
@@ -40,7 +40,7 @@ def test_without_a_driver_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch):
         device.devices_of_ranks("gpu", 1)
 
 
-def test_the_look_at_gpus_is_a_program_that_runs(monkeypatch: pytest.MonkeyPatch):
+def test_gpu_query_program_runs(monkeypatch: pytest.MonkeyPatch):
     """With a driver but no GPU that torch can use, the other process finds none."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(device, "_has_driver", lambda: True)

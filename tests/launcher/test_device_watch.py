@@ -1,4 +1,4 @@
-"""Watch over the calls on a GPU: it ends with the work, and an overdue call ends the process after the report."""
+"""Watch over calls on a GPU: it ends with the work; an overdue call ends the process after the report is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.launcher import device_watch
 from meshwright.launcher.device_watch import watch_device_calls
 
 
-def test_watch_leaves_the_calls_of_cpus_alone():
+def test_device_watch_has_no_effect_on_cpu():
     communicator = Communicator("cpu")
     calls = communicator.calls
     with watch_device_calls(communicator, None):

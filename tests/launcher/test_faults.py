@@ -1,4 +1,4 @@
-"""What the world does to a run: signals, a second run, a full disk. One line each, the right exit code, nothing lost.
+"""Faults during a run: signals, a second run, a full disk. Each gives one line, the right exit code, and loses nothing.
 
 Kills and damaged checkpoints: test_launcher_training.py and test_checkpoint_faults.py.
 """
@@ -23,7 +23,7 @@ from meshwright.checkpoint import newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
 from tests.training import training_cases as cases
 
-STEPS = 70  # long enough that a test can look and act while it runs
+STEPS = 70  # long enough that a test can observe it and act while it runs
 
 
 def recipe(place: Path) -> str:
@@ -31,7 +31,7 @@ def recipe(place: Path) -> str:
 
 
 def begin(place: Path) -> subprocess.Popen:
-    """`meshwright train` as a terminal starts it: in a process group of its own."""
+    """`meshwright train` as a terminal starts it: in its own process group."""
     (place / "recipe.toml").write_text(recipe(place))
     return subprocess.Popen(
         [sys.executable, "-m", "meshwright", "train", "recipe.toml"],
@@ -72,7 +72,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
     return {
         str(file.relative_to(checkpoint)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in files
-        # These two hold the run's directory, in the recipe.
+        # These two contain the path of the run's directory, in the recipe.
         if file.name not in ("state.json", "manifest.json")
     }
 
@@ -87,7 +87,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
 
     running = begin(place)
     wait_until(lambda: last_step(place) >= 3, running)
-    second = command_line("train", place / "recipe.toml")  # beside the one that is running
+    second = command_line("train", place / "recipe.toml")  # while the first one runs
     assert second.code == 2 and second.output == ""
     assert (
         f"{place}/run is in use by process {running.pid} on {socket.gethostname()} since 20"
@@ -103,12 +103,12 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
 
     running = begin(place)
     wait_until(lambda: last_step(place) >= step + 3, running)
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to all
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the whole group
     lines = end(running, 130)
     assert f"resumed from step-{step:06d}: {step} of {STEPS} steps are done" in lines
     step = newest(place / "run/checkpoints").step
-    said = f"meshwright: stopped by an interrupt after saving step {step}; the same command goes on from there"
-    assert lines[-1] == said and "" not in lines and not any("interrupt" in line for line in lines[:-1])
+    last = f"meshwright: stopped by an interrupt after saving step {step}; the same command goes on from there"
+    assert lines[-1] == last and "" not in lines and not any("interrupt" in line for line in lines[:-1])
 
     assert f"resumed from step-{step:06d}: {step} of {STEPS} steps are done" in end(begin(place), 0)
     checkpoints = [path / f"run/checkpoints/step-{STEPS:06d}" for path in (whole, place)]
@@ -116,7 +116,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
     assert cases.trace(place) == cases.trace(whole)
 
 
-def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
+def test_signal_before_first_step_ends_run_immediately(tmp_path):
     running = begin(tmp_path)
     wait_until(lambda: (tmp_path / "run/ranks.json").exists(), running)
     os.kill(running.pid, signal.SIGTERM)
@@ -133,7 +133,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk for three checkpoints of the runs here, not many more."""
+    """A disk with space for about three checkpoints of these runs."""
     place = tmp_path / "disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
@@ -151,10 +151,10 @@ def test_full_disk_loses_only_the_last_save(small_disk, tmp_path_factory):
     )
     with LocalRanks(2) as ranks:
         outcomes = ranks.run(cases.train, recipe.to_toml(), 0, "disk_fills_and_empties")
-        said = outcomes[0]["said"]
+        lines = outcomes[0]["said"]
         metrics = f"{small_disk}/run/metrics.jsonl cannot be written (no space left on device): its lines wait"
-        assert 1 <= sum(line.startswith(metrics) for line in said) <= 2  # once for each time the disk was full
-        failed = [line for line in said if "training goes on" in line]
+        assert 1 <= sum(line.startswith(metrics) for line in lines) <= 2  # once for each time the disk was full
+        failed = [line for line in lines if "training goes on" in line]
         assert len(failed) == 1 and failed[0].startswith("checkpoint of step 4 not written: ")
         assert "no space left" in failed[0] and "the newest whole checkpoint is step-000002" in failed[0]
         for outcome in outcomes:
@@ -165,7 +165,7 @@ def test_full_disk_loses_only_the_last_save(small_disk, tmp_path_factory):
         assert sorted(name for name in os.listdir(directory) if not name.startswith(".")) == ["step-000006"]
         assert verify_checkpoint(directory / "step-000006") == []
         steps = [line["step"] for line in cases.metrics(small_disk) if "loss" in line]
-        assert steps == [*range(1, len(steps) + 1)] and len(steps) >= 6  # what waited has come after all
+        assert steps == [*range(1, len(steps) + 1)] and len(steps) >= 6  # delayed records were written in the end
 
         (small_disk / "run/ballast").unlink()
         again = ranks.run(cases.train, recipe.to_toml())

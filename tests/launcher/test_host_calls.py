@@ -1,4 +1,4 @@
-"""Rings that ranks left which somebody else had started and killed, as NCCL's watchdog does."""
+"""Recorder files of externally started ranks that were killed, as by NCCL's watchdog."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACE = Place(0, 2, 0, "env://", "torchrun", 2)
 
 
 def leave(path: Path, rank: int, calls: int) -> None:
-    """The ring of a rank that has queued calls, waited for none, as on CUDA, and is gone."""
+    """The recorder file of a killed rank that has queued calls without waiting for one, as on CUDA."""
     descriptor = create_named_file(path / f"rank-{rank:05d}", rank, 2)
     writer = CallWriter(descriptor)
     for _ in range(calls):
@@ -40,16 +40,16 @@ def test_next_start_reports_rank_behind_and_cleans_up(tmp_path, capfd, monkeypat
     for rank in (0, 1):
         leave(first._path, rank, calls[rank])
     second = HostCalls(directory, PLACE, "second")
-    other = HostCalls(directory, Place(1, 2, 1, "env://", "torchrun", 2), "second")  # comes when all has been said
-    said = capfd.readouterr().err
+    other = HostCalls(directory, Place(1, 2, 1, "env://", "torchrun", 2), "second")  # starts after the report
+    output = capfd.readouterr().err
     line = (
         "in the start before this one: rank 1 has not entered call 6 of ranks 0,1 (all_reduce data.gradients over data)"
     )
-    assert said.count(line) == blamed and second.report_path.exists() == blamed
+    assert output.count(line) == blamed and second.report_path.exists() == blamed
     if blamed:
         text = second.report_path.read_text()
         assert text.startswith(line) and "> rank 1 (process" in text
-        assert said.endswith(f"full report: {second.report_path}\n") and said.count("\n") == 2
+        assert output.endswith(f"full report: {second.report_path}\n") and output.count("\n") == 2
     second.close()
     other.close()
     assert not list(first._path.parent.glob(f"*{first._path.name.removesuffix('first')}*"))

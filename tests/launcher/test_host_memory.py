@@ -1,4 +1,4 @@
-"""Memory that processes may use, by made-up trees of /proc and /sys."""
+"""Memory that processes may use, from synthetic trees of /proc and /sys."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
             },
             (6 * GIB, 5 * GIB, "control group"),
         ),
-        (  # more than the machine has is no limit
+        (  # a limit above the machine's memory has no effect
             "0::/\n",
             {f"{V2}/memory.max": str(100 * GIB), f"{V2}/memory.current": "0", f"{V2}/memory.stat": ""},
             (64 * GIB, 40 * GIB, "machine"),

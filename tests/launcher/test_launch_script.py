@@ -1,4 +1,4 @@
-"""Printed scripts start the right ranks on each host, start again where ranks are lost, and save when told."""
+"""Launch scripts start the right ranks on each host, restart after lost ranks, and save on a signal."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_impossible_host_counts_are_refused_with_valid_ones(layout, nodes, devic
         ("dp16", 1, None),
         ("tp8 dp2", 4, "tp4 would not"),
         ("tp4 dp3", 6, "tp2 would not"),
-        ("tp3 dp8", 8, "without tp they would not"),
-        ("tp2", 1, "without tp they would not"),
+        ("tp3 dp8", 8, "without tp it would not"),
+        ("tp2", 1, "without tp it would not"),
     ],
 )
 def test_tensor_parallel_groups_across_hosts_are_warned_of(layout, per_host, inside):
-    said = tensor_across_hosts(Layout.parse(layout), per_host)
-    assert (said is None) == (inside is None) and (inside or "") in (said or "")
+    warning = tensor_across_hosts(Layout.parse(layout), per_host)
+    assert (warning is None) == (inside is None) and (inside or "") in (warning or "")
 
 
 def test_ranks_per_host_follow_torchrun_or_slurm():
@@ -97,7 +97,7 @@ def test_ranks_per_host_follow_torchrun_or_slurm():
     assert per_host(started | srun | {"WORLD_SIZE": "32"}) is None  # srun started something else
 
 
-def test_an_address_has_an_interface():
+def test_interface_is_found_by_its_address():
     assert find_interface("127.0.0.1") in ("lo", "lo0") and find_interface("127.0.1.1") == find_interface("127.0.0.1")
     assert find_interface("198.51.100.7") is None
     assert address_towards("localhost") in ("127.0.0.1", "::1")
@@ -107,7 +107,7 @@ def test_an_address_has_an_interface():
 
 
 def test_rendezvous_host_resolving_to_loopback_finds_its_own_address(monkeypatch, capsys):
-    """As on Debian, where /etc/hosts has the host's name beside 127.0.1.1."""
+    """As on Debian, where /etc/hosts maps the host's name to 127.0.1.1."""
     ways = {"node1": "127.0.1.1", "node1.cluster": "127.0.1.1", "localhost": "127.0.0.1", hosts._ELSEWHERE: "192.0.2.5"}
     monkeypatch.setattr(hosts, "address_towards", lambda host: ways.get(host, host))
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "node1")
@@ -115,7 +115,7 @@ def test_rendezvous_host_resolving_to_loopback_finds_its_own_address(monkeypatch
         assert hosts.main([name]) == 0 and capsys.readouterr().out == "192.0.2.5\n"
     for loopback in ("localhost", "127.0.0.1"):  # elsewhere they mean another host
         assert hosts.main([loopback]) == 2 and "is a loopback address of this host" in capsys.readouterr().err
-    ways[hosts._ELSEWHERE] = "127.0.0.1"  # no way out
+    ways[hosts._ELSEWHERE] = "127.0.0.1"  # no default route
     assert hosts.main(["node1"]) == 2
 
 
@@ -151,7 +151,7 @@ def test_unusual_names_are_quoted_as_one_word(kind, odd, recipe, tmp_path, monke
         )
         assert checked.returncode == 0, checked.stdout
 
-    # A stand-in for Python, srun and torchrun alike writes the words that it was given.
+    # The substitute for Python, srun and torchrun writes its arguments.
     words = tmp_path / "words"
     stand_in = tmp_path / "srun"
     stand_in.write_text(
@@ -162,12 +162,12 @@ def test_unusual_names_are_quoted_as_one_word(kind, odd, recipe, tmp_path, monke
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "localhost"}
     subprocess.run(["bash", "-c", script], cwd="/", env=environment, check=True)
     where, _, given = words.read_text().rpartition("\n" if "\n" not in odd else f"{odd}\n")
-    said = given.split("\0")[:-1]
-    first = said.index("meshwright")
+    called = given.split("\0")[:-1]
+    first = called.index("meshwright")
     path = f"./{odd}.toml" if odd.startswith("-") else f"{odd}.toml"
-    assert said[first + 1 :] == ["train", path, *overrides]
+    assert called[first + 1 :] == ["train", path, *overrides]
     assert (where + (odd if "\n" in odd else "")) == str(directory)
-    assert ("--nproc-per-node" in said) == (kind == "torchrun") and ("--ntasks=4" in said) == (kind == "slurm")
+    assert ("--nproc-per-node" in called) == (kind == "torchrun") and ("--ntasks=4" in called) == (kind == "slurm")
     directives = [line for line in made.script.splitlines() if line.startswith("#SBATCH")]
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=[A-Za-z0-9_.:@%-]+)?", line) for line in directives)
 
@@ -183,7 +183,7 @@ def test_slurm_script_requests_resources_of_recipe(recipe):
     assert (made.nodes, made.devices_per_node) == (2, 8) and "#SBATCH --gpus-per-node=8\n" in made.script
 
 
-def test_launch_mistakes_are_one_error_line(recipe, command_line):
+def test_launch_errors_are_one_line(recipe, command_line):
     mistakes = {
         "--torchrun or --slurm": [],
         "does not fill 3 hosts": ["--torchrun", "layout=dp2", "--nodes", 3],
@@ -193,10 +193,10 @@ def test_launch_mistakes_are_one_error_line(recipe, command_line):
         "is not an option of sbatch": ["--slurm", "--sbatch", "partition=gpu\nrm -r"],
         "batch 4 is not a multiple": ["--slurm", "layout=dp3"],
     }
-    for said, arguments in mistakes.items():
+    for reason, arguments in mistakes.items():
         outcome = command_line("launch", recipe.name, *arguments)
         assert (outcome.code, outcome.output, outcome.errors.count("\n")) == (2, "", 1), outcome.errors
-        assert said in outcome.errors
+        assert reason in outcome.errors
     outcome = command_line("launch", recipe.name, "--slurm", "layout=dp2 tp2", "--devices-per-node", 1, "--json")
     answer = json.loads(outcome.output)
     assert answer["schema"] == 1 and answer["script"].startswith("#!/usr/bin/env bash\n")
@@ -225,7 +225,7 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch) -> Path:
-    """srun and scontrol, and a Python of the user's own that begins without loading anything."""
+    """srun and scontrol, and a Python that starts without loading site packages."""
     for name, text in {
         "srun": SRUN.format(python=sys.executable),
         "scontrol": '#!/bin/sh\necho "$@" > requeued\n',
@@ -240,7 +240,7 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
 
 @contextmanager
 def started(script: str, **options):
-    """A script under way in a process group of its own, which is gone afterwards."""
+    """A running script in its own process group, which is killed afterwards."""
     process = subprocess.Popen(
         ["bash", "-c", script], start_new_session=True, stderr=subprocess.PIPE, text=True, **options
     )
@@ -273,8 +273,8 @@ def slurm_with(recipe: Path, cluster: Path, rank: str) -> str:
     ("rank", "code", "starts"),
     [
         ("exit 0", 0, 1),
-        ("exit 2", 2, 1),  # a mistake of the user's is not tried again
-        ("exit 143", 143, 1),  # somebody asked the ranks to save and stop
+        ("exit 2", 2, 1),  # a user error is not retried
+        ("exit 143", 143, 1),  # the ranks saved on SIGTERM
         ("[ $1 = 2 ] || exit 3", 0, 2),
         ("[ $1 = 3 ] || kill -KILL $$", 0, 3),
         ("exit 3", 3, 3),
@@ -306,7 +306,7 @@ def test_slurm_script_saves_before_time_limit_and_requeues(number, recipe, clust
 
 
 def test_launch_scripts_train_and_torchrun_survives_killed_rank(recipe, cluster):
-    """Two runs that must end alike: two ranks by the SLURM script; by torchrun's, with a rank killed on the way."""
+    """Two runs that must give equal results: two ranks by the SLURM script, and by torchrun's with a killed rank."""
     overrides = ["layout=dp2 zero1 fp32", "checkpoint.every=10"]
     slurm = launch_script("slurm", recipe.name, [*overrides, "run.name=slurm"])
     torchrun = launch_script("torchrun", recipe.name, [*overrides, "run.name=torchrun"], Resources(restarts=1))

@@ -1,4 +1,4 @@
-"""The launcher: ranks start, end together, and how they ended is said in one line by the right exit code."""
+"""The launcher: ranks start and end together, and their end is reported by one line and the right exit code."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.training.launcher_ranks import COMMAND, ROOT
 
 
 def start(directory: Path, case: str, ranks: int = 2, log: list[str] | None = None, **options):
-    said = log if log is not None else []
-    return launch(LaunchSpec({"case": case}, ranks, directory, command=COMMAND, log=said.append, **options))
+    lines = log if log is not None else []
+    return launch(LaunchSpec({"case": case}, ranks, directory, command=COMMAND, log=lines.append, **options))
 
 
 def alive(process: int) -> bool:
@@ -132,7 +132,7 @@ def test_stopped_rank_outside_calls_ends_the_run(tmp_path, monkeypatch):
     assert not any(map(alive, processes(tmp_path)))
 
 
-def test_mistake_found_by_all_ranks_is_reported_once(tmp_path, capfd):
+def test_user_error_on_all_ranks_is_reported_once(tmp_path, capfd):
     with pytest.raises(UserError, match="^data.source: no such file: corpus.txt$") as caught:
         start(tmp_path, "user error", ranks=3)
     assert caught.value.exit_code == 2
@@ -158,7 +158,7 @@ def test_restarts_continue_until_run_succeeds(tmp_path):
         start(tmp_path, "die twice", restarts=1)
 
 
-def test_a_mistake_is_not_tried_again(tmp_path):
+def test_user_error_is_not_retried(tmp_path):
     log: list[str] = []
     with pytest.raises(UserError):
         start(tmp_path, "user error", log=log, restarts=3)
@@ -171,7 +171,7 @@ def test_rendezvous_file_is_removed_afterwards(tmp_path):
     assert not Path(result["method"].removeprefix("file://")).parent.exists()
 
 
-# --- a launcher in a process of its own, which is then told, or killed
+# --- a launcher in its own process, which then gets a signal
 
 LAUNCHER = f"""
 import sys; sys.path.insert(0, {ROOT!r})
@@ -205,7 +205,7 @@ def start_apart(directory: Path, case: str) -> Iterator[subprocess.Popen]:
         launcher.communicate()
 
 
-def test_ranks_end_when_the_time_limit_of_a_start_is_over(tmp_path):
+def test_time_limit_of_a_start_ends_ranks(tmp_path):
     with pytest.raises(RankLost, match=r"^not finished after 0\.5 s$"):
         start(tmp_path, "never ends", limit_seconds=0.5)
     wait_for(lambda: not any(map(alive, processes(tmp_path))))
@@ -220,7 +220,7 @@ def test_sigterm_lets_all_ranks_save_and_ends_with_143(tmp_path, to):
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
 
 
-def test_sigterm_before_the_first_step_ends_at_once(tmp_path):
+def test_sigterm_before_first_step_ends_run_immediately(tmp_path):
     with start_apart(tmp_path, "still loading") as launcher:
         os.kill(launcher.pid, signal.SIGTERM)
         line = launcher.communicate(timeout=100)[0]
@@ -236,7 +236,7 @@ def test_terminal_interrupt_saves_and_exits_130(tmp_path):
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
 
 
-def test_a_second_sigterm_does_not_wait(tmp_path):
+def test_second_sigterm_kills_ranks(tmp_path):
     with start_apart(tmp_path, "never end") as launcher:
         os.kill(launcher.pid, signal.SIGTERM)
         time.sleep(0.3)
@@ -262,7 +262,7 @@ def test_second_run_in_same_directory_ends_with_one_line(tmp_path):
             start(tmp_path, "tell")
         assert f"{tmp_path} is in use by process {launcher.pid} on {socket.gethostname()} since 20" in str(caught.value)
         assert caught.value.exit_code == 2
-        assert all(map(alive, processes(tmp_path)))  # the first one's
+        assert all(map(alive, processes(tmp_path)))  # of the first launcher
         os.kill(processes(tmp_path)[0], signal.SIGKILL)
         assert "rank 0 (process" in launcher.communicate(timeout=100)[0]
     assert launcher.returncode == 3

@@ -1,4 +1,4 @@
-"""Training killed and resumed as a person does it: the command, its lines and exit codes, the same end bit for bit."""
+"""Training killed and resumed from the command line: messages, exit codes, and the same result bit for bit."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def undisturbed(place) -> Path:
 
 
 def kill_rank(running: subprocess.Popen, directory: Path, rank: int, when: Callable[[], bool]) -> int:
-    """SIGKILL a rank when the time has come; its process id."""
+    """SIGKILL a rank once `when()` holds; return its process ID."""
     deadline = time.monotonic() + 60
     while not when():
         assert running.poll() is None, running.communicate()

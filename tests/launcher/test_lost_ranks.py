@@ -1,4 +1,4 @@
-"""Training whose ranks part: one line names the rank, the call and the place, a report says the rest, and all end."""
+"""Training whose ranks diverge: one line names rank, call and code line, a report has details, all ranks end."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def recipe_of(place: Path, layout: str) -> Recipe:
 
 
 def train(place: Path, layout: str, restarts: int = 0, **fault: Any) -> tuple[list[str], dict[str, Any] | str]:
-    """What the launcher of a run with a fault logs, and its result or the error line it ends with."""
+    """The launcher's log of a run with a fault, and its result or error line."""
     recipe = recipe_of(place, layout)
-    said: list[str] = []
+    log: list[str] = []
     description = {"recipe": recipe.to_toml(), "source": "recipe", "options": {"show_progress": False}}
     description["fault"] = {**fault, "timeout": PATIENCE}
     ranks, directory = recipe.parsed_layout.world_size, RunDirectory(recipe.run_directory)
     try:
-        spec = LaunchSpec(description, ranks, directory.path, restarts, 1, command=COMMAND, log=said.append)
-        return said, launch(spec)
+        spec = LaunchSpec(description, ranks, directory.path, restarts, 1, command=COMMAND, log=log.append)
+        return log, launch(spec)
     except RankLost as error:
         assert error.exit_code == 3 and "\n" not in str(error)
         for process in read_ranks(directory.path).values():
@@ -55,11 +55,11 @@ def train(place: Path, layout: str, restarts: int = 0, **fault: Any) -> tuple[li
         with directory:
             pass  # the lock is free
         assert [verify_checkpoint(path) for path in directory.checkpoints.glob("step-*")] == [[]]
-        return said, str(error)
+        return log, str(error)
 
 
 def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
-    said, line = train(tmp_path, "dp3 zero1 fp32", rank=0, does="stop", site="data.targets", call=4)
+    log, line = train(tmp_path, "dp3 zero1 fp32", rank=0, does="stop", site="data.targets", call=4)
     assert re.fullmatch(
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
         r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(_sum_over_data\); its last was call \d+ \(.*\), \d+\.\d "
@@ -68,7 +68,7 @@ def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
         line,
     ), line
     report = (tmp_path / "run/rank-lost.txt").read_text()
-    assert said[-1] == f"full report: {tmp_path}/run/rank-lost.txt"
+    assert log[-1] == f"full report: {tmp_path}/run/rank-lost.txt"
     assert report.startswith(line.partition("; the same command")[0])
     assert re.search(r"^> rank 0 \(process \d+, stopped \(state T\)\): waits in no call$", report, re.M)
     assert re.search(
@@ -80,13 +80,13 @@ def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
 
 
 def test_killed_rank_is_named_and_run_resumes(tmp_path):
-    said, result = train(tmp_path, "dp2 fp32", restarts=1, rank=1, does="kill", site="step.verdict", call=4)
+    log, result = train(tmp_path, "dp2 fp32", restarts=1, rank=1, does="kill", site="step.verdict", call=4)
     assert isinstance(result, dict) and result["step"] == 5
     assert re.fullmatch(
         r"rank 1 \(process \d+\) was killed by signal 9 \(SIGKILL\) after step 3, after call \d+ \(all_reduce "
         r"data\.gradients over data\); the same command resumes from step-000002; restarting \(1 of 1\)",
-        said[-1],
-    ), said[-1]
+        log[-1],
+    ), log[-1]
     report = (tmp_path / "run/rank-lost.txt").read_text()
     assert re.search(r"^> rank 1 \(process \d+, was killed by signal 9 \(SIGKILL\)\): waits in no call$", report, re.M)
     steps = [entry["step"] for entry in cases.metrics(tmp_path) if "loss" in entry]
@@ -104,7 +104,7 @@ def test_skipped_call_is_attributed_by_history_on_two_ranks(tmp_path):
 
 
 def test_wrong_shape_is_attributed_by_history_on_two_ranks(tmp_path):
-    """gloo ends the process that receives more than it wants: the innocent one."""
+    """gloo ends the process that receives more than it expects: not the one at fault."""
     _, line = train(tmp_path, "dp2 fp32", rank=0, does="shape", site="step.verdict", call=4)
     assert re.match(
         r"rank 0 passes float64\[9\] to call \d+ of ranks 0,1 \(all_reduce step\.verdict over world\) where rank 1 "
@@ -137,7 +137,7 @@ def test_first_timed_out_external_rank_reports_its_host(tmp_path):
             rank.kill()
             rank.communicate()
     verdict = r"rank 1 has not entered call \d+ of ranks 0-2 \(all_reduce data.targets over data\), where ranks? "
-    reporting = [rank for rank, said in errors.items() if re.search(rf"^error: {verdict}.*\(state T\)$", said, re.M)]
+    reporting = [rank for rank, text in errors.items() if re.search(rf"^error: {verdict}.*\(state T\)$", text, re.M)]
     assert len(reporting) == 1, errors
     (kept,) = (tmp_path / "run").glob("rank-lost-*.txt")
     assert f"full report: {kept}" in errors[reporting[0]].splitlines()

@@ -45,7 +45,9 @@ def test_run_threads_and_new_layout_override_saved_threads(recipe):
     state = {"layout": "dp1 fp32", "threads": 2}
     assert resolve_threads(recipe("run.threads=3"), 1, state) == rank_threads.ThreadChoice(3)
     assert resolve_threads(recipe("layout=dp2"), 1, state) == rank_threads.ThreadChoice(1)
-    assert resolve_threads(recipe(), 1, state | {"threads": None}) == rank_threads.ThreadChoice(1)  # it ran on a GPU
+    assert resolve_threads(recipe(), 1, state | {"threads": None}) == rank_threads.ThreadChoice(
+        1
+    )  # the run was on a GPU
     assert resolve_threads(recipe(), 1, {"layout": "dp1 fp32"}) == rank_threads.ThreadChoice(1)  # of an older version
     assert resolve_threads(recipe(), 1, None) == rank_threads.ThreadChoice(1)
     for absurd in (10**9, 0, -1, "2", 1.5):

@@ -1,4 +1,4 @@
-"""Ranks that others started find each other: by torchrun's environment, SLURM's, a TCP address or a file."""
+"""Externally started ranks meet: by the environment of torchrun or SLURM, a TCP address or a file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from meshwright.errors import UserError
 from meshwright.launcher import device
-from meshwright.launcher.rendezvous import Place, check_world_size, first_host, is_started_by_others, read_place
+from meshwright.launcher.rendezvous import (
+    Place,
+    check_world_size,
+    connect_to_store,
+    first_host,
+    is_started_by_others,
+    read_place,
+)  # fmt: skip
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.training import worker
@@ -32,7 +40,7 @@ def test_externally_started_processes_are_detected_by_environment():
 
 def test_torchrun_environment_gives_rank_and_rendezvous():
     assert read_place(None, TORCHRUN) == Place(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
-    assert read_place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe says where
+    assert read_place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe's takes precedence
     assert read_place("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
 
 
@@ -76,7 +84,7 @@ def test_slurm_environment_gives_rank_and_first_host_as_rendezvous():
         ("node1.example.org,node2.example.org", "node1.example.org"),
     ],
 )
-def test_the_first_host_of_a_node_list(nodes, host):
+def test_first_host_of_node_list(nodes, host):
     assert first_host(nodes) == host
 
 
@@ -90,12 +98,12 @@ def test_the_first_host_of_a_node_list(nodes, host):
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "[1-2"}, "names no host"),
     ],
 )
-def test_a_wrong_environment_is_named(environment, reason):
+def test_wrong_environment_variable_is_named(environment, reason):
     with pytest.raises(UserError, match=reason.replace("[", r"\[")):
         read_place(None, environment)
 
 
-def test_a_layout_for_another_number_of_ranks_is_refused():
+def test_layout_of_another_world_size_is_refused():
     check_world_size(read_place(None, TORCHRUN), Layout(dp=4))
     with pytest.raises(UserError, match=r'layout "dp2" needs 2 ranks, but 4 were started \(RANK=3 WORLD_SIZE=4\)'):
         check_world_size(read_place(None, TORCHRUN), Layout(dp=2))
@@ -121,7 +129,7 @@ def test_missing_device_is_one_error_line():
 
     assert device.choose_device("cpu", 3) == "cpu"
     count = torch.cuda.device_count()
-    with pytest.raises(UserError, match=rf'device "cuda": this machine has .* and rank {count} on it needs one'):
+    with pytest.raises(UserError, match=rf'device "cuda": this machine has .* and rank {count} on it needs its own'):
         device.choose_device("cuda", count)
     assert device.choose_device("auto", 0) == ("cuda:0" if count else "cpu")
 
@@ -134,7 +142,7 @@ GPUS = ("GPU-a", "GPU-b")
     [
         ([("one", None, GPUS), ("two", None, GPUS), ("one", None, GPUS), ("two", None, GPUS)], [0, 0, 1, 1]),
         ([("one", 1, GPUS), ("one", 0, GPUS)], [1, 0]),
-        ([("one", 0, GPUS), ("one", 0, GPUS)], [0, 1]),  # told by two scripts, each of its own
+        ([("one", 0, GPUS), ("one", 0, GPUS)], [0, 1]),  # numbered by two scripts, each for itself
         ([("one", None, GPUS), ("one", 0, GPUS)], [0, 1]),
         ([("one", 0, ("GPU-a",)), ("one", 1, ("GPU-b",))], [0, 0]),  # each bound to its own
         ([("one", None, ("GPU-a",)), ("two", None, ("GPU-a",))], [0, 0]),
@@ -146,17 +154,21 @@ def test_every_rank_gets_its_own_gpu(seats, devices):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "seats", "said"),
+    ("wanted", "seats", "reason"),
     [
         ("auto", [("one", None, ("GPU-a",)), ("one", None, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
         ("auto", [("one", 0, GPUS), ("one", 1, ("GPU-a",))], "ranks 0 and 1 on one would share one GPU"),
         ("auto", [("one", None, GPUS)] * 3, "one has 2 CUDA devices, and rank 2, number 2 there, needs its own"),
-        ("auto", [("one", 0, GPUS), ("two", 0, ())], "two has no CUDA device, and rank 1, number 0 there, needs one"),
+        (
+            "auto",
+            [("one", 0, GPUS), ("two", 0, ())],
+            "two has no CUDA device, and rank 1, number 0 there, needs its own",
+        ),
         ("cuda", [("one", 0, ()), ("one", 1, ())], "one has no CUDA device"),
     ],
 )
-def test_ranks_without_own_gpu_are_refused_in_one_line(wanted, seats, said):
-    with pytest.raises(UserError, match=f'device "{wanted}": {said}') as error:
+def test_ranks_without_own_gpu_are_refused_in_one_line(wanted, seats, reason):
+    with pytest.raises(UserError, match=f'device "{wanted}": {reason}') as error:
         device.assign_devices(wanted, [device.RankDevices(*seat) for seat in seats])
     assert "\n" not in str(error.value)
 
@@ -170,7 +182,7 @@ def test_auto_device_is_cpu_without_gpus_on_any_host():
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
-    """Two ranks of one machine that nobody numbered: rank by rank; the same line for both where there is one GPU."""
+    """Two ranks of one host without local ranks: assigned in order of rank; with one GPU both get the same error."""
     from torch.distributed import FileStore, TCPStore
 
     def clients(name):
@@ -186,7 +198,7 @@ def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
             except UserError as error:
                 return str(error)
 
-        stores = clients(name)  # kept to the end: the first one's is the server
+        stores = clients(name)  # kept until the end, as the first one is the server
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(agreed, range(2), stores))
 
@@ -227,7 +239,7 @@ def test_ranks_meet_by_every_method(tmp_path):
     (tmp_path / "stale").write_bytes(b"left by ranks that were killed")
     methods = [
         ("environment", None, {}),
-        # A port of its own: a rank that comes early would find the server of the meeting before.
+        # A new port for each: an early rank would find the server of the previous rendezvous.
         (
             "SLURM",
             None,
@@ -258,36 +270,23 @@ def test_ranks_meet_by_every_method(tmp_path):
     assert [json.loads(output) for output in outputs] == [{name: 3.0 for name, *_ in methods}] * 2
 
 
-def test_busy_port_ends_every_rank_with_one_line():
+def test_busy_port_ends_every_rank_with_one_line(monkeypatch):
     """Another program listens there and never answers: rank 0 cannot listen, rank 1 is not left waiting for ever."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        code = (
-            "from meshwright.launcher.rendezvous import connect_to_store, read_place\n"
-            "from meshwright.errors import UserError\n"
-            f"for method in (None, 'tcp://127.0.0.1:{port}'):\n"
-            "    try: connect_to_store(read_place(method), 3.0)\n"
-            "    except UserError as error: print(error)\n"
-        )
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=os.environ | address | {"RANK": str(rank), "WORLD_SIZE": "2"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            outputs = [process.communicate(timeout=200)[0].splitlines() for process in started]
-        finally:
-            for process in started:
-                process.kill()
-    assert [process.returncode for process in started] == [0, 0]
-    busy = f"port {port}, where the ranks are to meet"
-    assert [line.partition(" (")[0] for line in outputs[0]] == [f"MASTER_PORT: {busy}", f"run.rendezvous: {busy}"]
-    assert len(outputs[1]) == 2
-    assert all(f"127.0.0.1:{port} accepts connections but is not rank 0's store" in line for line in outputs[1])
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        busy = f"port {port}, where the ranks are to meet"
+        for variable, method in (("MASTER_PORT", None), ("run.rendezvous", f"tcp://127.0.0.1:{port}")):
+            for rank, line in (
+                (0, f"^{variable}: {busy}"),
+                (1, f"127.0.0.1:{port} accepts connections but is not rank"),
+            ):
+                place = read_place(method, os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"})
+                with pytest.raises(UserError, match=line):
+                    connect_to_store(place, 1.0)
+    for thread in threading.enumerate():  # torch's connections end with the other program
+        if thread.name == "store":
+            thread.join()

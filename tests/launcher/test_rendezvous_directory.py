@@ -1,4 +1,4 @@
-"""The directories at which ranks of one machine meet: removed at the end, and after a kill by the next launcher."""
+"""Rendezvous directories of local ranks: removed at the end, or after a kill by the next launcher."""
 
 from __future__ import annotations
 

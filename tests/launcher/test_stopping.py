@@ -1,4 +1,4 @@
-"""Signals while a run is under way are noted, others' handlers come back."""
+"""Signals during a run are recorded, and previous handlers are restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def send(number: signal.Signals) -> None:
 
 @pytest.fixture(autouse=True)
 def python_answers_interrupts():
-    """Tests may run in the background of a shell, which has interrupts ignored."""
+    """Background jobs of a shell ignore interrupts, and tests may be one."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -34,14 +34,14 @@ def test_signal_is_recorded_and_previous_handler_restored(number):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_a_second_interrupt_does_not_wait(monkeypatch):
+def test_second_interrupt_raises_keyboard_interrupt(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
     with StopRequest() as stop:
         send(signal.SIGTERM)
         send(signal.SIGINT)
         now[0] += 0.1
-        send(signal.SIGINT)  # the same one, passed on by two
+        send(signal.SIGINT)  # the same one, forwarded twice
         assert stop.requested and stop.interrupted
         now[0] += 2.0
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Two hosts made of network namespaces, on a cable between them, train as one: by the script that `launch` prints."""
+"""Two hosts (network namespaces with a virtual cable) train together, started by the script that `launch` prints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ip(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[str, str]]:
-    """The names of two namespaces. In both the machine's own name leads to the loopback interface, as it often does."""
+    """The names of two namespaces. In both the host's own name resolves to loopback, as is common."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command ip (Debian: iproute2)")
     names = (f"mw-a-{os.getpid()}", f"mw-b-{os.getpid()}")
@@ -53,7 +53,7 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def on(host: str, command: list[str], **environment: object) -> Iterator[subprocess.Popen[str]]:
-    """A command under way on a host, in a process group that is gone afterwards."""
+    """A running command on a host, in a process group that is killed afterwards."""
     known = {key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"}
     process = subprocess.Popen(
         ["ip", "netns", "exec", host, *command],
@@ -114,13 +114,13 @@ def test_disconnected_host_is_named_within_timeout(hosts, tmp_path):
         while not directory.last_step():
             assert here.poll() is None and time.monotonic() < deadline, here.communicate()
             time.sleep(0.05)
-        ip("-n", hosts[1], "link", "set", "eth0", "down")  # the cable, not the processes: nobody says goodbye
+        ip("-n", hosts[1], "link", "set", "eth0", "down")  # the cable, not the processes: no connection is closed
         cut = time.monotonic()
         _, errors = here.communicate(timeout=60)
         seconds = time.monotonic() - cut
         ip("-n", hosts[1], "link", "set", "eth0", "up")
     assert here.returncode == 3, errors
-    # Here both hosts' records can be read: where both are in the same call, it is the link.
+    # Here the records of both hosts can be read: both are in the same call, so the link is at fault.
     alone, both = (
         r"rank 0 had no answer from rank 1 in \S+ \(\w+ over axis (data|world)",
         r"nothing passes between them",

@@ -1,5 +1,5 @@
 """The operations of `meshwright.serving.device_operations` in plain torch, with the kernels' sections and steps: the
-reference of the Triton kernels, and what stands in for them on a CPU and on tensors without memory."""
+reference of the Triton kernels, and their substitute on a CPU and on tensors without memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def attend(qkv, cache, tiles, window, scratch):
     first_I, count_I, owner_I = tiles.numbers
     places_IP = first_I[:, None] + torch.arange(tiles.tokens, device=qkv.device)
     real_IP = torch.arange(tiles.tokens, device=qkv.device) < count_I[:, None]
-    owner_T = torch.zeros(tokens + 1, dtype=torch.int64, device=qkv.device)  # the last one takes what is no token
+    owner_T = torch.zeros(tokens + 1, dtype=torch.int64, device=qkv.device)  # the last entry is for padding
     owner_T[torch.where(real_IP, places_IP, tokens).long()] = owner_I[:, None].long().expand_as(places_IP)
     position_T1, tables_TB = tiles.positions[:tokens, None], tiles.tables[owner_T[:tokens]]
     q_TKGD = qkv[:, : heads * size].view(tokens, kv_heads, -1, size).float()

@@ -1,4 +1,4 @@
-"""An engine for tests of the HTTP server: says a given text, token by token, and notes what happens to its requests."""
+"""An engine for tests of the HTTP server: generates a given text, token by token, and records its requests."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def make_prompts(directory: Path, max_length: int = MAX_LENGTH) -> Prompts:
 
 
 def logprob(token: int) -> float:
-    """The log-probability that the engine tells of a token."""
+    """The log-probability that the engine reports for a token."""
     return -1.0 - token / 1000
 
 
 class FakeEngine:
-    """Implements `EngineClient`. Every choice says `text` and its end token, again and again if that ends nothing.
+    """Implements `EngineClient`. Every choice generates `text` and its end token, repeatedly if that does not end it.
 
     Attributes:
         step_seconds: Time of a token; None: none ever comes.

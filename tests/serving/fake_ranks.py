@@ -30,7 +30,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 def answer(request: Request) -> list[int]:
-    """All tokens that the engine answers to a request."""
+    """All tokens that the engine generates for a request."""
     tokens = list(request.tokens)
     for _ in range(request.sampling.max_tokens):
         tokens.append(next_token(tokens))
@@ -70,7 +70,7 @@ class FakeEngine:
         return outputs
 
     def misbehave(self, token: int) -> None:
-        """Do what a request wants, on the last rank of the replica, once."""
+        """Cause the fault that a request asks for, once, on the last rank of the replica."""
         marker = Path(self.plan.checkpoint, f"done-{token}")
         if token not in (KILL, HANG, KILL_ALWAYS) or self.mesh.rank < self.mesh.world_size - 1:
             return
@@ -122,7 +122,7 @@ def fail(plan: RankPlan, mesh: Mesh) -> FakeEngine:
 
 
 def build_once(plan: RankPlan, mesh: Mesh) -> FakeEngine:
-    """An engine that starts once."""
+    """An engine whose second start fails."""
     marker = Path(plan.checkpoint, "built")
     if marker.exists():
         os.kill(os.getpid(), signal.SIGKILL)

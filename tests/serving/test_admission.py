@@ -48,8 +48,8 @@ def build(available: int, claims: Sequence[Claim]) -> AdmissionState:
 
 
 def can_end_in_order(available: int, claims: Sequence[Claim]) -> bool:
-    """By simulation: each sequence, oldest first, takes a block in each table again and again until its end, gives one
-    back first where it may own no more, and at its end gives all back, while the younger ones stand still."""
+    """By simulation: each sequence, oldest first, repeatedly allocates a block in each table until its end; it first
+    releases one where it may own no more, and at its end releases all. Younger ones do not run."""
     for remaining, owned, room in claims:
         left = list(room)
         for _ in range(remaining):
@@ -75,7 +75,7 @@ TWO_TABLES = [
 def test_safe_states_allow_all_requests_to_finish_oldest_first(kinds: list[Claim], sizes: tuple[int, ...], most: int):
     counts = {True: 0, False: 0}
     for claims in itertools.chain.from_iterable(itertools.product(kinds, repeat=size) for size in sizes):
-        if len(kinds) > 9 and (zlib.crc32(repr(claims).encode()) % 4):  # a quarter of them
+        if len(kinds) > 9 and (zlib.crc32(repr(claims).encode()) % 10):  # a tenth of them
             continue
         for available in range(most):
             state = build(available, claims)
@@ -92,7 +92,7 @@ def test_safe_states_allow_all_requests_to_finish_oldest_first(kinds: list[Claim
     assert min(counts.values()) > 500
 
 
-def test_unsafe_states_of_any_order_of_ends_are_refused():
+def test_state_without_safe_order_is_unsafe():
     """A state without any order in which all can end is never safe: an explicit search over all orders."""
     for values in itertools.product(range(4), repeat=4):
         claims = [grow(*values[:2]), grow(*values[2:])]
@@ -132,7 +132,7 @@ def test_incremental_admission_state_equals_rebuilt_one(
         assert [joined.safe, joined.allowance(len(claims))] == [anew.safe, anew.allowance(len(claims))]
 
 
-def test_a_shared_block_counts_for_its_youngest_holder():
+def test_shared_block_counts_for_its_youngest_holder():
     # The oldest needs 2 more of 2 available; the second owns 3 of which the newcomer shares 2.
     state = AdmissionState(2, 1, [2, 2], [[3], [5]], [[1], [3]])
     assert state.safe
@@ -142,7 +142,7 @@ def test_a_shared_block_counts_for_its_youngest_holder():
     assert not state.admit(most=[6], remaining=4, cached=[1], shared={(1, 0): 2}).safe  # the oldest lacks a block
 
 
-def test_a_block_that_a_younger_sequence_shares_is_not_got_back_behind_a_window():
+def test_block_shared_by_younger_sequence_is_not_reclaimed_before_window():
     # Tables without a window and with one of at most 2 blocks; the oldest has 2 and 2 and grows by 3.
     state = AdmissionState(3, 2, [3], [[5, 2]], [[2, 2]])
     assert state.safe and state.allowance(0) == 1
@@ -152,8 +152,8 @@ def test_a_block_that_a_younger_sequence_shares_is_not_got_back_behind_a_window(
 
 
 def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[int, int, int]:
-    """Return steps, pauses and the most sequences that ran at once; `reserved`: only as many as can all
-    grow to their most at once (worst-case reservation)."""
+    """Return steps, pauses and the most sequences that ran concurrently; `reserved`: admit only as many as can all
+    grow to their most together (worst-case reservation)."""
     longest = max(-(-(request.longest - 1) // 16) for request in requests)
     scheduler = Scheduler(StepLimits(blocks, 64, blocks // longest if reserved else 16, 256))
     for request in requests:
@@ -171,7 +171,7 @@ def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[i
     return steps, scheduler.stats["pauses"], most
 
 
-def test_all_admitted_finish_sooner_than_with_worst_case_reservation():
+def test_admission_finishes_sooner_than_worst_case_reservation():
     numbers = random.Random(0)
     requests = [
         Request(str(n), tuple(numbers.choices(range(99), k=numbers.randint(1, 60))), Sampling(max_tokens=150))

@@ -62,7 +62,7 @@ def test_batched_prompt_is_answered_as_alone(model: mw.Model, options: dict[str,
     assert [answer.prompt for answer in together] == ["def f", "x" * 20, "hi"]
 
 
-def test_a_seed_fixes_the_text(model: mw.Model):
+def test_seed_determines_text(model: mw.Model):
     texts = [model.generate("x", max_tokens=20, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
@@ -84,14 +84,14 @@ def test_end_token_ends_text_and_is_excluded(copy: Path):
     assert model.generate("x", max_tokens=20, ignore_eos=True).tokens == before.tokens
 
 
-def test_an_end_at_once_is_an_empty_text(copy: Path):
+def test_immediate_end_token_gives_empty_text(copy: Path):
     model, _ = end_where(copy, 0)
     generation = model.generate("x", max_tokens=20)
     assert (generation.tokens, generation.text, generation.stopped) == ([], "", "end")
     assert generation.seconds_to_first_token > 0
 
 
-def test_generation_figures_match_run(model: mw.Model):
+def test_generation_reports_token_counts_and_times(model: mw.Model):
     generation = model.generate("xyz", max_tokens=10)
     assert generation.prompt_tokens == 4  # with the start token
     assert len(generation.tokens) == 10
@@ -100,7 +100,7 @@ def test_generation_figures_match_run(model: mw.Model):
     assert generation.tokens_per_second > 1
 
 
-def test_a_text_ends_with_the_models_positions(model: mw.Model):
+def test_text_ends_at_the_models_last_position(model: mw.Model):
     generation = model.generate("x" * 30, max_tokens=100)
     assert generation.prompt_tokens + len(generation.tokens) == 40
     assert generation.stopped == "context"
@@ -108,7 +108,7 @@ def test_a_text_ends_with_the_models_positions(model: mw.Model):
 
 def test_prompt_without_space_for_one_token_is_refused(model: mw.Model):
     assert len(model.generate("x" * 38).tokens) == 1
-    with pytest.raises(UserError, match="40 tokens with its start, and the model 40 positions"):
+    with pytest.raises(UserError, match="40 tokens with its start token, and the model 40 positions"):
         model.generate("x" * 39)
 
 
@@ -171,7 +171,7 @@ def test_stop_string_ends_generation_and_stream(model: mw.Model, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe", "word", "character", "wordpiece", "unigram"])
-def test_a_prompt_never_spells_a_special_token(copy: Path, name: str):
+def test_prompt_text_never_becomes_special_token(copy: Path, name: str):
     write_tokenizer(copy, name, 257, None, iter(["a b <|endoftext|> [UNK] <unk>"] * 9))
     model = mw.load(copy, device="cpu")
     end = Tokenizer.from_file(str(copy / "tokenizer.json")).token_to_id("<|endoftext|>")
@@ -190,7 +190,7 @@ def test_prompt_text_is_never_encoded_as_special_token(copy: Path):
 
 
 def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Path):
-    for prompt, options, said in (
+    for prompt, options, reason in (
         ("x", {"max_tokens": 0}, "max_tokens 0"),
         ("x", {"top_p": 2.0}, "top_p 2"),
         ("x", {"n": 0}, "n 0: should be 1 or more"),
@@ -205,7 +205,7 @@ def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Pa
         ([], {}, "the prompt is empty"),
         (None, {}, "prompt: takes a text or a list of token IDs, not NoneType"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=reason):
             model.generate([prompt], **options)  # type: ignore[list-item, arg-type]
     (copy / "generation_config.json").write_text("[")
     with pytest.raises(UserError, match="generation_config.json is not a JSON object"):
@@ -236,7 +236,7 @@ def test_chat_without_template_asks_for_plain_prompt(model: mw.Model):
         model.generate("Q", chat=True)
 
 
-def test_an_encoder_is_not_served(tmp_path: Path):
+def test_encoder_is_refused(tmp_path: Path):
     from meshwright.checkpoint.model_directory import save_huggingface
     from meshwright.model.encoder import Encoder
     from meshwright.model.initialise import initialise

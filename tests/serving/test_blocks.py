@@ -20,7 +20,7 @@ def test_chain_hash_covers_block_and_all_before_it():
     hashes = HashChain(tokens).hashes
     assert len(hashes) == 2 and len(set(hashes)) == 2
     assert HashChain(tokens[:32]).hashes == hashes
-    assert HashChain([99, *tokens[1:]]).hashes[1] != hashes[1]  # a block of equal tokens after others
+    assert HashChain([99, *tokens[1:]]).hashes[1] != hashes[1]  # a block of equal tokens with another prefix
     assert HashChain(tokens, "salt").hashes[0] != hashes[0]
     grown = HashChain()
     for end in range(41):
@@ -131,7 +131,7 @@ def test_free_cached_and_held_blocks_sum_to_pool(actions: list[tuple[str, int]])
             assert pool.owned[one, 0] == youngest.count(one)
 
 
-def test_a_lost_block_and_a_wrong_holder_are_noticed():
+def test_pool_check_detects_lost_block_and_wrong_holder():
     pool = BlockPool(3)
     block = pool.allocate(0)
     check_pool(pool, {0: [[block]]})

@@ -1,4 +1,4 @@
-"""Choices: text, token places and end reasons, however the engine's outputs are cut."""
+"""Choices: text, token offsets and finish reasons do not depend on how tokens are divided into outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
 def answer(
     prompts: Prompts, tokens: list[int], reason: FinishReason, stop: StopRule, cuts: set[int], echo: str | None = None
 ) -> tuple[Choice, Piece]:
-    """What a choice makes of the tokens, cut into outputs before the positions `cuts`."""
+    """The pieces of a choice for `tokens`, divided into outputs before the positions `cuts`."""
     choice = Choice(0, Request("r", (1, 2), Sampling()), prompts, stop, echo)
     results = [TokenResult(token) for token in tokens]
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)]

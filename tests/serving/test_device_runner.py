@@ -70,7 +70,7 @@ def answer(runner, budget: int) -> list[list[int]]:
 
 
 def run_prompts(engine: Engine) -> list[list[int]]:
-    """Greedy tokens of all prompts at once; 3 of the 4 decode together for a while, padded to 4."""
+    """Greedy tokens of all prompts in one batch; 3 of the 4 decode together for a while, padded to 4."""
     requests = [Request(str(n), tuple(each), Sampling(max_tokens=9 - 2 * n)) for n, each in enumerate(PROMPTS)]
     answers: list[list[int]] = [[] for _ in requests]
     for output in run_requests(engine, requests):
@@ -87,7 +87,7 @@ def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Calla
     assert len({token for each in expected for token in each}) > 3
 
 
-def test_padding_leaves_the_blocks_of_sequences_alone(directories: Callable[[str], Path]):
+def test_padding_does_not_touch_blocks_of_sequences(directories: Callable[[str], Path]):
     runner = make_runner(directories("llama-tiny"))
     runner.run(make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])]))
     keys = runner._cache[0][0][: LIMITS.blocks * 16].clone()
@@ -99,7 +99,7 @@ def test_padding_leaves_the_blocks_of_sequences_alone(directories: Callable[[str
 def test_graphs_are_captured_for_padded_sizes_and_replayed(
     directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """With stand-ins for CUDA's: a replay computes what was captured into the same tensor."""
+    """With substitutes for CUDA graphs: a replay writes the captured computation's result to the same tensor."""
     replays = list[int]()
 
     class Graph:
@@ -159,7 +159,7 @@ def check_memory(memory: dict[str, int], rank: RankLedger) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_predicted_memory_is_what_is_allocated(name: str, directories: Callable[[str], Path]):
+def test_predicted_memory_matches_allocation(name: str, directories: Callable[[str], Path]):
     memory, config = make_runner(directories(name)).memory(), small_config(name)
     check_memory(memory, device_ledger(config, Layout(), SIZES).stages[0])
     deep = 3 if len({config.layer_window(layer) for layer in range(3)}) == 1 else 1  # layers of a block
@@ -167,7 +167,9 @@ def test_predicted_memory_is_what_is_allocated(name: str, directories: Callable[
     assert memory["pinned"] == 64 * 257 * 4
 
 
-def test_what_a_gpu_cannot_serve_is_refused(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+def test_unsupported_configurations_on_gpu_are_refused(
+    directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
     mesh, directory = Mesh.single(device="cuda"), directories("llama-tiny")
     with pytest.raises(UserError, match="dtype float64: on a GPU serving takes float32, bfloat16, float16"):
         build_runner(RankPlan(str(directory), "dp1", "float64", LIMITS), mesh)
@@ -182,8 +184,8 @@ def test_what_a_gpu_cannot_serve_is_refused(directories: Callable[[str], Path], 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_step_runs_on_cuda_tensors_without_a_host_synchronisation(name: str, batch_invariant: bool):
-    """A tensor without memory has no values: what asks for one raises."""
+def test_step_on_cuda_tensors_has_no_host_synchronisation(name: str, batch_invariant: bool):
+    """A tensor without memory has no values: reading one raises an error."""
     config, device = small_config(name), torch.device("cuda", 0)
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing():
         runner = DeviceRunner(
@@ -198,7 +200,7 @@ def test_step_runs_on_cuda_tensors_without_a_host_synchronisation(name: str, bat
 
 
 class _Peak(TorchDispatchMode):
-    """Bytes of the tensors that operators have made and that are alive: now, and at most so far."""
+    """Bytes of live tensors that operators have created: now, and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +224,7 @@ class _Peak(TorchDispatchMode):
 
 
 class _Launches:
-    """The operations of `device_operations` by what they allocate: their results."""
+    """The operations of `device_operations`, reduced to the allocation of their results."""
 
     VERSION, Tiles = "nothing", device_reference.Tiles
     add_norm = staticmethod(lambda x, delta, weight, epsilon: torch.empty_like(x))
@@ -237,7 +239,7 @@ class _Launches:
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen2-moe-tiny"])
-def test_tensors_of_a_step_fit_what_is_predicted_for_them(name: str):
+def test_tensors_of_a_step_fit_predicted_slack(name: str):
     config = small_config(name, hidden=256, vocabulary=997) if name == "llama-tiny" else small_config(name)
     device, budget = torch.device("cuda", 0), 512
     limits = StepLimits(blocks=48, token_budget=budget, max_sequences=6, max_length=64, logit_rows=256)
@@ -254,7 +256,7 @@ def test_tensors_of_a_step_fit_what_is_predicted_for_them(name: str):
 
 
 class _NoTensors:
-    """The weights of a rank, without any tensor to read."""
+    """Weights of a rank without tensors."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.stage = config, whole_model(config)

@@ -1,4 +1,4 @@
-"""API keys are read from a file, one a line."""
+"""API keys are read from a file, one per line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def test_keys_are_the_lines_of_the_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"\n# none\n", "has no key"), (b"\xff", "byte 0 is not UTF-8"), (None, "cannot be read")]
+    ("content", "reason"), [(b"\n# none\n", "has no key"), (b"\xff", "byte 0 is not UTF-8"), (None, "cannot be read")]
 )
-def test_file_without_keys_is_one_line(tmp_path: Path, content: bytes | None, said: str):
+def test_file_without_keys_is_one_line(tmp_path: Path, content: bytes | None, reason: str):
     if content is not None:
         (tmp_path / "keys").write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=reason):
         read_api_keys(tmp_path / "keys")

@@ -51,7 +51,7 @@ def served(prompts: Prompts) -> Iterator[tuple[FakeEngine, str]]:
 
 @pytest.fixture
 def engine(served: tuple[FakeEngine, str], prompts: Prompts) -> Iterator[FakeEngine]:
-    """The engine, as it was, with nothing running before and after."""
+    """The engine in its initial state, idle before and after the test."""
     fresh = FakeEngine(prompts)
     vars(served[0]).update(vars(fresh))
     yield served[0]
@@ -84,7 +84,7 @@ def address(url: str) -> tuple[str, int]:
 
 
 def head(size: int) -> bytes:
-    """The head of a request with a body of so many bytes."""
+    """The head of a request with a body of `size` bytes."""
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {size}"]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -117,8 +117,8 @@ def test_openai_chat_equals_its_stream(client: openai.OpenAI):
     parts = list(client.chat.completions.create(model="m", messages=HELLO, logprobs=True, top_logprobs=2, stream=True))
     assert parts[0].choices[0].delta.role == "assistant"
     assert "".join(part.choices[0].delta.content or "" for part in parts) == "The quick brown fox"
-    told = [token for part in parts if part.choices[0].logprobs for token in part.choices[0].logprobs.content]
-    assert told == content
+    streamed = [token for part in parts if part.choices[0].logprobs for token in part.choices[0].logprobs.content]
+    assert streamed == content
 
 
 def test_several_prompts_and_choices_are_numbered_in_order(http: httpx.Client, engine: FakeEngine):
@@ -131,23 +131,23 @@ def test_several_prompts_and_choices_are_numbered_in_order(http: httpx.Client, e
     assert {request.sampling.seed for request in engine.requests} == {whole["seed"]}
     assert whole["usage"]["prompt_tokens"] == 5 and whole["usage"]["completion_tokens"] == 12
     assert all(choice["token_ids"] == engine.tokens[:3] for choice in whole["choices"])
-    told = events(http.post("/v1/completions", json={**body, "stream": True}))
+    streamed = events(http.post("/v1/completions", json={**body, "stream": True}))
     for choice in whole["choices"]:
-        mine = [event["choices"][0] for event in told if event["choices"][0]["index"] == choice["index"]]
+        mine = [event["choices"][0] for event in streamed if event["choices"][0]["index"] == choice["index"]]
         assert "".join(event["text"] for event in mine) == choice["text"]
         assert [token for event in mine for token in event["token_ids"]] == choice["token_ids"]
 
 
-def test_echo_scores_the_prompt_as_lm_eval_asks(http: httpx.Client):
+def test_echo_scores_prompt_for_lm_eval(http: httpx.Client):
     """The fields that lm-eval's local-completions sends and reads."""
     body = {"model": "m", "prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
     (choice,) = http.post("/v1/completions", json={**body, "echo": True}).json()["choices"]
-    told = choice["logprobs"]
-    assert told["token_logprobs"][0] is None and told["token_logprobs"][1:3] == [-1.006, -1.007]
-    assert len(told["tokens"]) == len(told["top_logprobs"]) == len(told["text_offset"]) == 4
-    assert all(token in top for token, top in zip(told["tokens"][1:], told["top_logprobs"][1:], strict=True))
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"][0] is None and logprobs["token_logprobs"][1:3] == [-1.006, -1.007]
+    assert len(logprobs["tokens"]) == len(logprobs["top_logprobs"]) == len(logprobs["text_offset"]) == 4
+    assert all(token in top for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True))
     none = http.post("/v1/completions", json={**body, "echo": True, "max_tokens": 0}).json()
-    assert none["choices"][0]["logprobs"]["token_logprobs"] == told["token_logprobs"][:3]
+    assert none["choices"][0]["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:3]
     assert none["usage"]["completion_tokens"] == 0
 
 
@@ -172,14 +172,14 @@ def test_options_reach_the_engine_and_null_is_the_default(http: httpx.Client, en
     assert http.post("/v1/completions", json={"prompt": "x", "n": None, "stop": None, "logit_bias": None}).is_success
     sampling = engine.requests[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.stop_tokens) == (1, 1, 16, prompts.ends)
-    told = {
+    options = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
         "frequency_penalty": 0.3, "seed": -7, "min_tokens": 2, "max_tokens": 9,
     }  # fmt: skip
     more = {"logit_bias": {"5": 1}, "stop_token_ids": [8], "ignore_eos": True, "priority": 3, "cache_salt": "s"}
-    answer = http.post("/v1/completions", json={"prompt": "x", "unknown": 1, "timeout": 50, **told, **more}).json()
+    answer = http.post("/v1/completions", json={"prompt": "x", "unknown": 1, "timeout": 50, **options, **more}).json()
     request = engine.requests[-1]
-    assert {name: getattr(request.sampling, name) for name in told} == told
+    assert {name: getattr(request.sampling, name) for name in options} == options
     assert request.sampling.logit_bias == {5: 1.0} and request.sampling.stop_tokens == {8}
     assert (request.priority, request.cache_salt, answer["seed"]) == (3, "s", -7)
     assert request.deadline is not None
@@ -190,7 +190,7 @@ def test_prompt_is_truncated_and_scored_as_vllm_does(http: httpx.Client, engine:
     (choice,) = http.post("/v1/completions", json=body).json()["choices"]
     assert engine.requests[-1].tokens == (6, 7, 8)
     none, *scored = choice["prompt_logprobs"]
-    assert none is None and [list(told) for told in scored] == [["7", "0"], ["8", "0"]]
+    assert none is None and [list(logprobs) for logprobs in scored] == [["7", "0"], ["8", "0"]]
     assert scored[0]["7"]["logprob"] == -1.007 and scored[0]["0"]["rank"] == 1
     assert len(choice["logprobs"]["tokens"]) == 1
     body = {**body, "return_tokens_as_token_ids": True, "echo": True, "truncate_prompt_tokens": -1}
@@ -204,9 +204,9 @@ def test_llama_cpp_stream_concatenates_to_its_completion(http: httpx.Client):
     assert (whole["content"], whole["stop_type"], whole["stopping_word"]) == ("The quick ", "word", "brown")
     assert whole["tokens_predicted"] == len(whole["tokens"]) == len(whole["completion_probabilities"])
     text = http.post("/completion", json={**body, "stream": True}).text
-    told = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
-    assert "".join(event["content"] for event in told) == whole["content"]
-    assert [event["stop"] for event in told] == [False] * (len(told) - 1) + [True]
+    streamed = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+    assert "".join(event["content"] for event in streamed) == whole["content"]
+    assert [event["stop"] for event in streamed] == [False] * (len(streamed) - 1) + [True]
 
 
 def test_tokens_and_text_convert_in_both_directions(http: httpx.Client, prompts: Prompts):
@@ -257,9 +257,9 @@ def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenA
     assert [model.id for model in client.models.list()] == ["m"]
     assert client.models.retrieve("m").id == "m"
     assert http.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
-    told = http.get("/props").json()
-    assert told["engine"] == {"layout": "dp1", "instruction_set": "none"}
-    assert told["default_generation_settings"]["n_ctx"] == prompts.max_length
+    properties = http.get("/props").json()
+    assert properties["engine"] == {"layout": "dp1", "instruction_set": "none"}
+    assert properties["default_generation_settings"]["n_ctx"] == prompts.max_length
 
 
 # --- refusals
@@ -357,10 +357,10 @@ def test_body_without_json_object_is_answered_with_400(http: httpx.Client, body:
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
-def test_foreign_tokens_and_unknown_models_are_refused(http: httpx.Client, client: openai.OpenAI):
-    for tokens, said in (([1, 10**6], "is not in the model's vocabulary"), ([-1], "[0] should be"), ([2**70], "[0]")):
+def test_invalid_tokens_and_unknown_models_are_refused(http: httpx.Client, client: openai.OpenAI):
+    for tokens, reason in (([1, 10**6], "is not in the model's vocabulary"), ([-1], "[0] should be"), ([2**70], "[0]")):
         answer = http.post("/v1/completions", json={"prompt": tokens})
-        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
     with pytest.raises(openai.NotFoundError, match="the model 'other' is not served here"):
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="the maximum length is 512 tokens") as caught:
@@ -369,14 +369,14 @@ def test_foreign_tokens_and_unknown_models_are_refused(http: httpx.Client, clien
 
 
 @pytest.mark.parametrize(("model", "name"), [(DetokenizeBody, "tokens"), (CompletionBody, "prompt")])
-def test_list_of_wrong_values_is_refused_at_the_first(model: type[Body], name: str):
-    """An error for each of some millions would take gigabytes."""
+def test_invalid_list_is_refused_at_first_wrong_value(model: type[Body], name: str):
+    """Errors for each of millions of values would take gigabytes."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate({name: [-1] * 1000})
     assert caught.value.error_count() <= 4  # one for each type that the field may have
 
 
-def test_unknown_paths_and_methods_have_the_shape_of_errors(http: httpx.Client):
+def test_unknown_path_or_method_returns_error_object(http: httpx.Client):
     for answer, status in ((http.get("/nope"), 404), (http.get("/v1/completions"), 405), (http.put("/health"), 405)):
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -406,7 +406,7 @@ def test_cross_origin_pages_are_refused(http: httpx.Client):
         assert answer.headers.get("access-control-allow-origin") == allowed
 
 
-def test_full_queue_is_429_with_the_time_to_wait(client: openai.OpenAI, http: httpx.Client, engine: FakeEngine):
+def test_full_queue_returns_429_with_retry_after(client: openai.OpenAI, http: httpx.Client, engine: FakeEngine):
     engine.refusal = Refusal("tokens", 2.34)
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model="m", prompt="x", stream=True)
@@ -417,7 +417,7 @@ def test_full_queue_is_429_with_the_time_to_wait(client: openai.OpenAI, http: ht
     assert engine.requests == []
 
 
-def test_refused_request_is_known_again_by_key_path_and_body(http: httpx.Client, engine: FakeEngine):
+def test_retry_is_recognised_by_key_path_and_body(http: httpx.Client, engine: FakeEngine):
     engine.refusal = Refusal("requests", 1.0)
     body = {"prompt": "x" * 36}
     for path, change, headers in (
@@ -464,7 +464,7 @@ def test_body_beyond_its_limits_is_refused(http: httpx.Client, served: tuple[Fak
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("step_seconds", [0.01, None])
-def test_client_that_leaves_ends_its_requests(
+def test_client_disconnect_cancels_its_requests(
     served: tuple[FakeEngine, str], engine: FakeEngine, stream: bool, step_seconds: float | None
 ):
     engine.step_seconds = step_seconds
@@ -554,14 +554,14 @@ def test_timeout_is_an_error_at_the_deadline(
     assert not engine.running
 
 
-def test_many_streams_at_once_each_get_their_own_text(http: httpx.Client, engine: FakeEngine):
+def test_concurrent_streams_get_their_own_text(http: httpx.Client, engine: FakeEngine):
     engine.step_seconds = 0.001
     texts: dict[int, str] = {}
 
     def read(number: int) -> None:
         body = {"prompt": "x", "max_tokens": 1 + number, "stream": True, "return_token_ids": True}
-        told = events(http.post("/v1/completions", json=body))
-        texts[number] = "".join(event["choices"][0]["text"] for event in told)
+        streamed = events(http.post("/v1/completions", json=body))
+        texts[number] = "".join(event["choices"][0]["text"] for event in streamed)
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(12)]
     for thread in threads:

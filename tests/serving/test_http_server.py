@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from meshwright.errors import UserError
+from meshwright.launcher.signals import StopSignals
 from meshwright.serving import gate, http_server
 from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
@@ -31,6 +32,7 @@ from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
+from meshwright.launcher.signals import StopSignals
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket, serve_http
@@ -41,7 +43,9 @@ engine = FakeEngine(prompts)
 engine.step_seconds = 0.02
 listener = open_socket("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-print(*asyncio.run(serve_http(HttpApp(engine, prompts, HttpSettings("m")), listener, engine)), len(engine.running))
+with StopSignals() as signals:
+    unfinished = asyncio.run(serve_http(HttpApp(engine, prompts, HttpSettings("m")), listener, engine, signals))
+print(*signals.received, unfinished, len(engine.running))
 """
 
 
@@ -69,13 +73,13 @@ def address(served: ServedApp) -> tuple[str, int]:
 
 
 def post(body: bytes, size: int | None = None, *headers: str) -> bytes:
-    """A request for text; `size`: what its header says of the body, if that is not yet whole."""
+    """A request for text; `size`: its Content-Length, if not that of `body`."""
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body) if size is None else size}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Everything until the connection ends, however it ends."""
+    """All data until the connection is closed or reset."""
     received = b""
     connection.settimeout(60)
     try:
@@ -115,15 +119,13 @@ def test_header_timeout_ends_connection(address: tuple[str, int], sent: bytes):
         assert read_all(connection) == b""
 
 
-def test_headers_beyond_their_limit_end_the_connection(address: tuple[str, int]):
+def test_oversized_headers_close_connection(address: tuple[str, int]):
     with socket.create_connection(address) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n" + b"".join(b"x-%d: %s\r\n" % (n, b"y" * 90) for n in range(99)))
         assert read_all(connection) == b""
 
 
-def test_unfinished_header_beyond_the_limit_ends_the_connection(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_oversized_unfinished_header_closes_connection(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "HEADER_SECONDS", 60)
     with socket.create_connection(address) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * 1000)
@@ -132,7 +134,7 @@ def test_unfinished_header_beyond_the_limit_ends_the_connection(
         assert read_all(connection) == b""
 
 
-def test_client_that_reads_nothing_is_dropped(served: ServedApp, monkeypatch: pytest.MonkeyPatch):
+def test_client_that_does_not_read_is_disconnected(served: ServedApp, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "KEEP_ALIVE_SECONDS", 0.3)
     body = json.dumps({"tokens": [299] * 1_000_000}).encode()  # more text than the buffers of the sockets hold
     with socket.socket() as connection:
@@ -144,7 +146,7 @@ def test_client_that_reads_nothing_is_dropped(served: ServedApp, monkeypatch: py
     assert received.startswith(b"HTTP/1.1 200") and not received.endswith(b'"}')
 
 
-def test_refused_connection_that_sends_nothing_is_closed_soon(
+def test_silent_refused_connection_is_closed_soon(
     address: tuple[str, int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(http_server, "REFUSED_SECONDS", 0.1)
@@ -162,16 +164,14 @@ def test_refused_connection_that_sends_nothing_is_closed_soon(
 
 
 def test_idle_connection_survives_header_timeout(address: tuple[str, int]):
-    """The time for headers does not count between requests, where the longer keep-alive time holds."""
+    """Between requests the longer keep-alive time applies instead of the time for headers."""
     with httpx.Client(base_url=f"http://{address[0]}:{address[1]}") as client:
         first = client.get("/health").extensions["network_stream"]
         time.sleep(0.8)
         assert client.get("/health").extensions["network_stream"] is first
 
 
-def test_connections_beyond_the_limit_get_a_429_and_those_within_it_are_served(
-    address: tuple[str, int], engine: FakeEngine
-):
+def test_connections_beyond_limit_get_429_and_others_are_served(address: tuple[str, int], engine: FakeEngine):
     engine.step_seconds, body = None, b'{"prompt": "x", "max_tokens": 5}'
     with ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(address)) for _ in range(LIMIT)]
@@ -193,10 +193,8 @@ def test_connections_beyond_the_limit_get_a_429_and_those_within_it_are_served(
         assert 'reason="connections"} 3.0' in client.get("/metrics").text
 
 
-def test_connections_beyond_twice_the_limit_wait_until_they_are_answered(
-    served: ServedApp, monkeypatch: pytest.MonkeyPatch
-):
-    """None of them is reset, though most come while the server accepts none."""
+def test_connections_beyond_twice_the_limit_wait_for_an_answer(served: ServedApp, monkeypatch: pytest.MonkeyPatch):
+    """None of them is reset, though most arrive while the server accepts none."""
     monkeypatch.setattr(http_server, "CROWDED_SECONDS", 60)
     request = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     with ExitStack() as stack:
@@ -213,7 +211,7 @@ def test_connections_beyond_twice_the_limit_wait_until_they_are_answered(
     assert set(answers) <= {200, 429} and answers.count(200) >= LIMIT
 
 
-def test_probe_is_answered_while_others_hold_twice_as_many_connections_as_the_limit(
+def test_health_check_is_answered_at_twice_the_connection_limit(
     address: tuple[str, int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("REFUSED_SECONDS", "HEADER_SECONDS"):
@@ -228,16 +226,14 @@ def test_probe_is_answered_while_others_hold_twice_as_many_connections_as_the_li
         assert len(engine.running) == LIMIT
 
 
-def test_request_before_the_last_response_ends_the_connection_with_that_response(
-    address: tuple[str, int], engine: FakeEngine
-):
+def test_pipelined_request_closes_connection_after_response(address: tuple[str, int], engine: FakeEngine):
     body = b'{"prompt": "x", "max_tokens": 3}'
     with socket.create_connection(address) as connection:
         connection.sendall(3 * post(body))
         assert read_all(connection).count(b"HTTP/1.1 200") == 1 == len(engine.requests)
 
 
-def test_client_that_leaves_after_a_second_request_ends_the_first(address: tuple[str, int], engine: FakeEngine):
+def test_disconnect_after_pipelined_request_cancels_first(address: tuple[str, int], engine: FakeEngine):
     engine.step_seconds = None
     with socket.create_connection(address) as connection:
         connection.sendall(post(b'{"prompt": "x"}'))
@@ -248,19 +244,17 @@ def test_client_that_leaves_after_a_second_request_ends_the_first(address: tuple
     assert len(engine.requests) == 1
 
 
-def test_body_after_a_request_for_another_protocol_is_no_request(address: tuple[str, int]):
-    """The HTTP parser hands over all that follows such headers; Java's client asks for h2c with each first request."""
+def test_body_after_upgrade_request_is_not_parsed_as_request(address: tuple[str, int]):
+    """The HTTP parser passes on all data after such headers; Java's client requests h2c with each first request."""
     with socket.create_connection(address) as connection:
         connection.sendall(post(b"", 40, "Connection: Upgrade\r\nUpgrade: h2c"))
         time.sleep(0.05)
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = read_all(connection)
-    assert answer.count(b"HTTP/1.1") == 2 and answer.startswith(b"HTTP/1.1 400") and b"no header Upgrade" in answer
+    assert answer.count(b"HTTP/1.1") == 2 and answer.startswith(b"HTTP/1.1 400") and b"Upgrade header" in answer
 
 
-def test_early_response_closes_the_connection_of_a_client_that_waits_to_send_its_body(
-    address: tuple[str, int], engine: FakeEngine
-):
+def test_early_response_to_expect_continue_closes_connection(address: tuple[str, int], engine: FakeEngine):
     engine.refusal, body = Refusal("requests", 2.5), b'{"prompt": "x"}'
     with socket.create_connection(address) as connection:
         connection.sendall(post(b"", 1 << 20, "Expect: 100-continue"))
@@ -284,7 +278,7 @@ def test_low_limit_on_open_files_is_reported(monkeypatch: pytest.MonkeyPatch):
     assert len(lines) == 1 and "open files (ulimit -n) of 1000" in lines[0]
 
 
-def test_second_signal_ends_unfinished_requests_at_once(engine: FakeEngine):
+def test_second_signal_ends_unfinished_requests_immediately(engine: FakeEngine):
     engine.step_seconds = None
     listener = open_socket("127.0.0.1", 0)
     times: list[float] = []
@@ -299,17 +293,17 @@ def test_second_signal_ends_unfinished_requests_at_once(engine: FakeEngine):
                 time.sleep(pause)
             assert read_all(connection) == b""
 
-    with http_server.restored_signals():
+    with StopSignals() as signals:
         thread = threading.Thread(target=interrupt)
         thread.start()
         app = HttpApp(engine, engine.prompts, HttpSettings("m"))
-        found = asyncio.run(http_server.serve_http(app, listener, engine))
+        unfinished = asyncio.run(http_server.serve_http(app, listener, engine, signals))
         thread.join()
-    assert found == (signal.SIGTERM, 1) and not engine.running
+    assert unfinished == 1 and len(signals.received) == 2 and not engine.running
     assert time.monotonic() - times[1] < 30
 
 
-def test_full_queue_refuses_a_request_before_a_large_body_and_keeps_the_connection(
+def test_full_queue_refuses_large_body_unread_and_keeps_connection(
     address: tuple[str, int], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gate, "LINE_BYTES", 10)
@@ -329,7 +323,7 @@ def test_full_queue_refuses_a_request_before_a_large_body_and_keeps_the_connecti
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_answer_arrives_though_the_client_still_sends(address: tuple[str, int], engine: FakeEngine, broken: bool):
+def test_response_arrives_while_client_still_sends(address: tuple[str, int], engine: FakeEngine, broken: bool):
     """The connection is closed after the answer, but not reset: a reset would discard what the client has not read."""
     engine.refusal, large = Refusal("requests", 2.5), b"x" * (8 << 20)
     with socket.create_connection(address) as connection:
@@ -356,8 +350,8 @@ def test_sigterm_finishes_requests_in_flight_and_refuses_new_ones(tmp_path: Path
                 thread = threading.Thread(target=lambda: refused.append(httpx.post(url, json=body)))
                 thread.start()
     thread.join()
-    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert told[-1]["choices"][0]["finish_reason"] == "length" and "data: [DONE]" in lines
+    streamed = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert streamed[-1]["choices"][0]["finish_reason"] == "length" and "data: [DONE]" in lines
     assert refused[0].status_code == 503 and refused[0].json()["error"]["code"] == "draining"
     assert process.stdout.read().split() == [str(int(signal.SIGTERM)), "0", "0"]
     process.stdout.close()

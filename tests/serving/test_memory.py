@@ -1,4 +1,4 @@
-"""`--memory`, and the KV blocks that it gives."""
+"""`--memory`, and the number of KV blocks that it allows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_kv_pool_has_default_bound_and_fills_given_memory():
     assert tiny.blocks == 2 * 4 * 4  # twice what four sequences hold
 
 
-def test_memory_of_gpus_is_bounded_by_theirs_alone():
+def test_memory_on_gpus_is_bounded_by_gpu_memory_only():
     config, host = preset("llama-3.2-1b"), HostMemory(80 * GIB, 78 * GIB, GPU)
     ledger = plan_memory(config, Layout(), "bfloat16", "0.9", 4096, hosts=[host])
     assert ledger.total <= 72 * GIB < ledger.total + ledger.kv_block or ledger.blocks == 2 * 64 * 256

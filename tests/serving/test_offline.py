@@ -1,4 +1,4 @@
-"""Engines on several ranks answer as one process does, and each request as if it were alone."""
+"""Engines on several ranks give the answers of one process, and each request its answer in isolation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline ranks against one engine: the same answers, whatever the order in which batches pass the stages."""
+"""Pipeline ranks give the answers of a single engine for any order of batches in the stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCABULARY = 499
 
 
 class FakeRunner:
-    """A stage that passes on a function of tokens and positions, and checks that it gets that of its batch."""
+    """A stage that outputs a function of tokens and positions, and checks that its input is that of its batch."""
 
     instruction_set, version = "none", "fake"
 
@@ -97,7 +97,7 @@ def run_rank(layout: str, seeds: list[int]) -> list[dict[str, tuple[list[int], s
 @pytest.mark.parametrize(("layout", "ranks"), [("pp2", "two"), ("pp4", "four"), ("tp2:nosp pp2", "four")])
 def test_pipeline_answers_like_one_engine(request: pytest.FixtureRequest, layout: str, ranks: str):
     pool: LocalRanks = request.getfixturevalue(ranks)
-    seeds = [1, 2, 3]
+    seeds = [1, 2]
     expected = [run_engine(Engine(FakeRunner(0, 1), make_scheduler(1)), seed) for seed in seeds]  # type: ignore
     assert all(len(answers) > 15 for answers in expected)
     assert pool.run(run_rank, layout, seeds) == [expected] * pool.world_size

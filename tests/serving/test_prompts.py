@@ -1,4 +1,4 @@
-"""Prompts: what becomes tokens, what is refused, and the bytes of a token."""
+"""Prompts: encoding, refused prompts, and the bytes of a token."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_token_bytes_concatenate_to_text_bytes(prompts: Prompts, sentencepiece: 
         assert b"".join(map(one.token_bytes, tokens)) == text.encode()
 
 
-def test_token_text_shows_bytes_that_are_no_character(prompts: Prompts, sentencepiece: Prompts):
+def test_token_text_shows_bytes_of_incomplete_characters(prompts: Prompts, sentencepiece: Prompts):
     for one in (prompts, sentencepiece):
         shown = [one.token_text(token) for token in one.encode("日", add_start=False)]
         assert shown[-1] in ("日", "bytes:\\xa5") or shown[-1].startswith("bytes:")

@@ -21,8 +21,8 @@ def test_rank_without_the_chosen_instruction_set_is_refused_by_name(monkeypatch:
         pipeline_engine.build_engine(plan, Mesh.single(device="cpu"))
 
 
-def test_ranks_that_others_start_compute_on_the_devices_they_agree_on(monkeypatch: pytest.MonkeyPatch):
-    """torchrun may not say the local rank, or show each rank a GPU of its own."""
+def test_externally_started_ranks_compute_on_agreed_devices(monkeypatch: pytest.MonkeyPatch):
+    """torchrun may leave the local rank unknown, or make one GPU visible to each rank."""
     taken = list[str]()
 
     class Stop(Exception): ...

@@ -1,4 +1,4 @@
-"""Replicas: requests reach ranks, lost ranks are started again, and answers continue token for token."""
+"""Replicas: requests reach ranks, lost ranks are restarted, and answers continue token for token."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def shared(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    """A server of two places whose queue takes 3 requests with 40 tokens, for tests that leave it as they find it."""
+    """A server of 2 sequences with a queue of 3 requests and 40 tokens, for tests that leave its state unchanged."""
     limits = QueueLimits(requests=3, tokens=40)
     server = running(tmp_path_factory.mktemp("shared"), "tp2", max_sequences=2, limits=limits)
     yield loop.run(server.__aenter__())
@@ -136,7 +136,7 @@ def test_ranks_can_be_reached_over_tcp(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layout", ["", "tp2"])
-def test_killed_rank_is_started_again_and_running_answers_continue(tmp_path: Path, layout: str):
+def test_killed_rank_is_restarted_and_running_answers_continue(tmp_path: Path, layout: str):
     """The request that ends a rank, others that run, and some that arrive meanwhile."""
 
     async def run() -> float:
@@ -238,7 +238,7 @@ def test_answers_survive_any_number_of_lost_ranks(tmp_path: Path):
     asyncio.run(run())
 
 
-def test_server_gives_up_after_losses_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_server_ends_after_consecutive_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def run() -> None:
         monkeypatch.setattr(replicas_module, "FIRST_DELAY", 0.01)
         async with running(tmp_path, engine="build_once") as replicas:
@@ -263,7 +263,7 @@ def test_server_gives_up_after_losses_in_a_row(tmp_path: Path, monkeypatch: pyte
         ("build_unlike", "dp2", UserError, "computes with none .* same kind of processor"),
     ],
 )
-def test_ranks_that_cannot_start_are_an_error(
+def test_ranks_that_cannot_start_raise_their_error(
     tmp_path: Path, engine: str, layout: str, error: type[MeshwrightError], reason: str
 ):
     async def run() -> None:
@@ -325,7 +325,7 @@ def test_queue_refuses_requests_beyond_its_limits(loop: asyncio.Runner, shared: 
 
 
 def test_replica_with_the_longest_cached_prefix_is_chosen(tmp_path: Path):
-    """The first of two idle replicas is chosen, but for prompts of which the other one has the beginning."""
+    """The first of two idle replicas is chosen, except for prompts whose prefix the other one has cached."""
 
     async def run() -> None:
         async with running(tmp_path, "dp2") as replicas:

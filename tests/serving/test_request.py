@@ -1,4 +1,4 @@
-"""Requests and outputs: checks, and JSON forms that lose nothing."""
+"""Requests and outputs: checks, and lossless JSON forms."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def through_json(document: dict) -> dict:
     reason=st.sampled_from([None, "stop", "length", "cancelled"]),
     prompt=st.none() | st.lists(st.none() | RESULTS, max_size=3),
 )
-def test_an_output_survives_json(results: list, reason: str | None, prompt: list | None):
+def test_output_round_trips_through_json(results: list, reason: str | None, prompt: list | None):
     output = Output("a", results, reason, 32, prompt)  # type: ignore[arg-type]
     assert Output.from_json(through_json(output.to_json())) == output
 
 
-def test_a_request_survives_json():
+def test_request_round_trips_through_json():
     sampling = Sampling(
         temperature=0.1 + 0.2, top_k=5, logit_bias={7: -1.5, 3: 2.0}, stop_tokens=frozenset([9, 2]), seed=-(2**63),
         logprobs=0, prompt_logprobs=2,
@@ -53,12 +53,12 @@ def test_a_request_survives_json():
         ({"tokens": (3,), "replayed": (1,) * 256}, "replayed: 256 tokens should be fewer than max_tokens 256"),
     ],
 )
-def test_an_impossible_request_is_refused(fields: dict, message: str):
+def test_invalid_request_is_refused(fields: dict, message: str):
     with pytest.raises(UserError, match=message):
         Request("a", **fields)
 
 
-def test_a_request_beyond_the_model_is_refused():
+def test_request_beyond_model_limits_is_refused():
     request = Request("a", (1, 49), Sampling(max_tokens=8))
     request.check(50, 10)
     with pytest.raises(UserError, match="token ID 49 should be less than 49"):

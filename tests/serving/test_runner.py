@@ -1,5 +1,5 @@
-"""Runners: each decoder family computes what transformers and training's forward compute, and every token the same bits
-whatever is computed with it."""
+"""Runners: each decoder family matches transformers and training's forward, and a token's bits do not depend on the
+batch."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def test_greedy_tokens_match_transformers(name: str, build: Build, directories: 
     assert len({token for answer in expected for token in answer}) > 3
 
 
-def test_plain_torch_computes_where_it_is_named(directories: Callable[[str], Path]):
-    """The front of a server without a compiler names it, so that no rank takes kernels of its own."""
+def test_plain_torch_runs_where_the_plan_names_it(directories: Callable[[str], Path]):
+    """A server without a compiler names it in the plan, so that no rank uses its own kernels."""
     runner = build_runner(
         RankPlan(str(directories("llama-tiny")), "dp1", "float32", LIMITS, instruction_set=PLAIN_TORCH), Mesh.single()
     )
@@ -136,8 +136,8 @@ def test_logit_bits_depend_only_on_own_sequence(
     assert np.isfinite(whole).all()
     for pieces, table in (([1] * 18 + [35], [2, 4, 6, 8]), ([7, 1, 13, 17, 15], [30, 11, 7, 5])):
         assert np.array_equal(read_in_pieces(runner, tokens, pieces, table, tables), whole)
-    beside = [Chunk(tokens[:10], 0, [40]), Chunk(tokens[15:32], 15, [30, 11, 7, 5]), Chunk([5], 0, [41])]
-    assert np.array_equal(runner.run(make_batch(beside, tables=tables))[10:27], whole[15:32])
+    mixed = [Chunk(tokens[:10], 0, [40]), Chunk(tokens[15:32], 15, [30, 11, 7, 5]), Chunk([5], 0, [41])]
+    assert np.array_equal(runner.run(make_batch(mixed, tables=tables))[10:27], whole[15:32])
     assert np.array_equal(other.run(make_batch([Chunk(tokens, 0)], tables=tables)), whole)
 
 

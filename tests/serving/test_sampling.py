@@ -105,7 +105,7 @@ def test_draws_are_uniform_functions_of_seed_and_position():
     assert draw_uniform(0, 1, 2) == draws[0, 1, 2]
 
 
-def test_equal_logits_go_to_the_lower_token_id():
+def test_equal_logits_choose_lower_token_id():
     logits = np.array([1, 5, 5, 0, 5], np.float32)
     assert sample(logits, Sampling(logprobs=3)).token == 1
     assert [token for token, _ in sample(logits, Sampling(logprobs=4)).top] == [1, 2, 4, 0]
@@ -113,7 +113,7 @@ def test_equal_logits_go_to_the_lower_token_id():
     assert sample(logits, Sampling(logit_bias={2: 0.5, 4: 0.5})).token == 2
 
 
-def test_a_tiny_temperature_is_greedy():
+def test_tiny_temperature_is_greedy():
     assert sample(LOGITS, Sampling(temperature=1e-300)).token == int(LOGITS.argmax())
     found = {sample(LOGITS, Sampling(temperature=2e-5), position=p).token for p in range(50)}
     assert found == {int(LOGITS.argmax())}
@@ -150,7 +150,7 @@ def test_sampled_row_is_independent_of_batch_and_alignment():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 2}, {"logprobs": 1}])
-def test_logits_that_are_not_finite_are_reported(value: float, options: dict):
+def test_non_finite_logits_raise_error(value: float, options: dict):
     logits = LOGITS.copy()
     logits[77] = value
     with pytest.raises(InvalidLogits, match=f"the model computed {value} as a logit"):
@@ -169,7 +169,7 @@ def test_impossible_tokens_are_never_drawn():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.lists(st.integers(0, 9), max_size=30))
-def test_counts_grow_token_by_token(prompt: list[int], answer: list[int]):
+def test_incremental_token_counts_equal_recounted_ones(prompt: list[int], answer: list[int]):
     sampling = Sampling(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.2, max_tokens=9)
     grown = TokenCounts(prompt)
     for token in answer:
@@ -206,12 +206,12 @@ def _fields(sampling: Sampling) -> dict:
         ({"prompt_logprobs": -1}, "prompt_logprobs -1"),
     ],
 )
-def test_an_impossible_option_is_named(options: dict, message: str):
+def test_invalid_option_is_named(options: dict, message: str):
     with pytest.raises(UserError, match=message):
         Sampling(**options)
 
 
-def test_a_token_outside_the_vocabulary_is_named():
+def test_token_outside_vocabulary_is_named():
     with pytest.raises(UserError, match="logit_bias: token ID 500 should be less than 500"):
         Sampling(logit_bias={3: 1.0, 500: 1.0}).check_vocabulary(500)
     with pytest.raises(UserError, match="stop_tokens: token ID 501"):

@@ -69,7 +69,7 @@ class Answer:
 
 
 def answer_alone(request: Request, windows: Windows = (None,)) -> Answer:
-    """The answer without any window in the scheduler: no block is given back before the end."""
+    """The answer without a window in the scheduler, where no block is released before the end."""
     blocks = 40 * len(windows)
     scheduler = Scheduler(StepLimits(blocks, 1000, max_sequences=1, max_length=640), [None] * len(windows))
     runner, answer = HashRunner(blocks, windows), Answer()
@@ -230,10 +230,10 @@ def test_prompts_and_answers_are_found_in_the_prefix_cache():
     scheduler.add(drawn)
     assert finish(scheduler, runner)["drawn"] == answer_alone(drawn)
     for other in (Request("salted", text, Sampling(max_tokens=1), cache_salt="x"), Request("else", prompt(64, 1))):
-        before = scheduler.stats["prefix_hit_tokens"]
+        before = scheduler.stats["prefix_hits"]
         scheduler.add(other)
         finish(scheduler, runner)
-        assert scheduler.stats["prefix_hit_tokens"] == before
+        assert scheduler.stats["prefix_hits"] == before
 
 
 def test_lower_priority_numbers_are_admitted_first_then_earlier_arrivals():
@@ -262,7 +262,7 @@ def test_cancelled_request_frees_blocks_by_next_step():
         scheduler.add(Request(name, prompt(40, ord(name)), Sampling(max_tokens=20)))
     scheduler.add(Request("c", prompt(300), Sampling(max_tokens=20)))
     step(scheduler, runner)
-    assert scheduler.cancel("a").finish_reason == "cancelled"  # between steps: at once
+    assert scheduler.cancel("a").finish_reason == "cancelled"  # between steps: immediately
     check_scheduler(scheduler)
     assert [scheduler.cancel(name) for name in ("a", "unknown")] == [None, None]
     batch = scheduler.schedule()
@@ -276,7 +276,7 @@ def test_cancelled_request_frees_blocks_by_next_step():
     assert scheduler.idle and scheduler.stats["held"] == 0
 
 
-def test_a_cancelled_waiting_request_is_never_run():
+def test_cancelled_waiting_request_never_runs():
     scheduler, runner = make(max_sequences=1)
     for name in "abc":
         scheduler.add(Request(name, prompt(5), Sampling(max_tokens=3)))
@@ -288,7 +288,7 @@ def test_a_cancelled_waiting_request_is_never_run():
 
 
 @pytest.mark.parametrize(("windows", "most"), [((20,), 4), ((None, 20), 19 + 4), ((20, None, 20), 4 + 19 + 4)])
-def test_blocks_behind_the_window_are_freed(windows: Windows, most: int):
+def test_blocks_before_the_window_are_freed(windows: Windows, most: int):
     scheduler, runner = make(blocks=most, windows=windows, token_budget=16)
     request = Request("a", prompt(100), Sampling(max_tokens=200))  # 19 blocks in a table without a window
     scheduler.add(request)
@@ -305,9 +305,9 @@ def test_blocks_behind_the_window_are_freed(windows: Windows, most: int):
         scheduler.add(request)
 
 
-def test_a_mixed_model_runs_more_sequences_in_a_pool_than_without_its_window():
+def test_window_in_some_layers_lets_more_sequences_run():
     """Two tables take twice the blocks of half the size: 80 of them hold three sequences of 200 tokens, where each of
-    26 blocks leaves room for no more."""
+    26 blocks fit no further one."""
     most = {}
     for windows in ((None, None), (None, 20)):
         scheduler, runner = make(blocks=80, windows=windows)
@@ -322,7 +322,7 @@ def test_a_mixed_model_runs_more_sequences_in_a_pool_than_without_its_window():
 
 
 @pytest.mark.parametrize("windows", [(20,), (20, None)])
-def test_a_prefix_behind_the_window_may_be_evicted_one_inside_it_not(windows: Windows):
+def test_only_blocks_before_the_window_may_be_missing_from_cached_prefix(windows: Windows):
     scheduler, runner = make(blocks=40, windows=windows)
     first = Request("first", prompt(100), Sampling(max_tokens=1))
     scheduler.add(first)
@@ -330,17 +330,17 @@ def test_a_prefix_behind_the_window_may_be_evicted_one_inside_it_not(windows: Wi
     hashes = HashChain(first.tokens).hashes
     for table, block, hit in ((0, 0, 96), (0, 5, 80), (len(windows) - 1, 0, 80 * (len(windows) == 1))):
         evict(scheduler.pool, table, hashes[block])
-        before = scheduler.stats["prefix_hit_tokens"]
+        before = scheduler.stats["prefix_hits"]
         again = replace(first, id=f"{table} {block}", tokens=(*first.tokens[:96], block, 1))
         assert scheduler.pool.find(hashes, windows)[0] * BLOCK_TOKENS == hit
         scheduler.add(again)
         assert finish(scheduler, runner)[again.id] == answer_alone(again, windows)
-        assert scheduler.stats["prefix_hit_tokens"] - before == hit
+        assert scheduler.stats["prefix_hits"] - before == hit
         evict(scheduler.pool, table, hashes[block])
 
 
 def evict(pool: BlockPool, table: int, content: bytes) -> None:
-    """Take a cached block's content away."""
+    """Evict the content of a cached block."""
     if (block := pool._block_of.pop((table, content), None)) is not None:
         pool._hashes[block] = None
         del pool._cached[block]
@@ -362,7 +362,7 @@ def test_logits_rows_are_bounded_and_cover_every_prompt_token():
     assert [result.token for result in answers["a"].prompt[1:]] == list(prompt(40)[1:])
 
 
-def test_pipeline_groups_are_filled_evenly_and_kept_apart():
+def test_pipeline_groups_are_balanced_and_separate():
     scheduler, runner = make(groups=3, max_sequences=6)
     for name in "abcdef":
         scheduler.add(Request(name, prompt(4), Sampling(max_tokens=20)))
@@ -377,7 +377,7 @@ def test_pipeline_groups_are_filled_evenly_and_kept_apart():
         scheduler.schedule(0)
 
 
-def test_a_request_that_can_never_run_is_refused():
+def test_request_that_can_never_run_is_refused():
     scheduler, _ = make(blocks=10)
     scheduler.add(Request("a", prompt(100), Sampling(max_tokens=61)))
     for request, message in (
@@ -397,7 +397,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
     for request in (*wanted, other):
         scheduler.add(request)
     answers = finish(scheduler, runner)
-    assert scheduler.stats["prefix_hit_tokens"] == 2 * 48 + 16
+    assert scheduler.stats["prefix_hits"] == 2 * 48 + 16
     assert all(answers[request.id] == answer_alone(request) for request in (*wanted, other))
 
 

@@ -1,4 +1,4 @@
-"""`meshwright serve` as its users see it: a server of real ranks, and the errors before one starts."""
+"""`meshwright serve` end to end: a server of real ranks, and errors before one starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ import pytest
 from meshwright.errors import Terminated
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.serving import serve as serve_module
-from meshwright.serving.http_server import restored_signals
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
 DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True, "logprobs": 1}
@@ -207,14 +206,11 @@ def test_what_the_start_warns_of(
 
 
 @pytest.mark.parametrize(
-    ("unfinished", "said"), [(0, "were finished"), (2, "^terminated: 2 requests in flight were ended")]
+    ("unfinished", "message"), [(0, "were finished"), (2, "^terminated: 2 requests in flight were ended")]
 )
-def test_end_is_reported_as_it_was(unfinished: int, said: str):
-    async def serve() -> tuple[int, int]:
-        return signal.SIGTERM, unfinished
-
-    with restored_signals(), pytest.raises(Terminated, match=said):
-        serve_module._run_until_signal(serve())
+def test_end_reports_unfinished_requests(unfinished: int, message: str):
+    with pytest.raises(Terminated, match=message):
+        serve_module._raise_end(signal.SIGTERM, unfinished)
 
 
 def test_missing_extra_is_one_line(stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):

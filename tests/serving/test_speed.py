@@ -101,7 +101,7 @@ def test_predicted_wait_is_within_20_percent_of_simulation(seed: int, groups: in
 
 
 def replica_with_queue(prompt: int, running: int = 4) -> Replica:
-    """A replica of known speed that runs `running` sequences and queues three prompts of so many tokens."""
+    """A replica of known speed that runs `running` sequences and queues three prompts."""
     replica, numbers = Replica(0, running), random.Random(0)
     for tokens, keys in steps(numbers, 200):
         replica.speed.observe(seconds_of(tokens, keys), tokens, keys)

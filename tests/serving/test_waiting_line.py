@@ -1,4 +1,4 @@
-"""The line of refused clients on an engine of virtual time: who is admitted when, and how true the told waits are."""
+"""The waiting line of refused clients, in virtual time: order of admission, and accuracy of `Retry-After`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LIMIT, PLACES, ANSWER, ADMITTED = 64, 64, 32, 8
 
 
 class Engine:
-    """A server in virtual time: steps of disturbed length, and clients that return once, exactly as they are told.
+    """A server in virtual time: steps of noisy length, and clients that retry once, exactly after `Retry-After`.
 
     Attributes:
         retried: Per refused client that returned: True if it was admitted then.
-        waits: Per refused client that asked all the time: (told, real) seconds until it was admitted.
+        waits: For each refused client that kept asking: (`Retry-After`, real) seconds until it was admitted.
         idle: Sequences that could have run in all steps while a client was refused.
     """
 
@@ -48,7 +48,7 @@ class Engine:
         return refusal
 
     def _admit(self, key: bytes, choices: int) -> Refusal | None:
-        """Refusal of a request of so many choices; 0: of any."""
+        """Refusal of a request of `choices` choices; 0: of any."""
         asked = max(1, choices)
         waiting = self.queued + asked - (PLACES - len(self.running))
         if self.with_line:
@@ -79,19 +79,19 @@ class Engine:
         refusal = self.ask(key)
         if refusal is None or not returning:
             return
-        told, now = refusal.retry_after_seconds, self.now
+        wait, now = refusal.retry_after_seconds, self.now
         if self.draw.random() < 0.1:
-            self.at(now + max(0.005, told / 20), lambda: self._probe(key, told, now))
+            self.at(now + max(0.005, wait / 20), lambda: self._probe(key, wait, now))
         else:
             late = self.draw.random() * 0.002
-            self.at(now + told + late, lambda: self.retried.append(self.ask(key) is None))
+            self.at(now + wait + late, lambda: self.retried.append(self.ask(key) is None))
 
-    def _probe(self, key: bytes, told: float, refused: float) -> None:
-        """Ask again and again until the request, refused at the time `refused`, is admitted."""
+    def _probe(self, key: bytes, wait: float, refused: float) -> None:
+        """Keep asking until the request, refused at the time `refused`, is admitted."""
         if self.ask(key) is None:
-            self.waits.append((told, self.now - refused))
+            self.waits.append((wait, self.now - refused))
         else:
-            self.at(self.now + max(0.005, told / 20), lambda: self._probe(key, told, refused))
+            self.at(self.now + max(0.005, wait / 20), lambda: self._probe(key, wait, refused))
 
     def run(self, until: float) -> None:
         """Let time pass."""
@@ -129,16 +129,16 @@ def line(clock: Clock) -> WaitingLine:
 
 
 def ask(line: WaitingLine, key: bytes, waiting: int = 9, first: bool = False, tokens: int = 9) -> float | None:
-    """Ask for a request that would be one of so many that wait; a further one is admitted each second. Return the
-    seconds that it was told to wait, None if it was admitted."""
+    """Ask for a request with `waiting` waiting ones, itself included, one of which is admitted each second. Return its
+    `Retry-After` in seconds, None if it was admitted."""
     queue = Queue(waiting, partial(repeat, tokens // max(1, waiting), waiting - 1), tokens, float)
     refusal = line.admit(Ticket(key, first=first), 1, tokens // max(1, waiting), queue)
     return None if refusal is None else refusal.retry_after_seconds
 
 
 def retry_after_overload(step: float, with_line: bool) -> tuple[list[bool], list[float]]:
-    """Ten times the capacity without returns, then 0.8 times with them: who was admitted at the first retry, and told /
-    real waits."""
+    """Ten times the capacity without retries, then 0.8 times with them: share admitted at first retry, and ratios of
+    `Retry-After` to the real wait."""
     retried, ratios = [], []
     for seed in range(2):
         engine = Engine(seed, step, with_line)
@@ -148,12 +148,12 @@ def retry_after_overload(step: float, with_line: bool) -> tuple[list[bool], list
             engine.run(engine.now + 20)
         assert not engine.idle
         retried += engine.retried
-        ratios += [told / real for told, real in engine.waits]
+        ratios += [wait / real for wait, real in engine.waits]
     return retried, ratios
 
 
 @pytest.mark.parametrize("step", [0.01, 0.1])
-def test_refused_clients_succeed_at_their_first_retry_when_the_load_falls(step: float):
+def test_refused_clients_succeed_at_first_retry_when_load_falls(step: float):
     retried, ratios = retry_after_overload(step, with_line=True)
     assert len(retried) > 50 and sum(retried) >= 0.95 * len(retried) and len(ratios) > 10
     assert 1 / 1.5 <= statistics.median(ratios) <= 1.5
@@ -161,8 +161,8 @@ def test_refused_clients_succeed_at_their_first_retry_when_the_load_falls(step: 
     assert sum(without) < 0.7 * len(without)
 
 
-def test_room_for_all_choices_of_a_request_is_left_to_it(line: WaitingLine, clock: Clock):
-    """One leaves the full queue each second, and somebody without a place asks for that room."""
+def test_all_choices_of_refused_request_are_reserved(line: WaitingLine, clock: Clock):
+    """One request leaves the full queue each second, and a client without a place asks for that room."""
     queued, due = 9, 0.0
     for second in range(50):
         clock.now, queued = float(second), queued - 1
@@ -180,22 +180,22 @@ def test_room_for_all_choices_of_a_request_is_left_to_it(line: WaitingLine, cloc
     assert 1 < second < 10 and queued <= 4
 
 
-def test_delay_lengthens_the_told_wait_but_refuses_nobody(line: WaitingLine):
+def test_delayed_step_lengthens_retry_after_but_refuses_nobody(line: WaitingLine):
     """A limit of 120 predicted seconds, and a step that takes 200 s already."""
     assert line.admit(Ticket(b"a"), 1, 9, Queue(8, partial(repeat, 1, 7), 8, float, delay=200.0)) is None
     refusal = line.admit(Ticket(b"b"), 1, 9, Queue(9, partial(repeat, 1, 8), 9, float, delay=20.0))
     assert refusal is not None and refusal.retry_after_seconds == 1.25 * 20.0
 
 
-def test_due_client_refused_for_tokens_is_told_the_same_wait_again(line: WaitingLine, clock: Clock):
+def test_due_client_refused_for_tokens_gets_same_retry_after(line: WaitingLine, clock: Clock):
     """Three prompts of 40 tokens must leave before one of 70 fits, and the queue is searched twice for a due client."""
     for clock.now in (0.0, 3.75):
         refusal = line.admit(Ticket(b"a"), 1, 70, Queue(4, partial(repeat, 40, 3), 190, float))
         assert refusal == Refusal("tokens", 1.25 * 3)
 
 
-def test_return_counts_when_its_client_would_have_been_late(line: WaitingLine, clock: Clock):
-    """Otherwise those that come are known before those that do not, and more are expected than will come."""
+def test_returning_client_is_counted_when_it_would_be_late(line: WaitingLine, clock: Clock):
+    """Otherwise returning clients were counted before absent ones, and the share would be overestimated."""
     ask(line, b"gone")
     clock.now = 20.0
     assert line.outstanding == 0 and (before := line.returning) < 1
@@ -206,7 +206,7 @@ def test_return_counts_when_its_client_would_have_been_late(line: WaitingLine, c
     assert line.outstanding == 0 and line.returning > before
 
 
-def test_line_is_served_in_the_order_of_the_first_refusals(line: WaitingLine, clock: Clock):
+def test_clients_are_admitted_in_order_of_first_refusal(line: WaitingLine, clock: Clock):
     assert [ask(line, key) for key in (b"a", b"b", b"c")] == [1.25, 2.5, 3.75]
     clock.now = 1.25
     assert ask(line, b"new", waiting=8) == 3.75  # the room is that of a
@@ -217,20 +217,20 @@ def test_line_is_served_in_the_order_of_the_first_refusals(line: WaitingLine, cl
     assert (line.admitted, line.outstanding) == (2, 2)
 
 
-def test_retry_that_is_refused_again_is_told_less_and_never_put_behind_others(line: WaitingLine, clock: Clock):
-    told = [ask(line, key) for key in (b"a", b"b")]
+def test_refused_retry_gets_shorter_wait_and_keeps_its_order(line: WaitingLine, clock: Clock):
+    wait = [ask(line, key) for key in (b"a", b"b")]
     clock.now = 1.0
-    assert ask(line, b"b") == told[1] - 1.0  # too early: it keeps its place
+    assert ask(line, b"b") == wait[1] - 1.0  # too early: it keeps its place
     for number in range(20):
         ask(line, b"new%d" % number)
-    assert ask(line, b"b") == told[1] - 1.0
+    assert ask(line, b"b") == wait[1] - 1.0
     clock.now = 2.5
-    assert ask(line, b"b") == 1.25 < told[1]  # slower than predicted: only the next room is waited for
+    assert ask(line, b"b") == 1.25 < wait[1]  # slower than predicted: only the next room is waited for
     clock.now = 3.75
     assert ask(line, b"b", waiting=8) is None
 
 
-def test_retries_that_are_refused_again_at_the_same_time_are_spread_in_their_order(line: WaitingLine, clock: Clock):
+def test_simultaneous_refused_retries_are_spread_in_order(line: WaitingLine, clock: Clock):
     assert [ask(line, key) for key in (b"a", b"b", b"c")] == [1.25, 2.5, 3.75]
     clock.now = 2.6  # a and b are due, and nobody was admitted
     assert [ask(line, key) for key in (b"a", b"b")] == pytest.approx([1.25, 2.5])
@@ -242,7 +242,7 @@ def test_nobody_is_refused_while_the_engine_could_run_it(line: WaitingLine):
     assert ask(line, b"new", waiting=0) is None
 
 
-def test_clients_that_never_return_lose_their_places_and_delay_nobody(line: WaitingLine, clock: Clock):
+def test_clients_that_never_retry_lose_their_places_and_delay_nobody(line: WaitingLine, clock: Clock):
     for number in range(200):
         ask(line, b"absent%d" % number)
         clock.now += 1.0
@@ -252,9 +252,7 @@ def test_clients_that_never_return_lose_their_places_and_delay_nobody(line: Wait
     assert (line.outstanding, line.expired) == (0, 200)
 
 
-def test_identical_requests_of_clients_that_count_their_retries_have_places_of_their_own(
-    line: WaitingLine, clock: Clock
-):
+def test_identical_requests_of_counting_clients_have_separate_places(line: WaitingLine, clock: Clock):
     assert [ask(line, b"same", first=True) for _ in range(3)] == [1.25, 2.5, 3.75]
     assert ask(line, b"same") == 1.25 and line.outstanding == 3  # perhaps any of them
     clock.now = 3.0
@@ -262,26 +260,26 @@ def test_identical_requests_of_clients_that_count_their_retries_have_places_of_t
     assert (line.admitted, line.outstanding) == (3, 0)
 
 
-def test_retry_of_a_client_that_calls_every_try_its_first_takes_its_place(line: WaitingLine, clock: Clock):
+def test_retry_marked_as_first_attempt_takes_its_place(line: WaitingLine, clock: Clock):
     assert [ask(line, b"same", first=True), ask(line, b"other")] == [1.25, 2.5]
     clock.now = 1.25
     assert ask(line, b"same", waiting=8, first=True) is None
     assert (line.admitted, line.outstanding) == (1, 1)
 
 
-def test_absence_is_noticed_early_when_the_told_wait_became_shorter(line: WaitingLine, clock: Clock):
+def test_absence_is_noticed_earlier_after_shorter_retry_after(line: WaitingLine, clock: Clock):
     assert [ask(line, b"a", waiting=40), ask(line, b"a", waiting=9)] == [40.0, 1.25]
     clock.now = 2.0
     assert ask(line, b"new", waiting=8) is None
 
 
-def test_places_that_nobody_asks_for_expire_when_they_are_counted(line: WaitingLine, clock: Clock):
+def test_unclaimed_places_expire_when_counted(line: WaitingLine, clock: Clock):
     ask(line, b"a")
     clock.now = 10.0
     assert (line.outstanding, line.expired) == (0, 1)
 
 
-def test_told_wait_is_at_most_a_minute_and_the_place_outlasts_it(line: WaitingLine, clock: Clock):
+def test_retry_after_is_at_most_a_minute_and_place_lasts_longer(line: WaitingLine, clock: Clock):
     assert ask(line, b"a", waiting=88) == 60.0
     clock.now = 60.0
     assert ask(line, b"a", waiting=88) == 40.0
@@ -289,7 +287,7 @@ def test_told_wait_is_at_most_a_minute_and_the_place_outlasts_it(line: WaitingLi
     assert ask(line, b"a", waiting=8) is None
 
 
-def test_places_are_bounded_and_go_from_late_clients_to_new_ones(
+def test_places_are_bounded_and_late_clients_lose_theirs_to_new_ones(
     line: WaitingLine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(waiting_line, "MOST_PLACES", 3)

@@ -4,7 +4,7 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -56,8 +56,8 @@ class EvaluationOptions(TypedDict, total=False):
     """Options of `evaluate`.
 
     Attributes:
-        with_xz: Compress the same text with `xz -9` for comparison; True unless given.
-        check_hashes: Verify every byte of a checkpoint's model against its SHA-256; True unless given.
+        with_xz: Compress the same text with `xz -9` for comparison; default: True.
+        check_hashes: Verify every byte of a checkpoint's model against its SHA-256; default: True.
         progress: Called with (rows done, all rows), where a row is a token sequence packed with documents; on one
             device only.
         log: Called with a line for each note, such as a damaged checkpoint that is skipped.
@@ -111,8 +111,5 @@ def evaluate(
         checkpoint, str(data), sequence=sequence, overrides=format_overrides(overrides), device=device,
         layout=None if layout is None else str(layout), **options,
     )  # fmt: skip
-    names = ("loss", "perplexity", "bits_per_byte", "tokens", "bytes", "documents", "sequence")
-    return Evaluation(
-        **{name: document[name] for name in names}, lossy_documents=document.get("lossy_documents"),
-        xz_bits_per_byte=document.get("xz_bits_per_byte"), checkpoint=Path(document["checkpoint"]), document=document,
-    )  # fmt: skip
+    values = {each.name: document.get(each.name) for each in fields(Evaluation)}
+    return Evaluation(**values | {"checkpoint": Path(document["checkpoint"]), "document": document})

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from meshwright.kernels import structures
 from meshwright.kernels.op_list import OpList
-from meshwright.kernels.operations import Linear
-from meshwright.kernels.structures import BFLOAT16, Array, Float32, PackedMatrix
+from meshwright.kernels.structures import BFLOAT16, Array, PackedMatrix
 
 _HUGE_PAGE = 2 << 20
 _CHUNK = 64 << 20  # bytes of a block from which small arrays are allocated
@@ -69,7 +68,8 @@ class Kernels:
         or "bfloat16" (rounded to nearest even).
         """
         count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
-        buffer = self.empty((self.packed_bytes(n, k, dtype, count),), np.uint8)
+        row_bytes = -(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4
+        buffer = self.empty((count * -(-n // 16) * 16 * row_bytes,), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
         # A word is one float32, or two bfloat16 of consecutive k.
         words = buffer.view(np.uint32).reshape(count, -(-n // 16), -1, 16)
@@ -112,21 +112,6 @@ class Kernels:
         padded = self._padded[number][:size].reshape(shape)
         padded[...] = 0
         return padded
-
-    @staticmethod
-    def packed_bytes(n: int, k: int, dtype: str, count: int = 1) -> int:
-        """Return the size in bytes of `count` packed matrices [n, k]. dtype: "float32" or "bfloat16"."""
-        columns = -(-n // 16) * 16
-        return count * columns * (-(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4)
-
-    def linear(self, x: Float32, weight: PackedMatrix, bias: Float32 | None = None) -> Float32:
-        """Return x Wᵀ + bias, float32 [rows, n]. x: float32 [rows, k]. weight: packed W [n, k]. bias: float32 [n]
-        (None: 0)."""
-        out = np.empty((len(x), weight.n), np.float32)
-        ops = self.op_list()
-        ops.append(Linear(out, x, weight, bias))
-        self.execute(ops.array, 0, 1, structures.Step(token_count=len(x)))
-        return out
 
     def op_list(self) -> OpList:
         """Return a new, empty list of operations for this library to execute."""

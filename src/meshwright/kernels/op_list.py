@@ -4,7 +4,7 @@ operation to the ctypes structs that the library reads. Torch-free."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ class OpList:
         layer takes several entries, other operations one. Raises `ValueError` if the shapes of its arrays do not
         fit."""
         begin = len(self._ops)
-        self._ops.extend(_LOWER[type(op)](op))
+        self._ops += list(_LOWER[type(op)](op))  # all or, after an error, none
         self._held.append(op)
         self._array = None
         return begin
@@ -124,9 +124,8 @@ def _op(
     return op
 
 
-def _lower_embed(op: Embed) -> list[structures.Op]:
-    """Convert an `Embed` operation (embedding lookup by token ID or position) to the ctypes struct that the compiled
-    library reads; return it as a list of one."""
+def _lower_embed(op: Embed) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of an `Embed` operation (embedding lookup by token ID or position)."""
     if isinstance(op.table, np.ndarray):
         wide = BFLOAT16 if op.table.dtype == BFLOAT16 else np.dtype(np.float32)
         (n, k), data = op.table.shape, address(op.table, wide)
@@ -134,116 +133,63 @@ def _lower_embed(op: Embed) -> list[structures.Op]:
     else:
         table, k = packed_matrix(op.table), op.table.k
     mode = op.ids == "positions"
-    return [_op("embed", op.out, None, width=k, mode=mode, first=op.first, accumulate=op.accumulate, matrix=table)]
+    yield _op("embed", op.out, None, width=k, mode=mode, first=op.first, accumulate=op.accumulate, matrix=table)
 
 
-def _lower_norm(op: Norm) -> list[structures.Op]:
-    """Convert a `Norm` operation (RMSNorm or LayerNorm) to the ctypes struct that the compiled library reads; return it
-    as a list of one."""
-    size = len(op.weight)
-    return [
-        _op(
-            "norm",
-            op.out,
-            op.x,
-            width=size,
-            mode=_NORM[op.kind],
-            rows=_ROWS[op.rows],
-            weight=address(op.weight, np.float32),
-            bias=address(op.bias, np.float32, size),
-            epsilon=op.epsilon,
-        )
-    ]
+def _lower_norm(op: Norm) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of a `Norm` operation (RMSNorm or LayerNorm)."""
+    yield _op(
+        "norm", op.out, op.x, width=len(op.weight), mode=_NORM[op.kind], rows=_ROWS[op.rows], epsilon=op.epsilon,
+        weight=address(op.weight, np.float32), bias=address(op.bias, np.float32, len(op.weight)),
+    )  # fmt: skip
 
 
-def _lower_linear(op: Linear) -> list[structures.Op]:
-    """Convert a `Linear` operation to the ctypes struct that the compiled library reads; return it as a list of one."""
-    return [
-        _op(
-            "linear",
-            op.out,
-            op.x,
-            width=op.weight.n,
-            in_width=op.weight.k,
-            rows=_ROWS[op.rows],
-            bias=address(op.bias, np.float32, op.weight.n),
-            accumulate=op.accumulate,
-            matrix=packed_matrix(op.weight),
-        )
-    ]
+def _lower_linear(op: Linear) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of a `Linear` operation."""
+    bias = address(op.bias, np.float32, op.weight.n)
+    yield _op(
+        "linear", op.out, op.x, width=op.weight.n, in_width=op.weight.k, rows=_ROWS[op.rows], bias=bias,
+        accumulate=op.accumulate, matrix=packed_matrix(op.weight),
+    )  # fmt: skip
 
 
-def _lower_rope_store(op: RopeStore) -> list[structures.Op]:
-    """Convert a `RopeStore` operation (QK norm, rotary embedding, and the write to the KV cache) to the ctypes struct
-    that the compiled library reads; return it as a list of one."""
+def _lower_rope_store(op: RopeStore) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of a `RopeStore` operation (QK norm, rotary embedding, and the write to the KV cache)."""
     cache, size = _cache(op.cache), op.cache.head_dim
-    rotated = 0 if op.cosine is None else 2 * op.cosine.shape[1]
-    return [
-        _op(
-            "rope_store",
-            op.qkv,
-            None,
-            width=(op.heads + 2 * cache.kv_heads) * size,
-            cache=cache,
-            heads=op.heads,
-            rotated=rotated,
-            cosine=address(op.cosine, np.float32),
-            sine=address(op.sine, np.float32, None if op.cosine is None else op.cosine.size),
-            query_norm=address(op.query_norm, np.float32, size),
-            key_norm=address(op.key_norm, np.float32, size),
-            epsilon=op.epsilon,
-        )
-    ]
+    rotated, count = (0, None) if op.cosine is None else (2 * op.cosine.shape[1], op.cosine.size)
+    yield _op(
+        "rope_store", op.qkv, None, width=(op.heads + 2 * cache.kv_heads) * size, cache=cache, heads=op.heads,
+        rotated=rotated, cosine=address(op.cosine, np.float32), sine=address(op.sine, np.float32, count),
+        query_norm=address(op.query_norm, np.float32, size), key_norm=address(op.key_norm, np.float32, size),
+        epsilon=op.epsilon,
+    )  # fmt: skip
 
 
-def _lower_attention(op: Attention) -> list[structures.Op]:
-    """Convert an `Attention` operation to the ctypes struct that the compiled library reads; return it as a list of
-    one. No sliding window becomes one of 2^40 tokens."""
-    cache, size = _cache(op.cache), op.cache.head_dim
-    return [
-        _op(
-            "attention",
-            op.out,
-            op.qkv,
-            width=op.heads * size,
-            in_width=(op.heads + 2 * cache.kv_heads) * size,
-            cache=cache,
-            heads=op.heads,
-            scale=op.scale,
-            window=op.window or 1 << 40,
-        )
-    ]
+def _lower_attention(op: Attention) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of an `Attention` operation. No sliding window becomes one of 2^40 tokens."""
+    cache, size, window = _cache(op.cache), op.cache.head_dim, op.window or 1 << 40
+    yield _op(
+        "attention", op.out, op.qkv, width=op.heads * size, in_width=(op.heads + 2 * cache.kv_heads) * size,
+        cache=cache, heads=op.heads, scale=op.scale, window=window,
+    )  # fmt: skip
 
 
-def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> list[structures.Op]:
-    """Convert an `Activation` operation to the ctypes struct that the compiled library reads; return it as a list of
-    one.
+def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of an `Activation` operation.
 
     rows: meaning of a buffer's rows: "tokens", "outputs" (tokens whose logits are wanted) or "assignments" (pairs of
     token and expert). fields: further fields of `structures.Op`, such as `routing`.
     """
     width = op.out.shape[1]
-    wide = 2 * width if op.gated else width
-    mode = _ACTIVATION[op.kind]
-    return [
-        _op(
-            "activation",
-            op.out,
-            op.x,
-            width=width,
-            in_width=wide,
-            mode=mode,
-            gated=op.gated,
-            rows=_ROWS[rows],
-            **fields,
-        )
-    ]
+    yield _op(
+        "activation", op.out, op.x, width=width, in_width=2 * width if op.gated else width,
+        mode=_ACTIVATION[op.kind], gated=op.gated, rows=_ROWS[rows], **fields,
+    )  # fmt: skip
 
 
-def _lower_experts(op: Experts) -> list[structures.Op]:
-    """Convert a mixture-of-experts layer to the seven ctypes structs that the compiled library reads: router product,
-    top-k choice, sorting by expert, up projections, activation, down projections, weighted sum. Raises `ValueError` if
-    its workspace has other sizes."""
+def _lower_experts(op: Experts) -> Iterator[structures.Op]:
+    """Yield the seven ctypes structs of a mixture-of-experts layer: router product, top-k choice, sorting by expert, up
+    projections, activation, down projections, weighted sum. Raises `ValueError` if its workspace has other sizes."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
         raise ValueError(
@@ -256,32 +202,28 @@ def _lower_experts(op: Experts) -> list[structures.Op]:
     bias = address(op.router_bias, np.float32, count)
     up, down = packed_matrix(op.up), packed_matrix(op.down)
     width, hidden = op.up.n, op.up.k
-    return [
-        *_lower_linear(Linear(space.scores, op.x, op.router)),
-        _op("route", space.scores, None, width=count, mode=_ROUTER[op.router_kind], bias=bias, routing=routing),
-        _op("group", space.scores, None, width=count, routing=routing),
-        _op("grouped_linear", space.up, op.x, width=width, in_width=hidden, mode=True, matrix=up, routing=routing),
-        *_lower_activation(Activation(space.act, space.up, op.kind, gated=True), "assignments", routing=routing),
-        _op("grouped_linear", space.down, space.act, width=hidden, in_width=width // 2, matrix=down, routing=routing),
-        _op("combine", op.out, space.down, width=hidden, accumulate=op.accumulate, routing=routing),
-    ]
+    yield from _lower_linear(Linear(space.scores, op.x, op.router))
+    yield _op("route", space.scores, None, width=count, mode=_ROUTER[op.router_kind], bias=bias, routing=routing)
+    yield _op("group", space.scores, None, width=count, routing=routing)
+    yield _op("grouped_linear", space.up, op.x, width=width, in_width=hidden, mode=True, matrix=up, routing=routing)
+    yield from _lower_activation(Activation(space.act, space.up, op.kind, gated=True), "assignments", routing=routing)
+    yield _op("grouped_linear", space.down, space.act, width=hidden, in_width=width // 2, matrix=down, routing=routing)
+    yield _op("combine", op.out, space.down, width=hidden, accumulate=op.accumulate, routing=routing)
 
 
-def _lower_gate(op: Gate) -> list[structures.Op]:
-    """Convert a `Gate` operation (sigmoid gate of a shared expert) to the ctypes struct that the compiled library
-    reads; return it as a list of one."""
+def _lower_gate(op: Gate) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of a `Gate` operation (sigmoid gate of a shared expert)."""
     matrix = structures.Matrix(k=op.x.shape[1])
     weight = address(op.weight, np.float32, op.x.shape[1])
-    return [_op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)]
+    yield _op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)
 
 
-def _lower_take_rows(op: TakeRows) -> list[structures.Op]:
-    """Convert a `TakeRows` operation (copy of the rows whose logits are wanted) to the ctypes struct that the compiled
-    library reads; return it as a list of one."""
-    return [_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])]
+def _lower_take_rows(op: TakeRows) -> Iterator[structures.Op]:
+    """Yield the ctypes struct of a `TakeRows` operation (copy of the rows whose logits are wanted)."""
+    yield _op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])
 
 
-_LOWER: dict[type, Callable[[Any], list[structures.Op]]] = {
+_LOWER: dict[type, Callable[[Any], Iterator[structures.Op]]] = {
     Embed: _lower_embed,
     Norm: _lower_norm,
     Linear: _lower_linear,

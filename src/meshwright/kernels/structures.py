@@ -32,6 +32,11 @@ class PackedMatrix:
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
+def _typed(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return ctypes fields of one type. names: separated by spaces."""
+    return [(name, kind) for name in names.split()]
+
+
 class Matrix(ctypes.Structure):
     """ctypes struct `Matrix` of structures.h: `count` weight matrices of one shape [n, k].
 
@@ -40,13 +45,9 @@ class Matrix(ctypes.Structure):
     """
 
     _fields_ = [
-        ("data", _POINTER),
-        ("n", _LONG),
-        ("k", _LONG),
-        ("count", _LONG),
-        ("stride", _LONG),
-        ("bfloat16", _INT),
-        ("packed", _INT),
+        *_typed(_POINTER, "data"),
+        *_typed(_LONG, "n k count stride"),
+        *_typed(_INT, "bfloat16 packed"),
     ]
 
 
@@ -58,12 +59,8 @@ class Cache(ctypes.Structure):
     """
 
     _fields_ = [
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("kv_heads", _LONG),
-        ("head_dim", _LONG),
-        ("bfloat16", _LONG),
-        ("table", _LONG),
+        *_typed(_POINTER, "keys values"),
+        *_typed(_LONG, "kv_heads head_dim bfloat16 table"),
     ]
 
 
@@ -77,16 +74,10 @@ class Routing(ctypes.Structure):
     """
 
     _fields_ = [
-        ("weights", _POINTER),
-        ("experts", _POINTER),
-        ("order", _POINTER),
-        ("ends", _POINTER),
-        ("top_k", _LONG),
-        ("count", _LONG),
-        ("first", _LONG),
-        ("held", _LONG),
-        ("scale", _FLOAT),
-        ("normalise", _INT),
+        *_typed(_POINTER, "weights experts order ends"),
+        *_typed(_LONG, "top_k count first held"),
+        *_typed(_FLOAT, "scale"),
+        *_typed(_INT, "normalise"),
     ]
 
 
@@ -100,31 +91,14 @@ class Op(ctypes.Structure):
     """
 
     _fields_ = [
-        ("kind", _INT),
-        ("mode", _INT),
-        ("rows", _INT),
-        ("accumulate", _INT),
-        ("gated", _INT),
-        ("out", _POINTER),
-        ("input", _POINTER),
-        ("out_stride", _LONG),
-        ("in_stride", _LONG),
-        ("size", _LONG),
-        ("first", _LONG),
-        ("heads", _LONG),
-        ("window", _LONG),
-        ("rotated", _LONG),
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("cosine", _POINTER),
-        ("sine", _POINTER),
-        ("query_norm", _POINTER),
-        ("key_norm", _POINTER),
-        ("epsilon", _FLOAT),
-        ("scale", _FLOAT),
-        ("matrix", Matrix),
-        ("cache", Cache),
-        ("routing", Routing),
+        *_typed(_INT, "kind mode rows accumulate gated"),
+        *_typed(_POINTER, "out input"),
+        *_typed(_LONG, "out_stride in_stride size first heads window rotated"),
+        *_typed(_POINTER, "weight bias cosine sine query_norm key_norm"),
+        *_typed(_FLOAT, "epsilon scale"),
+        *_typed(Matrix, "matrix"),
+        *_typed(Cache, "cache"),
+        *_typed(Routing, "routing"),
     ]
 
 
@@ -136,16 +110,8 @@ class Step(ctypes.Structure):
     """
 
     _fields_ = [
-        ("tokens", _POINTER),
-        ("positions", _POINTER),
-        ("slots", _POINTER),
-        ("starts", _POINTER),
-        ("block_tables", _POINTER),
-        ("output_rows", _POINTER),
-        ("token_count", _LONG),
-        ("sequences", _LONG),
-        ("table_width", _LONG),
-        ("outputs", _LONG),
+        *_typed(_POINTER, "tokens positions slots starts block_tables output_rows"),
+        *_typed(_LONG, "token_count sequences table_width outputs"),
     ]
 
 

@@ -58,7 +58,9 @@ def devices_of_ranks(wanted: str, ranks: int) -> list[HostMemory]:
         looked = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True)
         if looked.returncode:
             reason = (looked.stderr.strip() or str(looked.returncode)).splitlines()[-1]
-            raise UserError(f'device "{wanted}": the GPUs of this machine cannot be queried ({reason}); "cpu" needs none')
+            raise UserError(
+                f'device "{wanted}": the GPUs of this machine cannot be queried ({reason}); "cpu" needs none'
+            )
         found = [HostMemory(total, free, GPU) for free, total in json.loads(looked.stdout)]
     if len(found) < ranks and (found or wanted == "cuda"):
         raise UserError(

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
-import os
 import socket
 import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from meshwright.errors import UserError
-
-if TYPE_CHECKING:
-    from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import Place, host_and_port
 
 _ELSEWHERE = "198.51.100.1"  # TEST-NET-2 of RFC 5737: reserved, so that only the default route leads there
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
@@ -106,9 +102,9 @@ def agree_on_interface(place: Place, store: Any) -> str | None:
     """
     if place.method.startswith("file://"):
         return None
-    meeting = os.environ["MASTER_ADDR"] if place.method == "env://" else urlsplit(place.method).hostname or ""
+    meeting = host_and_port(place.method)[0]
     mine, there = address_towards(meeting), resolve_addresses(meeting)[0]
-    # On the rendezvous host its name may resolve to loopback; the other ranks know the address that it has elsewhere.
+    # On the rendezvous host its name may resolve to loopback: the other ranks know its real address.
     store.set(f"meshwright/meeting/{place.rank}", "" if is_loopback(mine) else there)
     if is_loopback(mine):
         found = store.multi_get([f"meshwright/meeting/{rank}" for rank in range(place.ranks)])
@@ -131,8 +127,8 @@ def main(arguments: list[str]) -> int:
             address = address_outwards() or address
         if is_loopback(address):
             raise UserError(
-                f"MASTER_ADDR={arguments[0]} is a loopback address of this host ({address}): give the address by which the "
-                "other hosts reach it"
+                f"MASTER_ADDR={arguments[0]} is a loopback address of this host ({address}): give the address by "
+                "which the other hosts reach it"
             )
         print(address)
         return 0

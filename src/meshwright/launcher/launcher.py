@@ -238,7 +238,7 @@ class _Attempt:
     def _forward_signals(self) -> None:
         """Forward to the ranks the SIGTERM and SIGINT that the launcher received: the first one as SIGTERM, a second
         one as SIGKILL."""
-        while self.signals_sent < self.signals.count:
+        while self.signals_sent < len(self.signals.received):
             self.signals_sent += 1
             for rank in self.ranks:
                 if rank.ended is None:
@@ -324,7 +324,7 @@ class _Attempt:
         saved = [rank.report["message"] for rank in reported if rank.report and rank.error == "Terminated"]
         early = " before a checkpoint was due" if self.spec.trains else ""
         line = saved[0] if saved else f"stopped by SIGTERM{early}; {self._describe_resume()}"
-        if self.signals.interrupted:
+        if signal.SIGINT in self.signals.received:
             raise KeyboardInterrupt(line.replace("SIGTERM", "an interrupt"))
         raise Terminated(line)
 

@@ -39,7 +39,9 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
     os.set_inheritable(description["report"], False)
     for descriptor in (description["calls"], description["stack"], *description["keep"]):
         os.set_inheritable(descriptor, False)
-    faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)  # with which the launcher requests the stack
+    faulthandler.register(
+        signal.SIGUSR1, description["stack"], all_threads=False
+    )  # with which the launcher requests the stack
     attach_process_writer(description["calls"])
     start = Place(
         description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
@@ -54,7 +56,7 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
 
 
 def end_as_lost(error: RankLost) -> NoReturn:
-    """End this process immediately with `error`, from any thread, as the main thread may be waiting for a device that never
+    """End this process immediately with `error`, from any thread, as the main thread may wait for a device that never
     answers. The error is reported to the launcher; without one (torchrun, SLURM), it is printed."""
     if not _report:
         print_message(f"meshwright: error: {error}")

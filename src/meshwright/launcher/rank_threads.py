@@ -103,10 +103,10 @@ def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
     return None if checkpoint is None else checkpoint.state()
 
 
-def local_threads(recipe: Recipe, ranks: int) -> ThreadChoice:
-    """Choose the number of threads per rank of a run whose `ranks` ranks are all on this machine, as `resolve_threads`
-    does. recipe: may set it (`run.threads`)."""
-    return _threads_per_rank(recipe, ranks, None)
+def local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -> ThreadChoice:
+    """Choose the number of threads per rank of a run as `resolve_threads` does, by default by cores and model size.
+    ranks: number of ranks that share `cores` cores (None: those available to this process)."""
+    return resolve_threads(recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), resumed_state(recipe))
 
 
 def share_this_host(place: Place) -> bool:
@@ -126,7 +126,7 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
     if place.rank == 0:
         share = min_cores_per_rank([json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)])
         try:
-            found = _threads_per_rank(recipe, 1, share)
+            found = local_threads(recipe, 1, share)
         except UserError as error:
             store.set("meshwright/threads", f"!{error}")  # which the other ranks wait for
             raise
@@ -136,13 +136,6 @@ def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
     if answer.startswith("!"):
         raise UserError(answer[1:])
     return ThreadChoice(int(answer))
-
-
-def _threads_per_rank(recipe: Recipe, ranks: int, cores: int | None) -> ThreadChoice:
-    """Return the number of threads of each rank: `run.threads` of the recipe; else that of its checkpoint if the layout
-    is the same; else chosen by cores and model size. ranks: number of ranks that share `cores` cores (None: those
-    available to this process)."""
-    return resolve_threads(recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), resumed_state(recipe))
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> dict[str, Any]:

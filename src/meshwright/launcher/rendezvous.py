@@ -9,11 +9,9 @@ import errno
 import fcntl
 import math
 import os
-import queue
 import re
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import RankLost, UserError
+from meshwright.launcher.daemon_thread import run_in_daemon_thread
 from meshwright.layout import Layout
 
 if TYPE_CHECKING:
@@ -227,7 +226,7 @@ def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
 
 def format_busy_port_error(method: str) -> str:
     """Return the error message for a rendezvous URL (`method`) whose TCP port another program uses."""
-    port = _host_and_port(method)[1]
+    port = host_and_port(method)[1]
     where = "MASTER_PORT" if method == "env://" else "run.rendezvous"
     return (
         f"{where}: port {port}, where the ranks are to meet ({method}), is in use by another program on rank 0's host; "
@@ -246,7 +245,7 @@ def check_port_free(method: str) -> None:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            listener.bind(("", _host_and_port(method)[1]))
+            listener.bind(("", host_and_port(method)[1]))
             listener.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -254,12 +253,12 @@ def check_port_free(method: str) -> None:
             raise
 
 
-def _host_and_port(method: str) -> tuple[str, int]:
+def host_and_port(method: str) -> tuple[str, int]:
     """Return (host, port) of a rendezvous URL tcp://HOST:PORT, or for env:// from MASTER_ADDR and MASTER_PORT."""
     if method == "env://":
         return os.environ["MASTER_ADDR"], _read_int(os.environ, "MASTER_PORT")
     host, _, port = method.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
+    return host.strip("[]"), int(port)  # an IPv6 address is in brackets
 
 
 STORE_TIMEOUT_SECONDS = 30.0
@@ -275,7 +274,7 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
     """
     if place.rank == 0:
         return connect()
-    host, port = _host_and_port(place.method)
+    host, port = host_and_port(place.method)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -285,27 +284,14 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nothing listens at {host}:{port}: {error}") from error
             time.sleep(0.05)
-    found: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
-
-    def ask() -> None:
-        """Connect in a thread, as torch may wait without limit."""
-        try:
-            found.put(connect())
-        except Exception as error:  # raised below
-            found.put(error)
-
-    threading.Thread(target=ask, name="store", daemon=True).start()
     seconds = min(timeout.total_seconds(), STORE_TIMEOUT_SECONDS)
     try:
-        answer = found.get(timeout=seconds)
-    except queue.Empty:
+        return run_in_daemon_thread(connect, "store").result(seconds)  # as torch may wait without limit
+    except TimeoutError:
         raise RuntimeError(
             f"{host}:{port} accepts connections but is not rank 0's store (no answer within {seconds:g} s); "
             "another program may own the port"
         ) from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _connect_store(place: Place, timeout: timedelta) -> Store:
@@ -326,7 +312,7 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
         store = FileStore(path, place.ranks)
         store.set_timeout(timeout)
         return store
-    host, port = _host_and_port(place.method)
+    host, port = host_and_port(place.method)
     return _connect_within(
         place, lambda: TCPStore(host, port, place.ranks, is_master=place.rank == 0, timeout=timeout), timeout
     )

@@ -1,4 +1,4 @@
-"""Stop signals (SIGTERM and SIGINT) that the launcher receives while its ranks run. Free of torch."""
+"""Stop signals (SIGTERM and SIGINT) that a launcher or server receives while its ranks run. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 
 
 class StopSignals:
-    """Context manager that counts SIGTERM and SIGINT, for the launcher to forward them to the ranks. No effect outside
-    the main thread.
+    """Context manager that records SIGTERM and SIGINT, and restores their handlers at its exit. No effect outside the
+    main thread.
 
-    count: number of signals so far. interrupted: True once SIGINT has arrived. wakeup: socket that becomes readable
-    when a signal arrives.
+    received: numbers of the signals so far. wakeup: socket that becomes readable when a signal arrives.
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.interrupted = False
+        self.received: list[int] = []
         self.wakeup, self._write = socket.socketpair()
         self.wakeup.setblocking(False)
         self._write.setblocking(False)
@@ -27,7 +25,7 @@ class StopSignals:
     @property
     def stop(self) -> bool:
         """True once SIGTERM or SIGINT has arrived."""
-        return self.count > 0
+        return bool(self.received)
 
     def __enter__(self) -> StopSignals:
         with suppress(ValueError):  # not the main thread
@@ -42,9 +40,8 @@ class StopSignals:
         self._write.close()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Signal handler: count the signal `number` and wake up the launcher. frame: ignored."""
-        self.count += 1
-        self.interrupted = self.interrupted or number == signal.SIGINT
+        """Signal handler: record the signal `number` and wake up the launcher. frame: ignored."""
+        self.received.append(number)
         with suppress(OSError):
             self._write.send(b"!")
 

@@ -79,12 +79,9 @@ class AdmissionState:
         for (index, table), count in shared.items():
             owned[index, table] -= count
             prefix[table] += count
+        all_remaining, all_most = [*self._remaining.tolist(), remaining], [*self._most.tolist(), most]
         return AdmissionState(
-            self.available - sum(cached),
-            self._tables,
-            [*self._remaining.tolist(), remaining],
-            [*self._most.tolist(), most],
-            [*owned.tolist(), prefix],
+            self.available - sum(cached), self._tables, all_remaining, all_most, [*owned.tolist(), prefix]
         )
 
 

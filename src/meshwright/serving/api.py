@@ -149,7 +149,7 @@ class Model:
         tokens = self._encode(prompt, chat)
         if len(tokens) >= self._positions:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens with its start token, and the model has {self._positions} positions: "
+                f"the prompt has {len(tokens)} tokens with its start token, and the model {self._positions} positions: "
                 "none is left for a new token; shorten the prompt"
             )
         ends = frozenset() if ignore_eos else self._prompts.chat_ends if chat else self._prompts.ends

@@ -44,21 +44,24 @@ class DeviceRunner:
         batch_invariant: bool = False, graphs: bool = True,
     ) -> None:  # fmt: skip
         """`operations`: the module `device_operations`, or one with its functions; `graphs`: capture CUDA graphs."""
-        self.config, self.blocks, self._stage, self._limits = weights.config, limits.blocks, weights.stage, limits
+        self.config, self._stage, self._limits = weights.config, weights.stage, limits
         self._operations, self._invariant, self._device = operations, batch_invariant, mesh.device
         self._tensor = OrderedTensorParallel(mesh)
         self.instruction_set = torch.cuda.get_device_name(self._device) if torch.cuda.is_available() else "cpu"
         self.version = f"torch {torch.__version__}, {operations.VERSION}" + ", batch-invariant" * batch_invariant
-        self._model = Transformer(
-            self.config, axes=AxisOperations(tensor=self._tensor), device=self._device, dtype=dtype,
-            stages=[self._stage],
-        ).requires_grad_(False).eval()  # fmt: skip
+        axes = AxisOperations(tensor=self._tensor)
+        self._model = Transformer(self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage])
+        self._model.requires_grad_(False).eval()
         weights.load_into(self._model, dtype)
         self._rotation = None
         if self.config.positions == "rope":
             self._rotation = RotaryTable(self.config, torch.float32).up_to(limits.max_length, self._device)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        shape = ((limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim)  # the last block is for padding tokens
+        shape = (
+            (limits.blocks + 1) * BLOCK_TOKENS,
+            kv_heads,
+            self.config.head_dim,
+        )  # the last block is for padding tokens
         self._block_tables = block_tables(self.config, mesh.pp.size)
         self._cache = [
             (self._zeros(*shape, dtype=dtype), self._zeros(*shape, dtype=dtype))
@@ -86,10 +89,10 @@ class DeviceRunner:
         the device, `pinned` (logits) on the host. What steps and graphs take from the caching allocator is not
         counted."""
         tables = [self._numbers, self._tables, self._scratch, *(self._rotation or ())]
-        padding = sum(each.nbytes for pair in self._cache for each in pair) // (self.blocks + 1)
+        padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
-            "kv": self.blocks * padding,
+            "kv": self._limits.blocks * padding,
             "workspace": sum(each.nbytes for each in tables) + padding,
             "pinned": self._logits.nbytes,
         }
@@ -184,9 +187,9 @@ class DeviceRunner:
         numbers[2, : len(batch.output_rows)] = batch.output_rows
         tables[:sequences, :, : batch.block_tables.shape[2]] = batch.block_tables.transpose(1, 0, 2)
         if decoding:
-            numbers[:2, tokens:size], numbers[6:, tokens:size] = 0, self.blocks * BLOCK_TOKENS
+            numbers[:2, tokens:size], numbers[6:, tokens:size] = 0, self._limits.blocks * BLOCK_TOKENS
             numbers[2, :size] = numbers[3, :size] = numbers[5, :size] = np.arange(size)
-            numbers[4, :size], tables[sequences:size, :, 0] = 1, self.blocks
+            numbers[4, :size], tables[sequences:size, :, 0] = 1, self._limits.blocks
             return size
         most = self._tile_rows(decoding) // self._padded_group
         begins = [np.arange(first, stop, most) for first, stop in zip(batch.starts, batch.starts[1:], strict=False)]
@@ -284,8 +287,8 @@ class DeviceRunner:
         Decode steps are captured as CUDA graphs, which share a memory pool; not with tp or pp, whose steps communicate.
         """
         numbers = self._numbers
-        numbers[6:].fill_(self.blocks * BLOCK_TOKENS)
-        self._tables.fill_(self.blocks)
+        numbers[6:].fill_(self._limits.blocks * BLOCK_TOKENS)
+        self._tables.fill_(self._limits.blocks)
         pool, whole = None, self._stage.first and self._stage.last and self._tensor.trivial
         with torch.inference_mode():
             many, dtype = numbers.shape[1], next(self._model.parameters()).dtype

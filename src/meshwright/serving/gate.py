@@ -19,7 +19,7 @@ from meshwright.untrusted import read_file
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # need no API key: probes and scrapers have none
 LINE_BYTES = 256 << 10
-"""Largest body that is hashed to recognise the retry of a refused request; larger ones are not read while the queue is full."""
+"""Largest body by which the retry of a refused request is recognised; larger ones are not read if the queue is full."""
 BYTES_PER_TOKEN = 4  # of a body, roughly, for text and for token IDs
 
 

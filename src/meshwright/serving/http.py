@@ -194,12 +194,9 @@ class HttpApp:
             tokens = prompts.encode(text, start, empty=True, parse_special=body.parse_special)
         texts = [prompts.token_text(token) for token in tokens] if body.with_pieces or body.return_token_strs else []
         pieces = [{"id": token, "piece": text} for token, text in zip(tokens, texts, strict=False)]
-        return {
-            "count": len(tokens),
-            "max_model_len": prompts.max_length,
-            "tokens": pieces if body.with_pieces else tokens,
-            **({"token_strs": texts} if body.return_token_strs else {}),
-        }
+        strings = {"token_strs": texts} if body.return_token_strs else {}
+        shown = pieces if body.with_pieces else tokens
+        return {"count": len(tokens), "max_model_len": prompts.max_length, "tokens": shown, **strings}
 
     def _detokenize(self, body: bodies.DetokenizeBody) -> dict[str, str]:
         """Handle `/detokenize`: return the text of token IDs, as `prompt` (vLLM) and again as `content` (llama.cpp)."""

@@ -6,11 +6,10 @@ import asyncio
 import errno
 import math
 import resource
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import uvicorn
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from meshwright.errors import RankLost, UserError
+from meshwright.launcher.signals import StopSignals
 from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import OPEN_PATHS
 from meshwright.serving.http import HttpApp
@@ -26,7 +26,6 @@ from meshwright.serving.streaming import ABORT
 HEADER_BYTES = 64 << 10  # limit on path and headers of a request, and on received bytes that are not parsed yet
 HEADER_OVERHEAD = 32  # bytes that are added for each header
 HEADER_SECONDS = 30  # from the connection, or a request's first byte, to the end of its headers
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # that end the server
 OTHER_FILES = 256  # open files other than client connections
 BACKLOG = 4096  # length of the kernel's accept queue; Linux's default limit
 ACCEPTS = 8  # connections accepted per iteration of the event loop
@@ -250,7 +249,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with a limit on connections; signals are handled by `serve_http` instead.
+    """uvicorn's server with a limit on connections; signals are left to `serve_http`.
 
     From `limit` / 2 connections on, new ones are closed after each response (no keep-alive). Beyond `limit` they are
     refused with a 429. From 2 * `limit` on they wait in the kernel's backlog, and refused connections that have been
@@ -341,35 +340,23 @@ def allow_connections(count: int, log: Callable[[str], None] = lambda line: None
     return max(1, (wanted - OTHER_FILES) // 2)
 
 
-@contextmanager
-def restored_signals() -> Iterator[None]:
-    """Context manager that restores the handlers of SIGTERM and SIGINT at its exit.
-
-    Inside, the caller sets handlers with `signal.signal`, not those of an event loop, which end with the loop: a signal
-    after that would end the process before its socket directory is removed.
-    """
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+async def wait_for_signals(signals: StopSignals, count: int = 1) -> None:
+    """Wait until `count` stop signals have arrived in all."""
+    while len(signals.received) < count:
+        await asyncio.sleep(0.05)
 
 
 async def serve_http(
-    app: HttpApp, listener: socket.socket, client: EngineClient, drain_seconds: float = 60.0
-) -> tuple[int, int]:
-    """Serve HTTP until SIGTERM or SIGINT; return (signal number, number of requests that were not finished).
+    app: HttpApp, listener: socket.socket, client: EngineClient, signals: StopSignals, drain_seconds: float = 60.0
+) -> int:
+    """Serve HTTP until SIGTERM or SIGINT; return the number of requests that were not finished.
 
     After the signal new requests get 503, and requests in flight are finished, for at most `drain_seconds`; a second
-    signal ends them immediately. Later signals are ignored: the handlers stay, as the caller still has to clean up. client:
-    engine. Raises RankLost when the engine has failed and will not restart.
+    signal ends them immediately. Later signals are ignored. client: engine. signals: handlers, which stay
+    in place until the caller has cleaned up. Raises RankLost when the engine has failed and will not restart.
     """
     server = make_server(app)
-    received: asyncio.Queue[int] = asyncio.Queue()
-    for each in SIGNALS:
-        signal.signal(each, lambda number, _: received.put_nowait(number))
-    serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(received.get())
+    serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(wait_for_signals(signals))
     failing = asyncio.create_task(client.wait_for_failure())
     unfinished = 0
     try:
@@ -380,15 +367,15 @@ async def serve_http(
         assert signalled.done(), "the HTTP server ended without a signal"
         client.drain()
         deadline = time.monotonic() + drain_seconds
-        while server.server_state.tasks and received.empty() and time.monotonic() < deadline:
+        while server.server_state.tasks and len(signals.received) < 2 and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         unfinished = len(server.server_state.tasks)
-        return signalled.result(), unfinished
+        return unfinished
     finally:
+        again = asyncio.create_task(wait_for_signals(signals, 1 + signalled.done()))
         signalled.cancel()
         failing.cancel()
         server.should_exit = True
-        again = asyncio.create_task(received.get())
         if not unfinished:
             await asyncio.wait((serving, again), return_when=asyncio.FIRST_COMPLETED)
         again.cancel()

@@ -79,12 +79,8 @@ class Channel:
         """IP address of this machine on the connection, at which other ranks can reach it; "" for a Unix socket."""
         return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send one message, an object of JSON types."""
-        self.send_encoded(encode(message))
-
-    def send_encoded(self, data: bytes) -> None:
-        """Send one message, already encoded by `encode`, so that the same bytes can go to several ranks."""
+    def send(self, data: bytes) -> None:
+        """Send one message, encoded by `encode`: the same bytes can go to several ranks."""
         try:
             self._socket.sendall(data)
         except OSError as error:

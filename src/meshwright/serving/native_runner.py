@@ -22,19 +22,12 @@ SUM_SITE, LOGITS_SITE = "serving.sum", "serving.logits"
 
 class NativeRunner:
     """Runner of serving steps on a CPU by the compiled kernels: executes the operation list of this rank's pipeline
-    stage; attributes as in `Runner`.
-
-    Attributes:
-        seconds_to_load: Seconds spent reading the checkpoint's tensors.
-        bytes_read: Bytes read from the checkpoint's files.
-    """
+    stage; attributes as in `Runner`."""
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
         """`dtype`: "float32" or "bfloat16", of packed weights and KV cache."""
-        self.config, self.blocks = weights.config, limits.blocks
-        self.instruction_set, self.version = kernels.instruction_set, kernels.version
+        self.config, self.instruction_set, self.version = weights.config, kernels.instruction_set, kernels.version
         lowered = Lowering(kernels, weights, mesh, dtype, limits)
-        self.seconds_to_load, self.bytes_read = weights.seconds, weights.bytes_read
         self._ops, self._segments, self._memory = lowered.ops, lowered.segments, lowered.nbytes
         self._states, self._logits, self._limits, self._tensor = lowered.states, lowered.logits, limits, mesh.tp
         self._gathered = torch.empty(0)

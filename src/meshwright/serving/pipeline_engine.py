@@ -30,7 +30,7 @@ from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
-from meshwright.serving.request import Output, pack_result, unpack_result
+from meshwright.serving.request import Output
 from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
@@ -172,13 +172,13 @@ class PipelineEngine(Engine):
             for handle in transfer([Message(rest, self._stage + 1, True, TOKENS_SITE, "rest")], self._axis):
                 handle.wait()
             content += rest.numpy().tobytes()
-        return [unpack_result(row) for row in json.loads(content[:size])]
+        return [TokenResult.from_json(row) for row in json.loads(content[:size])]
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
     """Encode sampled tokens as the uint8 tensors to be sent: one of fixed size, and a second one for what does not fit
     in it."""
-    content = json.dumps([pack_result(result) for result in results], separators=(",", ":")).encode()
+    content = json.dumps(results, separators=(",", ":")).encode()
     data = len(content).to_bytes(8, "little") + content
     first = np.zeros(_FIRST_BYTES, np.uint8)
     first[: len(data)] = np.frombuffer(data[:_FIRST_BYTES], np.uint8)

@@ -155,7 +155,8 @@ class Prompts:
         the longest kind."""
         if count > self.max_length * self._longest_token:
             raise UserError(
-                f"the prompt has {count:,} characters, more than the maximum length of {self.max_length:,} tokens can hold"
+                f"the prompt has {count:,} characters, more than the maximum length of {self.max_length:,} tokens can "
+                "hold"
             )
 
     def _require_chat(self) -> ExampleEncoder:

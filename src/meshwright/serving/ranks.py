@@ -74,14 +74,14 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
         listener = Listener(plan.directory, f"replica-{replica}", plan.secret, front.own_host)
     who = {"replica": replica, "rank": rank, "start": plan.start, "pid": os.getpid()}
     leader = listener.address if listener else None
-    front.send({"hello": {**who, "leader": leader, "seconds": seconds, **engine.properties()}})
+    front.send(encode({"hello": {**who, "leader": leader, "seconds": seconds, **engine.properties()}}))
     if rank:
         _follow(engine, Channel.connect(front.receive()["leader"], plan.secret))
         return
     followers = [listener.accept(plan.step_seconds) for _ in range(peers - 1)] if listener else []
     if listener:
         listener.close()
-    front.send({"ready": True})
+    front.send(encode({"ready": True}))
     _lead(engine, front, followers)
 
 
@@ -109,7 +109,7 @@ def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
         if followers:
             data = encode({"step": step, "messages": messages})
             for follower in followers:
-                follower.send_encoded(data)
+                follower.send(data)
         stop, outputs = _apply(engine, messages)
         ran = not engine.idle
         if ran:
@@ -118,7 +118,7 @@ def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
         added = sum("add" in message for message in messages)
         report = {**engine.report(), "added": added, "seconds": now - began if ran else 0.0}
         began = now
-        front.send({"outputs": [output.to_json() for output in outputs], "step": report})
+        front.send(encode({"outputs": [output.to_json() for output in outputs], "step": report}))
         if stop:
             return
         step += 1

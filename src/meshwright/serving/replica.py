@@ -17,13 +17,8 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.speed import StepTimes, Work
 from meshwright.spec.block_tables import BLOCK_TOKENS
 
-COUNTERS = {
-    "pauses": "pauses",
-    "prefix_queries": "prompt_tokens",
-    "prefix_hits": "prefix_hit_tokens",
-    "kernel_seconds": "kernel_seconds",
-}
-"""Figures of a replica that count from the start of its ranks, by their names in a step's report."""
+COUNTERS = ("pauses", "prefix_queries", "prefix_hits", "kernel_seconds")
+"""Figures of a step's report that are totals since the start of the replica's ranks."""
 PREDICTION_SECONDS = 0.1
 """Age up to which a prediction of the queue is reused: for a long queue it takes milliseconds."""
 
@@ -153,8 +148,8 @@ class Replica:
         streams of its unfinished requests."""
         for writer in self.peers.values():
             writer.close()
-        for name, source in COUNTERS.items():
-            self.totals[name] += self.report.get(source, 0)
+        for name in COUNTERS:
+            self.totals[name] += self.report.get(name, 0)
         streams = list(self.streams.values())
         self._clear()
         return streams
@@ -174,7 +169,7 @@ class Replica:
     def stats(self) -> dict[str, float]:
         """Return the replica's figures by name, as described in `EngineClient.stats`."""
         now = {name: self.report.get(name, 0) for name in ("running", "waiting", "paused", "free", "cached", "held")}
-        since = {name: self.totals[name] + self.report.get(source, 0) for name, source in COUNTERS.items()}
+        since = {name: self.totals[name] + self.report.get(name, 0) for name in COUNTERS}
         return {**self.totals, **now, **since}
 
     @property

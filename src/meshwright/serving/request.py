@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from meshwright.errors import UserError
@@ -69,20 +69,19 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """Return the request as a JSON object, the inverse of `from_json`."""
-        document = asdict(self)
-        sampling = document["sampling"]
-        sampling["stop_tokens"] = sorted(self.sampling.stop_tokens)
-        sampling["logit_bias"] = sorted(self.sampling.logit_bias.items())
-        return document
+        lists = {
+            "stop_tokens": sorted(self.sampling.stop_tokens),
+            "logit_bias": sorted(self.sampling.logit_bias.items()),
+        }
+        return asdict(self) | {"sampling": asdict(self.sampling) | lists}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Request:
         """Rebuild a request from the JSON object of `to_json`."""
-        options = dict(document["sampling"])
-        options["stop_tokens"] = frozenset(options["stop_tokens"])
-        options["logit_bias"] = dict(options["logit_bias"])
+        options = document["sampling"]
+        sets = {"stop_tokens": frozenset(options["stop_tokens"]), "logit_bias": dict(options["logit_bias"])}
         tuples = {"tokens": tuple(document["tokens"]), "replayed": tuple(document["replayed"])}
-        return cls(**{**document, **tuples, "sampling": Sampling(**options)})
+        return cls(**document | tuples | {"sampling": Sampling(**options | sets)})
 
 
 @dataclass(slots=True)
@@ -110,26 +109,11 @@ class Output:
 
     def to_json(self) -> dict[str, Any]:
         """Return the output as a JSON object, the inverse of `from_json`."""
-        results, prompt = [pack_result(result) for result in self.results], self.prompt_results
-        packed = None if prompt is None else [result and pack_result(result) for result in prompt]
-        document = {"request_id": self.request_id, "results": results, "finish_reason": self.finish_reason}
-        document |= {"cached_tokens": self.cached_tokens, "prefill_seconds": self.prefill_seconds}
-        return {**document, "prompt_results": packed}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Output:
         """Rebuild an output from the JSON object of `to_json`."""
-        results, prompt = [unpack_result(row) for row in document["results"]], document["prompt_results"]
-        unpacked = None if prompt is None else [row and unpack_result(row) for row in prompt]
+        results, prompt = [TokenResult.from_json(row) for row in document["results"]], document["prompt_results"]
+        unpacked = None if prompt is None else [row and TokenResult.from_json(row) for row in prompt]
         return cls(**{**document, "results": results, "prompt_results": unpacked})
-
-
-def pack_result(result: TokenResult) -> list[Any]:
-    """Return a token result as the JSON list [token ID, log-probability, alternatives], with exact floats."""
-    return [result.token, result.logprob, result.top]
-
-
-def unpack_result(row: list[Any]) -> TokenResult:
-    """Rebuild a token result from the JSON list of `pack_result`."""
-    token, logprob, top = row
-    return TokenResult(token, logprob, tuple((each, value) for each, value in top))

@@ -28,14 +28,12 @@ class Runner(Protocol):
 
     Attributes:
         config: Configuration of the model.
-        blocks: Number of KV blocks in its pool.
         instruction_set: Instruction set of the kernels, or name of the device.
         version: Version of the kernels, or "torch ..." without kernels; equal versions give equal bits on equal
             devices.
     """
 
     config: ModelConfig
-    blocks: int
     instruction_set: str
     version: str
 

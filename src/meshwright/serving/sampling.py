@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -97,9 +98,8 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-@dataclass(slots=True)
-class TokenResult:
-    """One token with its log-probability.
+class TokenResult(NamedTuple):
+    """One token with its log-probability; in JSON the list of these values.
 
     Attributes:
         token: Token ID; -1 where the logits are NaN or infinite, which ends the request with an error.
@@ -112,6 +112,12 @@ class TokenResult:
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_json(cls, row: list[Any]) -> TokenResult:
+        """Rebuild a token result from its JSON list."""
+        token, logprob, top = row
+        return cls(token, logprob, tuple((each, value) for each, value in top))
 
 
 class TokenCounts:

@@ -90,7 +90,7 @@ class Scheduler:
         self._rows = list(range(limits.max_sequences - 1, -1, -1))
         shape = len(self.windows), limits.max_sequences, count_blocks(limits.max_length)
         self._tables: Integers = np.zeros(shape, np.int32)
-        self._prompt_tokens = self._prefix_hit_tokens = self._pauses = 0
+        self._totals = Counter(prefix_queries=0, prefix_hits=0, pauses=0)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if its ID is in use, or if prompt and `max_tokens` exceed the KV pool or
@@ -168,14 +168,14 @@ class Scheduler:
     def stats(self) -> dict[str, int]:
         """Figures by name. Now: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
         `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
-        `held`. Since the start: `prompt_tokens` of admitted sequences, `prefix_hit_tokens`, those of them found in the
-        prefix cache, and `pauses`."""
+        `held`. Since the start: `prefix_queries`, tokens of admitted sequences looked up in the prefix cache,
+        `prefix_hits`, those of them found, and `pauses`."""
         paused = sum(sequence.paused for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {
             "waiting": len(self._queue), "running": len(self._admitted) - paused, "paused": paused,
             "free": pool.free, "cached": pool.cached, "held": held, "waiting_tokens": self._queue.tokens,
-            "prompt_tokens": self._prompt_tokens, "prefix_hit_tokens": self._prefix_hit_tokens, "pauses": self._pauses,
+            **self._totals,
         }  # fmt: skip
 
     def _admission_state(self) -> AdmissionState:
@@ -183,13 +183,11 @@ class Scheduler:
         if self._state is None:
             for place, sequence in enumerate(self._admitted):
                 sequence.place = place
-            self._state = AdmissionState(
-                self.pool.available,
-                len(self.windows),
-                [each.total_blocks - each.blocks for each in self._admitted],
-                [each.most_blocks for each in self._admitted],
-                [[self.pool.owned[each.age, table] for table in range(len(self.windows))] for each in self._admitted],
-            )
+            tables, admitted = range(len(self.windows)), self._admitted
+            remaining = [each.total_blocks - each.blocks for each in admitted]
+            owned = [[self.pool.owned[each.age, table] for table in tables] for each in admitted]
+            most = [each.most_blocks for each in admitted]
+            self._state = AdmissionState(self.pool.available, len(tables), remaining, most, owned)
         return self._state
 
     def _admit(self, group: int) -> None:
@@ -257,8 +255,7 @@ class Scheduler:
             self._tables[table, sequence.row, count - len(blocks) : count] = blocks
         sequence.blocks, sequence.computed = count, count * BLOCK_TOKENS
         sequence.cached_tokens = min(sequence.computed, len(sequence.request.tokens))
-        self._prompt_tokens += len(sequence.tokens)
-        self._prefix_hit_tokens += sequence.computed
+        self._totals.update(prefix_queries=len(sequence.tokens), prefix_hits=sequence.computed)
 
     def _extend(self, sequence: Sequence, wanted: int) -> int:
         """Allocate KV blocks for the next `wanted` tokens of a sequence, as far as admission allows; return the number
@@ -274,7 +271,7 @@ class Scheduler:
                     self._tables[table, sequence.row, sequence.blocks] = held[-1]
                 sequence.blocks += 1
             room += missing * BLOCK_TOKENS
-        self._pauses += not room and not sequence.paused
+        self._totals["pauses"] += not room and not sequence.paused
         sequence.paused = not room
         return min(wanted, room)
 
@@ -297,17 +294,13 @@ class Scheduler:
         positions_T = np.arange(len(tokens), dtype=np.int32) + np.repeat(computed_S - starts[:-1], counts_S)
         blocks_WT = self._tables[:, np.repeat(rows_S, counts_S), positions_T // BLOCK_TOKENS]
         context = computed_S + counts_S
+        slots_WT = np.ascontiguousarray(blocks_WT * BLOCK_TOKENS + positions_T % BLOCK_TOKENS)
+        tables = np.ascontiguousarray(self._tables[:, rows_S, : count_blocks(int(context.max()))])
         return StepBatch(
-            tokens=np.frombuffer(tokens, np.int32),
-            positions=positions_T,
-            slots=np.ascontiguousarray(blocks_WT * BLOCK_TOKENS + positions_T % BLOCK_TOKENS),
-            starts=starts,
-            context=context,
-            block_tables=np.ascontiguousarray(self._tables[:, rows_S, : count_blocks(int(context.max()))]),
-            output_rows=np.array(output_rows, np.int32),
-            sequences=sequences,
+            tokens=np.frombuffer(tokens, np.int32), positions=positions_T, slots=slots_WT, starts=starts,
+            context=context, block_tables=tables, output_rows=np.array(output_rows, np.int32), sequences=sequences,
             group=group,
-        )
+        )  # fmt: skip
 
     def _advance(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
         """Record `count` computed tokens of a sequence, and the results of its output rows; return the output for its

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import signal
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
 
 from meshwright.checkpoint import find_checkpoint
 from meshwright.collectives.quantities import GIB
@@ -24,8 +21,10 @@ from meshwright.comm.local import PRELOADED_TO_SERVE, find_socket_parent, start_
 from meshwright.errors import Terminated, UserError
 from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher import rendezvous
+from meshwright.launcher.daemon_thread import run_in_daemon_thread
 from meshwright.launcher.device import devices_of_ranks
 from meshwright.launcher.host_memory import HostMemory
+from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 EXTRA = ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client")
 """Modules that pip install "meshwright[serve]" installs."""
-
-_T = TypeVar("_T")
 
 
 class ServeOptions(TypedDict, total=False):
@@ -127,32 +124,40 @@ def serve(
     check_options(serve, options, ServeOptions)
     prepare_process()  # before torch is loaded, here or in a rank
     phases = _Phases(log)
-    if (place := _find_place()) is not None and place.rank > 0:
+    place = rendezvous.read_place() if rendezvous.is_started_by_others() else None
+    if place is not None and place.rank > 0:
         from meshwright.serving.ranks import serve_joined
 
         serve_joined(None, options.get("device", "auto"))
         return
     if place is None:
         start_server(PRELOADED_TO_SERVE)  # it loads torch meanwhile
-    model = _check_model(Path(path), str(layout), options, log)
+    model = _check_model(Path(path), str(layout), place, options, log)
+    import uvloop
+
     from meshwright.serving.gate import HttpSettings, read_api_keys
     from meshwright.serving.http import HttpApp
-    from meshwright.serving.http_server import allow_connections, open_socket, restored_signals, serve_http
+    from meshwright.serving.http_server import allow_connections, open_socket, serve_http, wait_for_signals
 
     file = options.get("api_key_file")
     keys = [] if file is None else read_api_keys(Path(file))
     name = options.get("served_model_name") or Path(path).resolve().name
     with (
-        restored_signals(),
+        StopSignals() as signals,
         closing(open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))) as listener,
         tempfile.TemporaryDirectory(prefix="meshwright-serve-", dir=find_socket_parent()) as directory,
     ):
         replicas = _make_replicas(model, directory, options, log)
 
-        async def run() -> tuple[int, int]:
-            """Start and serve; return the number of the signal that ended it, and of the unfinished requests."""
+        async def run() -> int:
+            """Start and serve until a signal; return the number of unfinished requests."""
+            starting = asyncio.create_task(_start(model, replicas, phases))
+            signalled = asyncio.create_task(wait_for_signals(signals))
             try:
-                prompts = await _start(model, replicas, phases)
+                await asyncio.wait((starting, signalled), return_when=asyncio.FIRST_COMPLETED)
+                if not starting.done():
+                    return 0
+                prompts = starting.result()
                 connections = max(1024, 2 * replicas.most_requests)
                 allow_connections(connections, log)
                 settings = HttpSettings(name, keys, options.get("cors_origins", ()), connections=connections)
@@ -169,11 +174,15 @@ def serve(
                         "seconds_to_ready": seconds, "ranks": replicas.rank_processes,
                     }
                 )  # fmt: skip
-                return await serve_http(app, listener, replicas, options.get("drain_seconds", 60.0))
+                return await serve_http(app, listener, replicas, signals, options.get("drain_seconds", 60.0))
             finally:
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
                 await replicas.close()
 
-        _run_until_signal(run())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            unfinished = runner.run(run())
+    _raise_end(signals.received[0], unfinished)
 
 
 class _Phases:
@@ -205,15 +214,16 @@ class _Model:
     device: str
 
 
-def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[str], None]) -> _Model:
-    """Check everything that can be checked without loading the weights, and return the checked settings. Raises
-    UserError."""
+def _check_model(
+    path: Path, layout: str, place: rendezvous.Place | None, options: ServeOptions, log: Callable[[str], None]
+) -> _Model:
+    """Check everything that can be checked without loading the weights, and return the checked settings. place: as in
+    `_Model`. Raises UserError."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
     checkpoint = find_checkpoint(path, log, check_hashes=False)
     config = config_from_path(checkpoint)
     reading, dtype, hosts = serving_layout(layout, config), parse_dtype(options.get("dtype")), 1
-    place = _find_place()
     if place is not None:
         rendezvous.check_world_size(place, reading)
         hosts = place.ranks // (place.host_ranks or place.ranks)
@@ -232,11 +242,6 @@ def _check_model(path: Path, layout: str, options: ServeOptions, log: Callable[[
     return _Model(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
 
 
-def _find_place() -> rendezvous.Place | None:
-    """Return the rank of this process if torchrun or SLURM has started one process per rank, else None."""
-    return rendezvous.read_place() if rendezvous.is_started_by_others() else None
-
-
 def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
     """Create the server's replicas, without starting their ranks. directory: private directory for Unix sockets."""
     layout, place = model.layout, model.place
@@ -250,21 +255,17 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
     )  # fmt: skip
     given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
     limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})
-    starter, host = (LocalStarter(), "") if place is None else (JoinedStarter(), _find_meeting_host(place))
+    starter, host = (
+        (LocalStarter(), "") if place is None else (JoinedStarter(), rendezvous.host_and_port(place.method)[0])
+    )
     return Replicas(plan, starter, limits=limits, host=host, log=log)
-
-
-def _find_meeting_host(place: rendezvous.Place) -> str:
-    """Return the host name by which ranks on other nodes reach this process, rank 0: MASTER_ADDR, or the host in the
-    rendezvous URL."""
-    return os.environ["MASTER_ADDR"] if place.method == "env://" else place.method.split("//")[-1].rpartition(":")[0]
 
 
 async def _start(model: _Model, replicas: Replicas, phases: _Phases) -> Prompts:
     """Start all ranks; meanwhile check the checkpoint's hashes and load the tokenizer. Return the tokenizer."""
 
     def load() -> Prompts:
-        """Load what the front needs."""
+        """Load the tokenizer and check the hashes, which may take minutes: the process can end before."""
         from meshwright.serving.prompts import Prompts
 
         prompts = Prompts.of_directory(model.checkpoint, model.config, model.ledger.sizes.max_length)
@@ -281,7 +282,7 @@ async def _start(model: _Model, replicas: Replicas, phases: _Phases) -> Prompts:
             f"kernels {hellos[0]['kernels']}, weights and pool in {max(each['seconds'] for each in hellos):.2f} s)"
         )
 
-    prompts, _ = await asyncio.gather(_run_in_daemon_thread(load), start())
+    prompts, _ = await asyncio.gather(asyncio.wrap_future(run_in_daemon_thread(load, "load")), start())
     ledger, each = model.ledger, " a replica" if model.layout.dp > 1 else ""
     phases.log(
         f"memory: {ledger.blocks} KV blocks of 16 tokens on each rank, for {ledger.concurrency:.1f} sequences of "
@@ -290,23 +291,6 @@ async def _start(model: _Model, replicas: Replicas, phases: _Phases) -> Prompts:
     for line in bill_text(ledger, [hello["memory"] for hello in replicas.hellos.values()]):
         phases.log(line)
     return prompts
-
-
-def _run_in_daemon_thread(work: Callable[[], _T]) -> asyncio.Future[_T]:
-    """Run `work` in a daemon thread; return the future of its result. The process can end without waiting for the
-    thread, which may hash a large checkpoint for minutes."""
-    future = Future[_T]()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        """Set the future."""
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return asyncio.wrap_future(future)
 
 
 def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any]:
@@ -319,35 +303,9 @@ def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any
     return {"predicted": predicted, "measured": dict(measured), "total_gib": ledger.total / GIB}
 
 
-def _run_until_signal(main: Coroutine[Any, Any, tuple[int, int]]) -> None:
-    """Run the server on uvloop; when it has ended, raise KeyboardInterrupt for SIGINT, else Terminated. main: coroutine
-    that serves until a signal and returns (signal number, number of unfinished requests), as `serve_http`."""
-    import uvloop
-
-    from meshwright.serving.http_server import SIGNALS
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        received = list[int]()
-
-        async def run() -> tuple[int, int]:
-            """Serve; a signal during the start cancels it, once. HTTP has handlers of its own."""
-            task = asyncio.current_task()
-            assert task is not None
-
-            def stop(number: int, _: object) -> None:
-                """Cancel the start."""
-                if not received:
-                    task.cancel()
-                received.append(number)
-
-            for number in SIGNALS:
-                signal.signal(number, stop)
-            return await main
-
-        try:
-            number, unfinished = runner.run(run())
-        except asyncio.CancelledError:
-            number, unfinished = received[0] if received else signal.SIGTERM, 0
+def _raise_end(number: int, unfinished: int) -> NoReturn:
+    """Raise KeyboardInterrupt if the signal with this `number` is SIGINT, else Terminated. unfinished: number of
+    requests that were not finished."""
     flight = f"{unfinished} requests in flight were ended" if unfinished else "requests in flight were finished"
     if number == signal.SIGINT:
         raise KeyboardInterrupt(f"interrupted: {flight}, the server has ended")

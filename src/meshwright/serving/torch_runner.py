@@ -1,6 +1,8 @@
 """Forward steps in plain torch on a CPU: the reference of the kernels, and what runs without a compiler.
 
-Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary.
+Shapes: T tokens of a step (of a tile in the cache, padding at the end included), R rows of logits, H hidden, V
+vocabulary, N query heads, K key-value heads, G query heads of a key-value head, D head size, C tokens that a token
+attends to, W block tables.
 """
 
 from __future__ import annotations
@@ -11,18 +13,20 @@ import torch
 
 from meshwright.comm.collectives import all_gather
 from meshwright.comm.mesh import Mesh
+from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.model.axis_operations import AxisOperations
+from meshwright.model.precision import at_least_float32
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.tensor import TensorParallel
-from meshwright.serving.paged_cache import PagedCache
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
-from meshwright.spec.block_tables import block_tables
+from meshwright.spec.block_tables import BlockTables, block_tables
+from meshwright.spec.config import ModelConfig
 
 TILE_TOKENS = 16
-"""Rows of every product on a CPU. torch chooses kernels by shape, so a fixed shape makes a token's result independent of
-the number of tokens."""
+"""Rows of every product on a CPU. torch chooses kernels by shape, so a fixed shape makes a token's result independent
+of the number of tokens."""
 
 
 class OrderedTensorParallel(TensorParallel):
@@ -45,26 +49,102 @@ class OrderedTensorParallel(TensorParallel):
         return total
 
 
+class PagedCache:
+    """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a stage's layers in plain torch, for a ragged batch of
+    sequences. Layers of different block tables share tensors, as each block belongs to one table.
+
+    Attention is computed token by token, so that a token's result does not depend on which others are in the batch.
+    Callers always give the positions, so `length`, of the interface of the model's caches, stays 0.
+    """
+
+    length = 0
+
+    def __init__(
+        self, config: ModelConfig, tables: BlockTables, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """`tables`: block tables of the model; `layers`: those of this rank's stage; `kv_heads`: those of this rank."""
+        shape = (2, blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
+        depth = 1 + max(tables.layers[layer][1] for layer in layers)
+        self._pairs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(depth)]  # keys, values
+        self._layers = tables.layers
+        self._windows = {layer: config.layer_window(layer) for layer in layers}
+        self._device = device
+        self._segments: list[tuple[int, torch.Tensor]] = []  # of each selected token: row, slots [W, C] of its context
+        self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the keys and values of all layers in bytes."""
+        return sum(each.nbytes for each in self._pairs)
+
+    def touch(self) -> None:
+        """Write zeros to the whole KV cache, so that its memory is resident from now on."""
+        for each in self._pairs:
+            each.zero_()
+
+    def select(self, batch: StepBatch, begin: int, end: int) -> None:
+        """Select the tokens with the indices `begin` to `end` (exclusive) of a batch: the following calls of `attend`
+        get the queries, keys and values of these, perhaps with padding after them."""
+        self._slots_WT = torch.from_numpy(batch.slots[:, begin:end]).long().to(self._device)
+        self._segments = []
+        for number, (first, stop) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
+            low, high = max(int(first), begin), min(int(stop), end)
+            if low >= high:
+                continue
+            positions = np.arange(int(batch.positions[high - 1]) + 1)
+            blocks_WC = batch.block_tables[:, number, positions // BLOCK_TOKENS]
+            slots_WC = torch.from_numpy(blocks_WC * BLOCK_TOKENS + positions % BLOCK_TOKENS).long().to(self._device)
+            for row in range(low, high):
+                self._segments.append((row - begin, slots_WC[:, : len(positions) - (high - row - 1)]))
+
+    def attend(self, layer: int, q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor) -> torch.Tensor:
+        """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
+        causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding."""
+        table, place = self._layers[layer]
+        tokens = self._slots_WT.shape[1]
+        for cache, new in zip(self._pairs[place], (k_BKTD, v_BKTD), strict=True):
+            cache[self._slots_WT[table]] = new[0, :, :tokens].transpose(0, 1).to(cache.dtype)
+        out_BNTD = torch.zeros_like(q_BNTD)
+        for row, slots_WC in self._segments:
+            out_BNTD[0, :, row] = self._attend_segment(layer, q_BNTD[0, :, row], slots_WC[table])
+        return out_BNTD
+
+    def advance(self, tokens: int) -> None:
+        """Do nothing (part of the interface of the model's caches): the scheduler counts the tokens of each
+        sequence."""
+
+    def _attend_segment(self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
+        """Return the attention [N, D] of one token's queries `q_ND` over the KV-cache slots `slots_C`, computed in
+        float32 or float64."""
+        window = self._windows[layer]
+        if window is not None:  # blocks before the window may have been freed
+            slots_C = slots_C[max(0, len(slots_C) - window) :]
+        wide = at_least_float32(q_ND.dtype)
+        k_KCD, v_KCD = (each[slots_C].transpose(0, 1).to(wide) for each in self._pairs[self._layers[layer][1]])
+        q_KGSD = q_ND.to(wide).unflatten(0, (k_KCD.shape[0], -1))[:, :, None]
+        scores_KGSC = torch.matmul(q_KGSD * q_ND.shape[-1] ** -0.5, k_KCD.mT[:, None])
+        out_KGSD = torch.matmul(scores_KGSC.softmax(dim=-1), v_KCD[:, None])
+        return out_KGSD[:, :, 0].flatten(0, 1).to(q_ND.dtype)
+
+
 class TorchRunner:
     """Runner of serving steps in plain torch: the model with a paged KV cache. Tokens are computed in tiles of a fixed
     number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
 
     Attributes:
         config: Configuration of the model.
-        blocks: Number of KV blocks in its pool.
         instruction_set: Name of the device.
         version: "torch" and its version.
     """
 
     def __init__(self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: StepLimits) -> None:
-        self.config, self.blocks, self._stage = weights.config, limits.blocks, weights.stage
+        self.config, self._stage = weights.config, weights.stage
         self.instruction_set, self.version = mesh.device.type, f"torch {torch.__version__}"
         self._device, self._dtype = mesh.device, dtype
         axes = AxisOperations(tensor=OrderedTensorParallel(mesh))
-        self._model = Transformer(
-            self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage]
-        ).requires_grad_(False)
-        self._model.eval()
+        self._model = Transformer(self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage])
+        self._model.requires_grad_(False).eval()
         weights.load_into(self._model, dtype)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
@@ -85,37 +165,29 @@ class TorchRunner:
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
         """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
         that is not last the hidden states [T, H]. `hidden`: the previous stage's hidden states, None on the first."""
-        tokens, size = len(batch.tokens), self._tile
-        states = []
         with torch.inference_mode():
-            for begin in range(0, tokens, size):
-                end = min(tokens, begin + size)
-                x_TH = None if hidden is None else hidden[begin:end]
-                states.append(self._run_tile(batch, begin, end, size, x_TH)[: end - begin])
-            states_TH = torch.cat(states)
+            begins = range(0, len(batch.tokens), self._tile)
+            states_TH = torch.cat([self._run_tile(batch, begin, hidden) for begin in begins])
             if self._stage.last:
                 return self._logits(states_TH[torch.from_numpy(batch.output_rows).long()])
             return states_TH.float().cpu().numpy()
 
-    def _run_tile(
-        self, batch: StepBatch, begin: int, end: int, size: int, x_TH: npt.NDArray[np.float32] | None
-    ) -> torch.Tensor:
-        """Run this rank's pipeline stage on the tokens with indices `begin` to `end` (exclusive) of a batch, padded to
-        `size` tokens; return the hidden states [size, H]. `x_TH`: the previous stage's output for them, None on the
-        first stage."""
+    def _run_tile(self, batch: StepBatch, begin: int, hidden: npt.NDArray[np.float32] | None) -> torch.Tensor:
+        """Run this rank's pipeline stage on the tile of tokens from index `begin` on, padded to full size; return their
+        hidden states [T, H]. `hidden`: the previous stage's output for all tokens, None on the first stage."""
+        size, end = self._tile, min(len(batch.tokens), begin + self._tile)
         numbers = np.zeros((2, 1, size), np.int64)
         numbers[0, 0, : end - begin] = batch.tokens[begin:end]
         # A prompt's last token, if only a target, may be beyond the last position: nothing reads its state.
         numbers[1, 0, : end - begin] = np.minimum(batch.positions[begin:end], self.config.max_positions - 1)
         tokens_BS, positions_BS = torch.from_numpy(numbers).to(self._device)
         x_BSH = None
-        if x_TH is not None:
+        if hidden is not None:
             x_BSH = torch.zeros(1, size, self.config.hidden, dtype=self._dtype, device=self._device)
-            x_BSH[0, : end - begin] = torch.from_numpy(x_TH)
+            x_BSH[0, : end - begin] = torch.from_numpy(hidden[begin:end])
         self._cache.select(batch, begin, end)
-        return self._model.hidden(tokens_BS, cache=self._cache, positions=positions_BS, stage=self._stage, x_BSH=x_BSH)[
-            0
-        ]
+        given = {"cache": self._cache, "positions": positions_BS, "stage": self._stage, "x_BSH": x_BSH}
+        return self._model.hidden(tokens_BS, **given)[0, : end - begin]
 
     def _logits(self, states_RH: torch.Tensor) -> npt.NDArray[np.float32]:
         """Return the logits [R, V] for the final-norm outputs `states_RH`."""

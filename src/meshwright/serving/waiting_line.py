@@ -3,8 +3,8 @@ refusals. Free of torch.
 
 A refused request (HTTP 429) keeps a place in the line without an open connection: the place is found again by a digest
 of the request, and `Retry-After` says when to retry. A new request waits behind all places whose clients are expected
-to return; it is admitted immediately only if the queue has room beyond them. No request is refused while the engine could
-run it immediately.
+to return; it is admitted immediately only if the queue has room beyond them. No request is refused while the engine
+could run it immediately.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import mmap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,14 +48,11 @@ class RankWeights:
     Attributes:
         config: Configuration of the model.
         stage: Pipeline stage of this rank.
-        bytes_read: Bytes read from the files so far.
-        seconds: Seconds spent reading and converting so far.
     """
 
     def __init__(self, directory: Path, mesh: Mesh) -> None:
         self.config = decoder_config(directory)
         self.stage: Stage = serving_stages(self.config, mesh.pp.size)[mesh.pp.rank]
-        self.bytes_read, self.seconds = 0, 0.0
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._mapped: torch.Tensor | None = None  # the entry read last
         table = parameter_table(self.config)
@@ -74,11 +70,6 @@ class RankWeights:
         """Iterate over the names of the engine tensors, in forward order."""
         return iter(self._buffers)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of this rank's shard of the engine tensor (parameter of the model) `name`."""
-        flat, at = self._buffers[name]
-        return flat.tensors[at].shape
-
     def is_bfloat16(self, name: str) -> bool:
         """Return True if the checkpoint's files have the engine tensor (parameter of the model) `name` in bfloat16."""
         flat, at = self._buffers[name]
@@ -89,7 +80,6 @@ class RankWeights:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's shard of the engine tensor (parameter of the model) `name` in `dtype`, valid until the
         next call; vocabulary padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
-        begin = time.perf_counter()
         self._drop()
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
@@ -103,7 +93,6 @@ class RankWeights:
             if sum(last - first for _, first, last in found) < placed.numel:
                 values.zero_()
             flat.fill(values, placed.offset, self._read_entry)
-        self.seconds += time.perf_counter() - begin
         return values.view(placed.shape)
 
     def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -117,7 +106,6 @@ class RankWeights:
         memory-mapped file; release the memory pages of the entry read before."""
         self._drop()
         self._mapped = read_entry(self._files, entry, self._names)
-        self.bytes_read += self._mapped.nbytes
         return self._mapped
 
     def _make_scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -169,7 +169,9 @@ class GenerationBody(EndpointBody):
         {}, max_length=1024, description="by token ID, or as llama.cpp's pairs [token ID, bias]; false there: -100"
     )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: chosen at random, and returned")
-    min_tokens: int = Field(0, ge=0, le=2**30, description="tokens before a stop token or stop string can end the answer")
+    min_tokens: int = Field(
+        0, ge=0, le=2**30, description="tokens before a stop token or stop string can end the answer"
+    )
     stop: StopString | Annotated[list[StopString], Field(max_length=32)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] = []
     include_stop_str_in_output: bool = False
@@ -182,7 +184,9 @@ class GenerationBody(EndpointBody):
     stream: bool = False
     priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="lower values are admitted first")
     timeout: float | None = Field(None, gt=0, le=1e6, description="seconds until the request is cancelled (408)")
-    cache_salt: str = Field("", max_length=256, description="share the prefix cache only with requests of the same salt")
+    cache_salt: str = Field(
+        "", max_length=256, description="share the prefix cache only with requests of the same salt"
+    )
 
     @property
     def alternatives(self) -> int | None:

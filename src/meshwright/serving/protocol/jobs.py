@@ -59,7 +59,7 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     if longest + max_tokens > prompts.max_length:
         raise ApiError(
             400,
-            f"the maximum length is {prompts.max_length} tokens, but the prompt has {longest} and max_tokens is {max_tokens}",
+            f"the maximum length is {prompts.max_length} tokens: the prompt has {longest}, max_tokens is {max_tokens}",
             param="max_tokens" if longest <= prompts.max_length else "prompt",
             code="context_length_exceeded",
         )
