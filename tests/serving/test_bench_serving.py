@@ -28,7 +28,9 @@ def test_phases_of_the_last_start_are_read_from_its_lines(bench: tuple[Any, Any]
         phases = _Phases(lambda line: print(line, file=lines))
         phases.end("checkpoint checked, tokenizer loaded")
         phases.end("ranks started (2 ranks, avx2, kernels d792001ea9501f9c, weights and pool in 0.18 s)")
-        print("memory: 2048 KV blocks of 16 tokens on each rank", "ready at http://127.0.0.1:1 after 5.79 s", file=lines)
+        print(
+            "memory: 2048 KV blocks of 16 tokens on each rank", "ready at http://127.0.0.1:1 after 5.79 s", file=lines
+        )
         phases.end("HTTP started")
     found = peers.Contender.phases(contender)
     assert list(found) == ["checkpoint checked, tokenizer loaded", "ranks started", "HTTP started"]

@@ -76,7 +76,11 @@ def test_document_lists_429_for_all_but_health_checks(client: TestClient):
     assert without == {"/health", "/ready", "/metrics"}
 
 
-NEEDED = {"prompt": {"prompt": "x"}, "messages": {"messages": [{"role": "user", "content": "x"}]}, "tokens": {"tokens": [1]}}
+NEEDED = {
+    "prompt": {"prompt": "x"},
+    "messages": {"messages": [{"role": "user", "content": "x"}]},
+    "tokens": {"tokens": [1]},
+}
 SMALLEST = {path: next(NEEDED[name] for name in NEEDED if name in model.model_fields) for path, model in MODELS.items()}
 
 
@@ -118,9 +122,7 @@ def test_unsupported_field_is_refused_by_name(path: str):
     ],
     ids=str,
 )  # fmt: skip
-def test_unsupported_field_is_refused_on_every_endpoint(
-    client: TestClient, path: str, change: dict[str, Any]
-):
+def test_unsupported_field_is_refused_on_every_endpoint(client: TestClient, path: str, change: dict[str, Any]):
     answer = client.post(path, json=SMALLEST[path] | change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(change)))
 

@@ -188,7 +188,9 @@ def test_what_the_start_warns_of(
 ):
     """One line each; here before a port in use ends the start."""
     gpu = HostMemory(64 << 30, 64 << 30, GPU)
-    monkeypatch.setattr(serve_module, "devices_of_ranks", lambda wanted, ranks: [] if wanted == "cpu" else [gpu] * ranks)
+    monkeypatch.setattr(
+        serve_module, "devices_of_ranks", lambda wanted, ranks: [] if wanted == "cpu" else [gpu] * ranks
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for device, torchrun, warnings in (

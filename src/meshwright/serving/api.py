@@ -113,11 +113,7 @@ class Model:
         answers = {request.id: answer for pairs in given for request, answer in pairs}
         for output in self._run(requests, lambda request_id: answers[request_id].ended):
             answers[output.request_id].add(output)
-        found = []
-        for pairs in given:
-            first, *others = [answer.generation for _, answer in pairs]
-            first.others = others
-            found.append(first)
+        found = [pairs[0][1].generation for pairs in given]
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
@@ -168,6 +164,7 @@ class Model:
             request = Request(f"offline-{next(self._numbers)}", tuple(tokens), sampling, choice=number)
             generation = Generation(text, prompt_tokens=len(tokens), checkpoint=self.directory)
             pairs.append((request, Answer(self._prompts, generation, request, wanted, stop)))
+        pairs[0][1].generation.others = [answer.generation for _, answer in pairs[1:]]
         return pairs
 
     def _encode(self, prompt: object, chat: bool) -> list[int]:

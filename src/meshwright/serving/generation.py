@@ -97,9 +97,7 @@ class Answer:
         generation: Text, token IDs and times so far.
     """
 
-    def __init__(
-        self, prompts: Prompts, generation: Generation, request: Request, wanted: int, stop: StopRule
-    ) -> None:
+    def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int, stop: StopRule) -> None:
         """`generation`: without an answer yet; `wanted`: tokens asked for, of which the model's positions may leave
         fewer to `request`."""
         self.generation = generation

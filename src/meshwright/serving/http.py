@@ -187,7 +187,9 @@ class HttpApp:
         it has the fields of both vLLM and llama.cpp."""
         prompts = self._prompts
         if body.messages is not None:
-            tokens = prompts.encode_chat([message.to_message() for message in body.messages], body.add_generation_prompt)
+            tokens = prompts.encode_chat(
+                [message.to_message() for message in body.messages], body.add_generation_prompt
+            )
         else:
             start = body.add_special if body.prompt is None else body.add_special_tokens
             text = body.prompt or body.content or ""

@@ -30,6 +30,7 @@ from meshwright.serving.request import Output, Request
 JOIN_SECONDS = 300.0
 """Time limit of the rendezvous of ranks that torchrun or SLURM started."""
 
+
 def serve_rank(plan: RankPlan, replica: int) -> None:
     """Run this process as one rank of the replica with index `replica`, until the front (the HTTP server's process)
     stops it or is gone.

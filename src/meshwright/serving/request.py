@@ -21,7 +21,7 @@ class Request:
         sampling: Sampling options.
         choice: Index of the choice among the `n` answers to the prompt; together with the seed it determines sampling.
         priority: Requests with lower values are admitted first; among equals, in order of arrival.
-        deadline: UNIX time in seconds at which the front cancels the request; None: never. The ranks' engines ignore it.
+        deadline: UNIX time in seconds at which the front cancels the request; None: never. The engines ignore it.
         replayed: Tokens of the answer that were sent before a rank was lost: recomputed like prompt tokens, neither
             sampled nor reported again; at most `sampling.max_tokens`.
         cache_salt: Text that enters the hashes of the prefix cache: only requests with equal salts share KV blocks.

@@ -238,7 +238,9 @@ def _check_model(
     if place is not None:
         log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
     if gpus and options.get("device", "auto") == "auto":
-        log("warning: --device auto has found a GPU; serving on GPUs has not been run on a real one yet (see --device cpu)")
+        log(
+            "warning: --device auto has found a GPU; serving has not been run on real GPUs yet (--device cpu is tested)"
+        )
     return _Model(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
 
 

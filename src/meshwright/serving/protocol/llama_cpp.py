@@ -12,7 +12,6 @@ from meshwright.serving.choices import Choice, Piece
 from meshwright.serving.protocol.answers import AnswerForm
 
 
-
 class LlamaForm(AnswerForm):
     """Formats the responses of llama.cpp's `/completion`, which have a single choice."""
 
