@@ -238,9 +238,7 @@ def _check_model(
     if place is not None:
         log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
     if gpus and options.get("device", "auto") == "auto":
-        log(
-            "warning: --device auto has found a GPU; serving has not been run on real GPUs yet (--device cpu is tested)"
-        )
+        log("warning: --device auto has found a GPU; serving has not run on real GPUs yet (--device cpu is tested)")
     return _Model(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
 
 
