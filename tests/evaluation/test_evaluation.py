@@ -243,7 +243,7 @@ def test_tokenizer_larger_than_model_is_refused(place, checkpoint, tmp_path):
         )
     )  # fmt: skip
     shutil.copyfile(bpe.tokenizer_directory / "tokenizer.json", other / "tokenizer.json")
-    with pytest.raises(UserError, match=rf"its tokenizer has {bpe.vocabulary} tokens, its model only 257"):
+    with pytest.raises(UserError, match=rf"the tokenizer has {bpe.vocabulary} tokens, the model only 257"):
         run_evaluation(other, str(place / "texts.jsonl"))
 
 

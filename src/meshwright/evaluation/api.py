@@ -111,5 +111,6 @@ def evaluate(
         checkpoint, str(data), sequence=sequence, overrides=format_overrides(overrides), device=device,
         layout=None if layout is None else str(layout), **options,
     )  # fmt: skip
-    values = {each.name: document.get(each.name) for each in fields(Evaluation)}
-    return Evaluation(**values | {"checkpoint": Path(document["checkpoint"]), "document": document})
+    values: dict[str, Any] = {each.name: document.get(each.name) for each in fields(Evaluation)}
+    values["checkpoint"], values["document"] = Path(document["checkpoint"]), document
+    return Evaluation(**values)
