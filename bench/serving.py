@@ -102,6 +102,7 @@ class Race:
             name,
             {
                 "precision": contender.precision,
+                **({"instruction_set": contender.instruction_set} if name in OURS else {}),
                 "version": installed_version(name),
                 "command": describe_command(contender.command),
                 "ready_seconds": round(contender.ready_seconds, 2),
@@ -198,13 +199,14 @@ def outside_kernels(contender: Contender) -> float | None:
 
 
 def seconds_until_ready(model: str, dtype: str, pool: int = 4 << 30) -> dict[str, Any]:
-    """A second start of the server whose memory is chosen so that the pool has at least `pool` bytes."""
+    """A second start of the server whose memory is chosen so that the pool has at least `pool` bytes, with the seconds
+    of its phases."""
     work = CACHE / "work"
     weights = weights_read_per_token(model) * BYTES[dtype]
     memory = f"{(pool + 2 * weights + (1 << 30)) / 2**30:.1f}GiB"
     for _ in range(2):
         server = start_meshwright(model, dtype, work, "--memory", memory, "--max-length", "2048")
-        found = {"seconds": round(server.ready_seconds, 2), "memory": memory}
+        found = {"seconds": round(server.ready_seconds, 2), "phases": server.phases(), "memory": memory}
         server.close()
     return found
 

@@ -11,12 +11,14 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -108,12 +110,16 @@ def run_command(command: Sequence[str], log: Path, seconds: float, **environment
             raise ContenderFailed(f"{error}: {log.read_text(errors='replace')[-800:]}") from error
 
 
+_PHASE = re.compile(r"^(\w[^:(\n]*?)(?: \([^\n]*\))?: (\d+\.\d+) s$", re.MULTILINE)
+
+
 class Contender:
     """A process group that generates; between its turns it is stopped (SIGSTOP), so that it takes no processor time."""
 
     def __init__(self, name: str, command: list[str], log: Path, environment: dict[str, str]) -> None:
         self.name, self.command, self.log = name, command, log
-        self.precision = ""
+        self.precision = self.instruction_set = ""  # the latter of our own contenders alone
+        self._log_start = log.stat().st_size if log.exists() else 0
         begun = time.perf_counter()
         with log.open("ab") as output:
             self.process = subprocess.Popen(
@@ -157,6 +163,11 @@ class Contender:
     def resident_bytes(self) -> int:
         """Proportional resident memory (PSS) of all processes of the session."""
         return sum(memory for memory in session_memory(self.process.pid).values())
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of this start, from the lines that the server prints: `NAME (details): SECONDS s`."""
+        text = self.log.read_bytes()[self._log_start :].decode(errors="replace")
+        return {name: float(seconds) for name, seconds in _PHASE.findall(text)}
 
     def failed(self, reason: object) -> ContenderFailed:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
@@ -211,7 +222,8 @@ class Worker(Contender):
     speaks_lines = True
 
     def wait_until_ready(self) -> None:
-        self.precision = self._answer(START_SECONDS)["precision"]
+        description = self._answer(START_SECONDS)
+        self.precision, self.instruction_set = description["precision"], description.get("instruction_set", "")
 
     def generate(self, prompts: list[list[int]], tokens: int, seconds: float) -> Wave:
         assert self.process.stdin is not None
@@ -256,6 +268,8 @@ def start_meshwright(model: str, dtype: str, work: Path, *arguments: str) -> Ser
     command += ["--port", str(port), "--served-model-name", "m", "--max-length", "1024", *arguments]
     server = Server("meshwright", command, port, work / "meshwright.log")
     server.precision = dtype
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/props", timeout=30) as answer:
+        server.instruction_set = json.load(answer)["engine"]["instruction_set"]
     return server
 
 

@@ -234,12 +234,15 @@ def test_generate_equals_the_command(command_line, trained: Path):
 def test_model_on_ranks_generates_and_streams_as_one_process(trained: Path):
     one, two = mw.load("runs/tiny", device="cpu"), mw.load("runs/tiny", "pp2")
     assert mw.load("runs/tiny", "pp1", device="cpu").layout is None and str(two.layout) == "pp2"
-    expected = one.generate(["def ", "return "], max_tokens=4)
-    assert [each.tokens for each in two.generate(["def ", "return "], max_tokens=4)] == [
-        each.tokens for each in expected
-    ]
+    stop = one.generate("def ", max_tokens=12).text[3:5]
+    options = {"max_tokens": 12, "n": 2, "stop": stop, "logprobs": 0}
+    for mine, other in zip(*(model.generate(["def ", "return "], **options) for model in (one, two)), strict=True):
+        assert (mine.tokens, mine.text, mine.stopped) == (other.tokens, other.text, other.stopped)
+        assert [answer.text for answer in mine.others] == [mine.text] == [answer.text for answer in other.others]
+        assert len(other.logprobs) == len(other.tokens)
+    assert one.generate("def ", **options).stopped == "stop"
     pieces = two.stream("def ", max_tokens=4)
-    assert "".join(pieces) == pieces.generation.text == expected[0].text
+    assert "".join(pieces) == pieces.generation.text == one.generate("def ", max_tokens=4).text
     next(iter(two.stream("def ", max_tokens=4)))  # abandoned stream: the ranks end, and nothing hangs
 
 

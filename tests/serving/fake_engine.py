@@ -54,6 +54,7 @@ class FakeEngine:
         tickets: Those that were refused, with a key.
         requests: All requests ever submitted, in order.
         error: Raised after the first token.
+        prefill_seconds: Time from the admission of each request to its first token, as its outputs report it.
     """
 
     def __init__(self, prompts: Prompts, text: str = "The quick brown fox") -> None:
@@ -65,6 +66,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.tickets: list[Ticket] = []
         self.error: Exception | None = None
+        self.prefill_seconds = 0.0
         self.prompts = prompts
         self.say(text)
 
@@ -80,7 +82,21 @@ class FakeEngine:
     def submit(self, request: Request) -> AsyncIterator[Output]:
         self.running.add(request.id)
         self.requests.append(request)
-        return self._generate(request)
+        return self._generate(request) if request.deadline is None else self._generate_until(request, request.deadline)
+
+    async def _generate_until(self, request: Request, deadline: float) -> AsyncIterator[Output]:
+        """The outputs of a request that ends at its deadline."""
+        outputs = self._generate(request)
+        try:
+            while True:
+                async with asyncio.timeout(max(0.0, deadline - time.time())):
+                    output = await anext(outputs)
+                yield output
+        except TimeoutError:
+            self.running.discard(request.id)
+            yield Output(request.id, [], "timeout")
+        except StopAsyncIteration:
+            pass
 
     def cancel(self, request_id: str) -> None:
         self.running.discard(request_id)
@@ -121,7 +137,7 @@ class FakeEngine:
                 reason = "length"
             if reason is not None:
                 self.running.discard(request.id)
-            yield Output(request.id, results, reason, 0, prompt)
+            yield Output(request.id, results, reason, 0, prompt, 0.0 if number else self.prefill_seconds)
             prompt = None
             if reason is not None:
                 return

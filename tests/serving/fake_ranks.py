@@ -101,6 +101,10 @@ def build_slow(plan: RankPlan, mesh: Mesh) -> FakeEngine:
     return FakeEngine(plan, mesh, 0.05)
 
 
+def build_long(plan: RankPlan, mesh: Mesh) -> FakeEngine:
+    return FakeEngine(plan, mesh, 0.5)
+
+
 def build_unlike(plan: RankPlan, mesh: Mesh) -> FakeEngine:
     """An engine whose kernels differ from process to process."""
     engine = FakeEngine(plan, mesh)

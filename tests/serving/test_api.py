@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import meshwright as mw
 from meshwright.data.tokenizers.tokenizer import write_tokenizer
 from meshwright.errors import UserError
 from meshwright.serving.generation import Generation
+from meshwright.serving.protocol.bodies import CompletionBody, parse_body
+from meshwright.serving.protocol.jobs import build_job
 from meshwright.spec.presets import preset
 from tests.serving.small_models import small_config, write_model
 
@@ -117,6 +120,56 @@ def test_abandoned_stream_leaves_model_usable(model: mw.Model):
     assert model.generate("abc", max_tokens=8).tokens == expected
 
 
+OPTIONS = {
+    "temperature": 1.1, "top_p": 0.95, "seed": 3, "n": 3, "max_tokens": 18, "min_tokens": 4, "logprobs": 2,
+    "logit_bias": {104: 2.5, 101: -100}, "presence_penalty": 0.5, "ignore_eos": True,
+}  # fmt: skip
+
+
+def answer_as_server(model: mw.Model, prompt: str, options: dict[str, Any]) -> list[Generation]:
+    """The choices of an HTTP body with the same options, from the same engine."""
+    bias = {str(token): value for token, value in options["logit_bias"].items()}
+    body = parse_body(CompletionBody, json.dumps(options | {"prompt": prompt, "logit_bias": bias}).encode())
+    job = build_job(body, model._prompts, "m", "name")
+    choices = {choice.request.id: (choice, Generation(prompt)) for choice in job.choices}
+    for output in model._run(job.requests, lambda name: choices[name][0].finish_reason is not None):
+        choice, generation = choices[output.request_id]
+        if choice.finish_reason is None:
+            piece = choice.push(output)
+            generation.text += piece.text
+            generation.logprobs += [token.result for token in piece.tokens]
+            generation.stopped = "stop" if choice.finish_reason == "stop" else "length"
+    return [generation for _, generation in choices.values()]
+
+
+def test_options_give_the_tokens_of_the_server(model: mw.Model):
+    text = model.generate("def f", **OPTIONS).text
+    for stop in ([], text[5:8], ["not there", text[5:8]]):
+        first = model.generate("def f", stop=stop, **OPTIONS)
+        server = answer_as_server(model, "def f", OPTIONS | {"stop": stop})
+        assert len({tuple(one.tokens) for one in (first, *first.others)}) == len(server) == 3
+        for mine, other in zip([first, *first.others], server, strict=True):
+            assert (mine.text, mine.logprobs, mine.stopped) == (other.text, other.logprobs, other.stopped)
+            assert mine.tokens == [result.token for result in mine.logprobs]
+            assert all(len(result.top) == 2 for result in mine.logprobs)
+        assert first.stopped == ("stop" if stop else "length")
+        assert first.text == (text[: text.index(text[5:8])] if stop else text)
+
+
+def test_stop_string_ends_generation_and_stream(model: mw.Model, monkeypatch: pytest.MonkeyPatch):
+    options = {"max_tokens": 30, "ignore_eos": True}
+    text = model.generate("x", **options).text
+    engine, steps = model._run.args[0], list[int]()  # type: ignore[attr-defined]
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: steps.append(1) or step())
+    pieces = model.stream("x", stop=text[2:4], **options)
+    assert "".join(pieces) == pieces.generation.text == text[: text.index(text[2:4])]
+    assert pieces.generation.stopped == "stop" and len(steps) < 12
+    assert model.generate(["x", "xy"], **options)[0].text == text
+    with pytest.raises(UserError, match="n 2: should be 1, as a stream has one answer"):
+        model.stream("x", n=2)
+
+
 @pytest.mark.parametrize("name", ["bytes", "bpe", "word", "character", "wordpiece", "unigram"])
 def test_prompt_text_never_becomes_special_token(copy: Path, name: str):
     write_tokenizer(copy, name, 257, None, iter(["a b <|endoftext|> [UNK] <unk>"] * 9))
@@ -140,6 +193,13 @@ def test_directory_without_generative_model_is_refused(model: mw.Model, copy: Pa
     for prompt, options, reason in (
         ("x", {"max_tokens": 0}, "max_tokens 0"),
         ("x", {"top_p": 2.0}, "top_p 2"),
+        ("x", {"n": 0}, "n 0: should be 1 or more"),
+        ("x", {"stop": ""}, "stop: should be a text"),
+        ("x", {"stop": [3]}, "stop: should be a text"),
+        ("x", {"logit_bias": [1]}, "options of generate: should be numbers"),
+        ("x", {"logit_bias": {999: 1.0}}, "logit_bias: token ID 999"),
+        ("x", {"min_tokens": 300}, "min_tokens 300"),
+        ("x", {"logprobs": -1}, "logprobs -1"),
         ("x", {"top_q": 2.0}, 'unknown option "top_q"; did you mean "top_'),
         ([257], {}, "token 257 is not in the model's vocabulary, 0 to 256"),
         ([], {}, "the prompt is empty"),

@@ -220,6 +220,39 @@ def test_tokens_and_text_convert_in_both_directions(http: httpx.Client, prompts:
     assert "".join(asked["token_strs"]) == rendered and asked["count"] == len(asked["tokens"])
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions"])
+def test_rendered_conversation_has_the_tokens_of_the_chat(http: httpx.Client, engine: FakeEngine, path: str):
+    assert http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1}).is_success
+    prompt = http.post("/apply-template", json={"messages": HELLO}).json()["prompt"]
+    for change in ({"parse_special": True}, {}):
+        assert http.post(path, json={"prompt": prompt, "max_tokens": 1, "n_predict": 1, **change}).is_success
+    chat, parsed, plain = (request.tokens for request in engine.requests)
+    assert parsed == chat and len(plain) > len(chat)
+    for name in ("prompt", "content"):
+        body = {name: prompt, "parse_special": True}
+        assert http.post("/tokenize", json=body).json()["tokens"] == list(chat)
+    refused = http.post("/v1/chat/completions", json={"messages": HELLO, "parse_special": True})
+    assert refused.json()["error"]["param"] == "parse_special"
+
+
+def test_header_of_the_next_turn_is_left_out_where_asked(http: httpx.Client, engine: FakeEngine):
+    body = {"messages": HELLO, "add_generation_prompt": False}
+    assert http.post("/apply-template", json=body).json()["prompt"] == "<|endoftext|>### Instruction:\nhello\n\n"
+    tokens = http.post("/tokenize", json=body).json()["tokens"]
+    assert http.post("/v1/chat/completions", json={**body, "max_tokens": 1}).is_success
+    assert list(engine.requests[-1].tokens) == tokens
+    assert len(http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]) > len(tokens)
+
+
+def test_logit_bias_is_also_a_list_of_pairs(http: httpx.Client, engine: FakeEngine):
+    body = {"prompt": "x", "n_predict": 1, "logit_bias": [[5, 1.5], [6, False], [7, -2]]}
+    assert http.post("/completion", json=body).is_success
+    assert engine.requests[-1].sampling.logit_bias == {5: 1.5, 6: -100.0, 7: -2.0}
+    for wrong in ([["text", 1]], [[5]], [[5, 101]], [[5, True]], [5], [[-1, 1]]):
+        answer = http.post("/completion", json={**body, "logit_bias": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias"), wrong
+
+
 def test_model_and_engine_are_described(http: httpx.Client, client: openai.OpenAI, prompts: Prompts):
     assert [model.id for model in client.models.list()] == ["m"]
     assert client.models.retrieve("m").id == "m"
@@ -504,13 +537,20 @@ def test_tokenizer_panic_is_error_of_one_request(
     assert http.post("/v1/completions", json={"prompt": "x", "stream": stream}).is_success
 
 
-def test_timeout_ends_a_request(client: openai.OpenAI, engine: FakeEngine):
-    engine.step_seconds = None
-    with pytest.raises(openai.APIStatusError, match="not finished within the timeout of 0.05 s") as caught:
-        client.completions.create(model="m", prompt="x", extra_body={"timeout": 0.05})
-    assert caught.value.status_code == 408
-    with pytest.raises(openai.APIError, match="not finished within"):
-        list(client.completions.create(model="m", prompt="x", stream=True, extra_body={"timeout": 0.05}))
+@pytest.mark.parametrize("step_seconds", [0.02, None])
+@pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
+def test_timeout_is_an_error_at_the_deadline(
+    http: httpx.Client, engine: FakeEngine, path: str, step_seconds: float | None
+):
+    """Never a success with the text so far: also with some text, and if the deadline passes before the submission."""
+    engine.step_seconds = step_seconds
+    for timeout in (0.1, 1e-6):
+        body = {"prompt": "x", "timeout": timeout, "max_tokens": 400, "n_predict": 400, "ignore_eos": True}
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout"), answer.text
+        *sent, last, _ = http.post(path, json={**body, "stream": True}).text.rstrip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert "cancelled" not in "".join(sent) and bool(sent) == (step_seconds is not None and timeout == 0.1)
     assert not engine.running
 
 
@@ -548,6 +588,21 @@ def test_metrics_count_tokens_and_ends(http: httpx.Client, engine: FakeEngine):
     after = [read(name) for name in (*names, *counts)]
     assert [late - early for late, early in zip(after, before, strict=True)] == [6, 8, 2, 2, 6, 2]
     assert read("kv_cache_usage_perc") == 0 and read('kv_blocks{engine="0",model_name="m",state="cached"}') == 10
+
+
+def test_metrics_divide_the_time_to_first_token_at_the_admission(http: httpx.Client, engine: FakeEngine):
+    def read() -> dict[str, float]:
+        lines = (line.rpartition(" ") for line in http.get("/metrics").text.splitlines())
+        return {name.partition("{")[0]: float(value) for name, _, value in lines if name.startswith("meshwright:")}
+
+    engine.step_seconds, engine.prefill_seconds = 0.05, 0.02
+    before = read()
+    assert http.post("/v1/completions", json={"prompt": "x", "n": 2, "max_tokens": 3}).is_success
+    change = {name: value - before.get(name, 0) for name, value in read().items()}
+    queue, prefill = "meshwright:request_queue_time_seconds", "meshwright:request_prefill_time_seconds"
+    assert change[f"{queue}_count"] == change[f"{prefill}_count"] == 2
+    assert change[f"{prefill}_sum"] == pytest.approx(0.04)
+    assert change[f"{queue}_sum"] == pytest.approx(change["meshwright:time_to_first_token_seconds_sum"] - 0.04)
 
 
 def test_non_finite_logits_are_error_of_their_request(

@@ -17,7 +17,9 @@ from starlette.testclient import TestClient
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.protocol import bodies
-from meshwright.serving.protocol.bodies import UNSUPPORTED
+from meshwright.serving.protocol.bodies import parse_body
+from meshwright.serving.protocol.errors import ApiError
+from meshwright.serving.protocol.unsupported import UNSUPPORTED
 from tests.serving.fake_engine import FakeEngine, make_prompts
 
 CHECKS = [not_a_server_error, response_schema_conformance, status_code_conformance]
@@ -63,7 +65,6 @@ def test_document_lists_all_fields_that_are_read(client: TestClient, path: str):
     described = document["components"]["schemas"][content["$ref"].rpartition("/")[2]]["properties"]
     model = MODELS[path]
     assert set(described) == {field.alias or name for name, field in model.model_fields.items()}
-    assert not set(described) & set(model.unsupported)
 
 
 def test_document_lists_429_for_all_but_health_checks(client: TestClient):
@@ -75,13 +76,55 @@ def test_document_lists_429_for_all_but_health_checks(client: TestClient):
     assert without == {"/health", "/ready", "/metrics"}
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-def test_unsupported_field_is_refused_by_name(client: TestClient, name: str):
-    path, body = "/v1/completions", {"prompt": "x", "max_tokens": 1}
-    error = client.post(path, json={**body, name: {"ask": "for something"}}).json()["error"]
-    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    for neutral in (None, *UNSUPPORTED[name]):
-        assert client.post(path, json={**body, name: neutral}).status_code == 200
+NEEDED = {
+    "prompt": {"prompt": "x"},
+    "messages": {"messages": [{"role": "user", "content": "x"}]},
+    "tokens": {"tokens": [1]},
+}
+SMALLEST = {path: next(NEEDED[name] for name in NEEDED if name in model.model_fields) for path, model in MODELS.items()}
+
+
+@pytest.mark.parametrize("path", MODELS)
+def test_unsupported_field_is_refused_by_name(path: str):
+    model = MODELS[path]
+    names = set(UNSUPPORTED) - set(model.model_fields)
+    assert len(names) > 60
+    for name in names:
+        with pytest.raises(ApiError) as caught:
+            parse_body(model, json.dumps({**SMALLEST[path], name: {"ask": "for something"}}).encode())
+        assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+        for neutral in (None, *UNSUPPORTED[name]):
+            parse_body(model, json.dumps({**SMALLEST[path], name: neutral}).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        *(("/tokenize", {name: value}) for name, value in (("tools", [{}]), ("chat_template", "x"))),
+        *(
+            ("/completion", {name: value})
+            for name, value in {
+                "repeat_last_n": 64, "min_keep": 5, "t_max_predict_ms": 100, "post_sampling_probs": True,
+                "response_fields": ["content"], "top_n_sigma": 1.0, "n_keep": 8, "cache_prompt": False,
+                "guided_json": {}, "tools": [{}],
+            }.items()
+        ),
+        *(
+            ("/v1/completions", {name: value})
+            for name, value in {
+                "logprob_token_ids": [1], "thinking_token_budget": 9, "truncation_side": "right", "structural_tag": "x",
+                "include_reasoning": False, "detokenize": False, "guided_whitespace_pattern": " ",
+                "repetition_detection": {"max": 3},
+            }.items()
+        ),
+        ("/v1/chat/completions", {"echo": True}),
+        ("/detokenize", {"skip_special_tokens": False}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_unsupported_field_is_refused_on_every_endpoint(client: TestClient, path: str, change: dict[str, Any]):
+    answer = client.post(path, json=SMALLEST[path] | change)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(change)))
 
 
 plain = st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text(max_size=5)

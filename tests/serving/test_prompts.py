@@ -41,6 +41,23 @@ def test_prompt_has_start_token_and_no_special_text(prompts: Prompts):
     assert prompts.encode("a<|endoftext|>b", add_start=False) == tokens[1:]
 
 
+def test_special_tokens_are_parsed_where_asked(prompts: Prompts, sentencepiece: Prompts):
+    for one, special in ((prompts, "<|endoftext|>"), (sentencepiece, "<s>")):
+        start, letter = one.start, one.encode("a", add_start=False)
+        for text, tokens in (
+            ("a", [start, *letter]),
+            (f"a{special}", [start, *letter, start]),
+            (f"{special}{special}", [start, start]),
+            ("", [start]),
+            (special[:-1], one.encode(special[:-1])),
+        ):
+            assert one.encode(text, parse_special=True) == tokens
+        assert one.encode(special, add_start=False, parse_special=True) == [start]
+        assert one.encode("", add_start=False, empty=True, parse_special=True) == []
+    middle = prompts.encode("a<|endoftext|>b", parse_special=True)
+    assert middle == prompts.check([prompts.start, *prompts.encode("a", add_start=False), *prompts.encode("b")])
+
+
 def test_token_bytes_concatenate_to_text_bytes(prompts: Prompts, sentencepiece: Prompts):
     for one, text in ((prompts, SAMPLE), (sentencepiece, " some señor 日本")):
         tokens = one.encode(text, add_start=False)

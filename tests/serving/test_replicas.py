@@ -19,6 +19,7 @@ from meshwright.serving import messages
 from meshwright.serving import replicas as replicas_module
 from meshwright.serving.engine_client import Ticket
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
+from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
@@ -138,31 +139,62 @@ def test_ranks_can_be_reached_over_tcp(tmp_path: Path):
 def test_killed_rank_is_restarted_and_running_answers_continue(tmp_path: Path, layout: str):
     """The request that ends a rank, others that run, and some that arrive meanwhile."""
 
-    async def run() -> None:
+    async def run() -> float:
+        (tmp_path / f"done-{KILL}").unlink(missing_ok=True)
         lines: list[str] = []
         async with running(tmp_path, layout, log=lines.append, engine="build_slow") as replicas:
             first = [make_request("kill", KILL)] + [make_request(f"r{n}", n + 1) for n in range(5)]
             found = asyncio.create_task(collect_all(replicas, first))
             await wait_until(lambda: (tmp_path / f"done-{KILL}").exists())
-            assert await wait_until(lambda: replicas.state == "recovering") < 20.0
+            seconds = await wait_until(lambda: replicas.state == "recovering")
             await collect_all(replicas, [make_request(f"s{n}", n + 1, 7) for n in range(3)])
             await found
             assert replicas.state == "ready"
             assert [stats["restarts"] for stats in replicas.stats()] == [1]
             assert len(lines) == 1 and "restarting it, 6 requests continue" in lines[0]
+            return seconds
 
-    asyncio.run(run())
+    assert asyncio.run(run()) < 2.0 or asyncio.run(run()) < 2.0  # once more, as the machine may be busy
 
 
 def test_hanging_step_counts_as_a_lost_rank(tmp_path: Path):
-    async def run() -> None:
+    async def run() -> float:
+        (tmp_path / f"done-{HANG}").unlink(missing_ok=True)
         async with running(tmp_path, step_seconds=0.6) as replicas:
             found = asyncio.create_task(collect_all(replicas, [make_request("hang", HANG), make_request("other")]))
             await wait_until(lambda: (tmp_path / f"done-{HANG}").exists())
-            assert await wait_until(lambda: replicas.state == "recovering") < 20.0
+            seconds = await wait_until(lambda: replicas.state == "recovering")
             await found
+            return seconds
+
+    assert asyncio.run(run()) < 2.6 or asyncio.run(run()) < 2.6
+
+
+def test_long_steps_do_not_count_as_lost_ranks_for_ever(tmp_path: Path):
+    """The first may: nothing is known of their time then."""
+
+    async def run() -> None:
+        async with running(tmp_path, step_seconds=0.3, engine="build_long") as replicas:
+            await collect_all(replicas, [make_request("first", tokens=2)])
+            restarts = [stats["restarts"] for stats in replicas.stats()]
+            assert 1 <= restarts[0] <= 2
+            await collect_all(replicas, [make_request("second", *range(8), tokens=3)])
+            assert [stats["restarts"] for stats in replicas.stats()] == restarts
 
     asyncio.run(run())
+
+
+def test_limit_of_a_step_follows_its_predicted_time():
+    replica = Replica(0, places=8)
+    replica.streams = {"r": Stream(make_request("r", *range(40), tokens=5))}
+    assert replica.limit_step(60.0, 512) == 60.0
+    replica.hangs = 2
+    assert replica.limit_step(60.0, 512) == 240.0
+    for _ in range(3):
+        replica.take_report({"added": 0, "seconds": 8.0, "tokens": 1, "context": 1})
+    assert replica.limit_step(60.0, 512) == pytest.approx(40 * 8)  # nothing is known of steps of several tokens
+    assert replica.limit_step(60.0, 16) == pytest.approx(16 * 8)
+    assert replica.limit_step(60.0, 4) == pytest.approx(10 * 8)
 
 
 def test_requests_of_a_lost_replica_continue_on_another(tmp_path: Path):
@@ -249,7 +281,7 @@ def test_cancelled_request_ends_and_frees_its_slot(loop: asyncio.Runner, shared:
         for outputs in long:
             await anext(outputs)
         late = shared.submit(make_request("late", tokens=10_000, deadline=time.time() + 0.05))
-        assert [output.finish_reason async for output in late] == ["cancelled"]
+        assert [output.finish_reason async for output in late] == ["timeout"]
         shared.cancel("long")
         await collect_all(shared, [make_request("next")])
         assert [output async for output in long[0]][-1].finish_reason == "cancelled"

@@ -21,7 +21,7 @@ from meshwright.serving.offline import run_requests
 from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import KERNEL_DTYPES, Runner, build_runner
-from meshwright.serving.sampling import Sampling
+from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables, most_held
 from tests.serving.pool_checks import check_scheduler
@@ -78,16 +78,17 @@ def tables_of(runner: Runner) -> int:
 
 def run_greedily(
     runner: Runner, prompts: Sequence[Sequence[int]], budget: int = 64, count: int = 8, blocks: int = 128
-) -> list[list[int]]:
-    """Tokens of the answers to all prompts in one batch."""
+) -> list[list[TokenResult]]:
+    """Tokens of the answers to all prompts at once, with their log-probabilities and those of two alternatives."""
     limits = dataclasses.replace(LIMITS, token_budget=budget, blocks=blocks)
     engine = Engine(runner, build_scheduler(runner.config, limits))
     requests = [
-        Request(str(number), tuple(prompt), Sampling(max_tokens=count)) for number, prompt in enumerate(prompts)
+        Request(str(number), tuple(prompt), Sampling(max_tokens=count, logprobs=2))
+        for number, prompt in enumerate(prompts)
     ]
-    answers: list[list[int]] = [[] for _ in prompts]
+    answers: list[list[TokenResult]] = [[] for _ in prompts]
     for output in run_requests(engine, requests):
-        answers[int(output.request_id)] += [result.token for result in output.results]
+        answers[int(output.request_id)] += output.results
     check_scheduler(engine.scheduler)
     return answers
 
@@ -99,7 +100,8 @@ def test_greedy_tokens_match_transformers(name: str, build: Build, directories: 
     model = transformers.AutoModelForCausalLM.from_pretrained(directories(name), dtype=torch.float32)
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = [model.generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
-    assert run_greedily(runner, prompts, count=count) == expected
+    answers = run_greedily(runner, prompts, count=count)
+    assert [[result.token for result in answer] for answer in answers] == expected
     assert len({token for answer in expected for token in answer}) > 3
 
 
@@ -147,6 +149,7 @@ def test_answers_are_independent_of_load_budget_and_prefix_hits(
     long = PROMPTS[2] + PROMPTS[2]
     prompts = [*PROMPTS, long, [*long[:35], 1], long]
     together = run_greedily(runner, prompts)
+    assert all(result.logprob is not None and len(result.top) == 2 for answer in together for result in answer)
     assert together == run_greedily(runner, prompts, budget=9) == [run_greedily(runner, [each])[0] for each in prompts]
     few = sum(most_held(len(long) + 8, block_tables(runner.config, 1).windows, 9))  # blocks of one of them
     assert run_greedily(runner, prompts, budget=9, blocks=few) == together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
@@ -240,6 +241,19 @@ def test_lower_priority_numbers_are_admitted_first_then_earlier_arrivals():
     for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -1)):
         scheduler.add(Request(name, prompt(3), Sampling(max_tokens=1), priority=priority))
     assert list(finish(scheduler, runner)) == ["d", "b", "a", "c"]
+
+
+def test_prefill_time_begins_at_the_admission():
+    scheduler, runner = make(max_sequences=1)
+    scheduler.add(Request("a", prompt(5), Sampling(max_tokens=2)))
+    scheduler.add(Request("b", prompt(7), Sampling(max_tokens=2)))
+    found: dict[str, list[float]] = {"a": [], "b": []}
+    while (batch := scheduler.schedule()) is not None:
+        time.sleep(0.05)
+        for output in scheduler.publish(batch, sample_batch(batch, runner.run(batch))):
+            found[output.request_id].append(output.prefill_seconds)
+    for first, second in found.values():
+        assert 0.05 <= first < 0.095 and second == 0.0
 
 
 def test_cancelled_request_frees_blocks_by_next_step():

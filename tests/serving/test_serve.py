@@ -20,10 +20,11 @@ import httpx
 import pytest
 
 from meshwright.errors import Terminated
+from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.serving import serve as serve_module
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
-DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True, "logprobs": 1}
 
 
 @pytest.fixture
@@ -55,6 +56,20 @@ def complete(url: str, **body: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+def read_stream(url: str, during: Callable[[], None] = lambda: None, **body: Any) -> tuple[str, list[float]]:
+    """Text and log-probabilities of a streamed answer; `during` is called after its first tokens."""
+    text, logprobs = "", list[float]()
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=60) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                if not logprobs:
+                    during()
+                text += choice["text"]
+                logprobs += choice["logprobs"]["token_logprobs"]
+    return text, logprobs
+
+
 def is_alive(pid: int) -> bool:
     try:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
@@ -83,22 +98,23 @@ def test_server_of_several_ranks(stories: Path, short_directory: Path):
             assert measured[item] == pytest.approx(ready["memory"]["predicted"][item], rel=0.02)
         expected = (stories / "greedy_200_tokens.txt").read_text()
         assert expected.startswith(GREEDY["prompt"] + complete(url, **GREEDY).rstrip("�"))
-        undisturbed = complete(url, **DRAWN)
+        undisturbed = read_stream(url, **DRAWN)
+        assert len(undisturbed[1]) == DRAWN["max_tokens"]
+        noticed = list[float]()
 
-        text, lost = "", False
-        with httpx.stream("POST", f"{url}/v1/completions", json={**DRAWN, "stream": True}, timeout=60) as stream:
-            for line in stream.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                text += json.loads(line[6:])["choices"][0]["text"]
-                if text and not lost:
-                    lost = True
-                    os.kill(ready["ranks"][0]["pid"], signal.SIGKILL)
-                    began = time.monotonic()
-                    while httpx.get(f"{url}/health").status_code == 200:
-                        assert time.monotonic() - began < 30
-        assert text == undisturbed
-        assert httpx.get(f"{url}/health").status_code == 200
+        def kill_rank() -> None:
+            """Kill a rank, and note the seconds until the server says that it is not healthy."""
+            (first, *_) = httpx.get(f"{url}/props").json()["engine"]["ranks"]
+            os.kill(first["pid"], signal.SIGKILL)
+            began = time.monotonic()
+            while httpx.get(f"{url}/health").status_code == 200:
+                assert time.monotonic() - began < 30
+            noticed.append(time.monotonic() - began)
+
+        while not noticed or (noticed[-1] > 2.0 and len(noticed) < 2):  # once more, as the machine may be busy
+            assert read_stream(url, kill_rank, **DRAWN) == undisturbed
+            assert httpx.get(f"{url}/health").status_code == 200
+        assert noticed[-1] <= 2.0, noticed
 
         ranks = [rank["pid"] for rank in httpx.get(f"{url}/props").json()["engine"]["ranks"]]
         body = {**DRAWN, "stream": True}
@@ -165,6 +181,30 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
             outcome = command_line("serve", *arguments)
             assert (outcome.code, outcome.output) == (2, "")
             assert outcome.errors.count("\n") == 1 and reason in outcome.errors, outcome.errors
+
+
+def test_what_the_start_warns_of(
+    stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """One line each; here before a port in use ends the start."""
+    gpu = HostMemory(64 << 30, 64 << 30, GPU)
+    monkeypatch.setattr(
+        serve_module, "devices_of_ranks", lambda wanted, ranks: [] if wanted == "cpu" else [gpu] * ranks
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for device, torchrun, warnings in (
+            ("cpu", False, []),
+            ("cuda", False, []),
+            ("auto", False, ["warning: --device auto has found a GPU"]),
+            ("cpu", True, ["one lost rank ends this server"]),
+        ):
+            for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+                monkeypatch.setenv(name, value) if torchrun else monkeypatch.delenv(name, raising=False)
+            outcome = command_line("serve", stories, "--port", port, "--device", device)
+            *lines, error = outcome.errors.splitlines()
+            assert outcome.code == 2 and "is in use" in error
+            assert len(lines) == len(warnings) and all(map(str.__contains__, lines, warnings)), outcome.errors
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from meshwright.layout import Layout
 from meshwright.limits import limit_error, shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.serving_ledger import parse_dtype
+from meshwright.serving.choices import StopRule
 from meshwright.serving.generation import Answer, Generation, GenerationOptions
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import Output, Request
@@ -32,8 +33,9 @@ Prompt = str | Sequence[int]
 """A text, or token IDs."""
 
 
-RunRequests = Callable[[Sequence[Request]], Iterator[Output]]
-"""Function that runs requests and yields their outputs, interleaved, until every request has finished."""
+RunRequests = Callable[[Sequence[Request], Callable[[str], bool]], Iterator[Output]]
+"""Function that runs requests and yields their outputs, interleaved, until every request has finished; the second
+argument returns True for the ID of a request whose answer is complete, which is then cancelled."""
 
 
 class TextStream:
@@ -89,7 +91,8 @@ class Model:
             **options: Fields of `GenerationOptions`.
 
         Returns:
-            The generation of the prompt, or a list of them: `text`, `tokens`, `stopped`, `seconds_to_first_token`.
+            The generation of the prompt, or a list of them: `text`, `tokens`, `stopped`, `logprobs`,
+            `seconds_to_first_token`; with `n` above 1 the further answers to a prompt as `others`.
 
         Raises:
             UserError: A number is out of range, or a prompt leaves no position for a new token.
@@ -105,11 +108,12 @@ class Model:
         """
         check_options(self.generate, options, GenerationOptions)
         alone = isinstance(prompts, str)
-        requests = [self._make_request(each, options) for each in ([prompts] if alone else prompts)]
-        answers = {request.id: answer for request, answer in requests}
-        for output in self._run([request for request, _ in requests]):
+        given = [self._make_requests(each, options) for each in ([prompts] if alone else prompts)]
+        requests = [request for pairs in given for request, _ in pairs]
+        answers = {request.id: answer for pairs in given for request, answer in pairs}
+        for output in self._run(requests, lambda request_id: answers[request_id].ended):
             answers[output.request_id].add(output)
-        found = [answer.generation for answer in answers.values()]
+        found = [pairs[0][1].generation for pairs in given]
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
@@ -122,17 +126,20 @@ class Model:
             True
         """
         check_options(self.stream, options, GenerationOptions)
-        request, answer = self._make_request(prompt, options)
-        return TextStream(self._run([request]), answer)
+        (request, answer), *others = self._make_requests(prompt, options)
+        if others:
+            raise UserError(f"n {len(others) + 1}: should be 1, as a stream has one answer; generate takes more")
+        return TextStream(self._run([request], lambda request_id: answer.ended), answer)
 
-    def _make_request(self, prompt: object, options: GenerationOptions) -> tuple[Request, Answer]:
-        """Return the engine's request for one prompt (a text or token IDs) and the answer that collects its outputs.
-        options: those of `generate`."""
+    def _make_requests(self, prompt: object, options: GenerationOptions) -> list[tuple[Request, Answer]]:
+        """Return the engine's request for each of `n` answers to one prompt (a text or token IDs), with the answer that
+        collects its outputs. options: those of `generate`."""
         chosen: dict[str, Any] = dict(options)
         chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
-        wanted = chosen.pop("max_tokens", 256)
-        if not isinstance(wanted, int) or wanted < 1:
-            raise UserError(f"max_tokens {wanted}: should be 1 or more")
+        wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.of(chosen.pop("stop", ()))
+        for name, count in (("max_tokens", wanted), ("n", n)):
+            if not isinstance(count, int) or count < 1:
+                raise UserError(f"{name} {count}: should be 1 or more")
         if problem := limit_error("new_tokens", wanted, "max_tokens"):
             raise UserError(problem)
         tokens = self._encode(prompt, chat)
@@ -148,12 +155,17 @@ class Model:
                 max_tokens=min(wanted, self._positions - len(tokens)),
                 stop_tokens=frozenset(token for token in ends if token < self._prompts.vocabulary),
             )
-        except TypeError:
+            sampling.check_vocabulary(self._prompts.vocabulary)
+        except (TypeError, AttributeError):
             raise UserError(f"options of generate: should be numbers, not {shorten_repr(chosen)}") from None
-        request = Request(f"offline-{next(self._numbers)}", tuple(tokens), sampling)
         text = prompt if isinstance(prompt, str) else self._prompts.decode(tokens)
-        generation = Generation(text, prompt_tokens=len(tokens), checkpoint=self.directory)
-        return request, Answer(self._prompts, generation, request, wanted)
+        pairs = []
+        for number in range(n):
+            request = Request(f"offline-{next(self._numbers)}", tuple(tokens), sampling, choice=number)
+            generation = Generation(text, prompt_tokens=len(tokens), checkpoint=self.directory)
+            pairs.append((request, Answer(self._prompts, generation, request, wanted, stop)))
+        pairs[0][1].generation.others = [answer.generation for _, answer in pairs[1:]]
+        return pairs
 
     def _encode(self, prompt: object, chat: bool) -> list[int]:
         """Return the token IDs of a prompt, a text or token IDs. chat: the text is a user message, put into the chat

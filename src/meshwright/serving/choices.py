@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import TokenResult
@@ -18,6 +19,14 @@ class StopRule(NamedTuple):
 
     strings: Sequence[str] = ()
     include: bool = False
+
+    @classmethod
+    def of(cls, stop: object, include: bool = False) -> StopRule:
+        """Return the rule of the option `stop`: a text, or a sequence of texts. Raises UserError for anything else."""
+        strings = [stop] if isinstance(stop, str) else stop
+        if not isinstance(strings, Sequence) or not all(each and isinstance(each, str) for each in strings):
+            raise UserError("stop: should be a text that is not empty, or several")
+        return cls(strings, include)
 
 
 class PlacedToken(NamedTuple):
@@ -35,7 +44,7 @@ class Piece(NamedTuple):
     Attributes:
         text: New text, whole characters.
         tokens: New tokens; the text of the last ones may come in a later piece.
-        finish_reason: `"stop"`, `"length"`, `"cancelled"`; None while the choice goes on.
+        finish_reason: `"stop"` or `"length"`; None while the choice goes on.
     """
 
     text: str
@@ -61,6 +70,7 @@ class Choice:
         finish_reason: As in `Piece`.
         stop_reason: What ended the answer, if a stop string, or the ID of a stop token other than the model's end
             tokens; else None.
+        prefill_seconds: Time from its admission by the engine to its first token.
         begun: Time of creation in seconds of `time.perf_counter`.
         first, last: Times of the first and the newest token so far, likewise; None before the first.
     """
@@ -71,7 +81,7 @@ class Choice:
         self.cached_tokens = self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.begun = time.perf_counter()
+        self.begun, self.prefill_seconds = time.perf_counter(), 0.0
         self.first: float | None = None
         self.last: float | None = None
         self.prompt_results: Sequence[TokenResult | None] = ()
@@ -89,6 +99,7 @@ class Choice:
         if tokens:
             self.last = time.perf_counter()
             self.first = self.first or self.last
+        self.prefill_seconds = output.prefill_seconds or self.prefill_seconds
         self._characters += len(text)
         self.completion_tokens += len(tokens)
         if output.prompt_results is not None:

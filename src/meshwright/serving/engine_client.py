@@ -61,7 +61,7 @@ class EngineClient(Protocol):
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request at once and return the iterator over its outputs, which ends after the one with a finish
-        reason.
+        reason, `"timeout"` at the request's deadline: the only clock of a request's timeout.
 
         Outputs that have not been read are merged. The iterator raises `meshwright.errors.RankLost` if the request
         cannot be finished.

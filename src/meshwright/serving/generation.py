@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -10,6 +11,7 @@ from meshwright.documents import to_json_dict
 from meshwright.serving.choices import Choice, StopRule
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.request import Output, Request
+from meshwright.serving.sampling import TokenResult
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -25,6 +27,12 @@ class GenerationOptions(TypedDict, total=False):
             answer; default 1: off.
         presence_penalty: Subtracted from the logits of tokens that are in the answer; default 0: off.
         frequency_penalty: Subtracted from the logits of tokens for each time they are in the answer; default 0: off.
+        logit_bias: {token ID: number from -100 to 100 that is added to its logit}; default: none.
+        min_tokens: Tokens before an end token or stop string can end the text; default 0.
+        stop: Text, or several, before the first of which the generated text ends; default: none.
+        logprobs: Number of most likely tokens that `Generation.logprobs` reports beside each token, 0 for the
+            token alone; default None: no log-probabilities.
+        n: Answers to each prompt, which differ in their draws; default 1. Only `generate` takes more.
         seed: Seed of sampling, the same for each prompt.
         chat: The prompt is a user message, put into the chat template, and the text is the assistant's answer.
         ignore_eos: Generate up to `max_tokens`; end tokens do not end the text.
@@ -38,6 +46,11 @@ class GenerationOptions(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    stop: str | Sequence[str]
+    logprobs: int | None
+    n: int
     seed: int
     chat: bool
     ignore_eos: bool
@@ -51,12 +64,14 @@ class Generation:
         prompt: Text of the prompt.
         text: Generated text, without the prompt.
         tokens: IDs of the generated tokens.
-        stopped: Why it ended: `"end"` (end token), `"length"` (`max_tokens`) or `"context"` (the model has no more
-            positions).
+        stopped: Why it ended: `"end"` (end token), `"stop"` (stop string), `"length"` (`max_tokens`) or `"context"`
+            (the model has no more positions).
         prompt_tokens: Number of prompt tokens, start token included.
         seconds_to_first_token: Time to first token (TTFT) from the call on, which may include other prompts' work.
         tokens_per_second: Generated tokens per second after the first token.
         checkpoint: Directory of the model.
+        logprobs: Each of `tokens` with its log-probability and those of the most likely ones; empty unless asked for.
+        others: The further answers to the prompt, if `n` is more than 1.
     """
 
     prompt: str
@@ -67,6 +82,8 @@ class Generation:
     seconds_to_first_token: float = 0.0
     tokens_per_second: float = 0.0
     checkpoint: Path | None = None
+    logprobs: list[TokenResult] = field(default_factory=list)
+    others: list[Generation] = field(default_factory=list)
 
     def to_json_dict(self) -> dict[str, Any]:
         """Return the JSON object of `meshwright generate --json`; `tokens` is the number of new tokens."""
@@ -80,24 +97,36 @@ class Answer:
         generation: Text, token IDs and times so far.
     """
 
-    def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int) -> None:
+    def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int, stop: StopRule) -> None:
         """`generation`: without an answer yet; `wanted`: tokens asked for, of which the model's positions may leave
         fewer to `request`."""
         self.generation = generation
         self._cut = request.sampling.max_tokens < wanted
-        self._choice = Choice(0, request, prompts, StopRule())
+        self._choice = Choice(0, request, prompts, stop)
+
+    @property
+    def ended(self) -> bool:
+        """True if the answer is complete, so that the engine need not go on."""
+        return self._choice.finish_reason is not None
 
     def add(self, output: Output) -> str:
-        """Add an output of the engine to the generation; return the new text, whole characters only, perhaps empty."""
-        generation, choice, stopped = self.generation, self._choice, output.finish_reason == "stop"
+        """Add an output of the engine to the generation; return the new text, whole characters only, perhaps empty.
+        Outputs after the end are ignored."""
+        generation, choice = self.generation, self._choice
+        if self.ended:
+            return ""
         piece = choice.push(output)
+        by_string = isinstance(choice.stop_reason, str)
+        by_token = piece.finish_reason == "stop" and not by_string  # the end token is no part of the answer
+        results = [each.result for each in piece.tokens[: len(piece.tokens) - by_token]]
         generation.text += piece.text
-        # The end token is no part of the answer.
-        generation.tokens += [each.result.token for each in piece.tokens[: len(piece.tokens) - stopped]]
+        generation.tokens += [result.token for result in results]
+        generation.logprobs += [result for result in results if result.logprob is not None]
         if choice.first is not None and choice.last is not None:
             generation.seconds_to_first_token = choice.first - choice.begun
             if choice.last > choice.first:
                 generation.tokens_per_second = (choice.completion_tokens - 1) / (choice.last - choice.first)
-        if output.finish_reason is not None:
-            generation.stopped = "end" if stopped else "context" if self._cut else "length"
+        if piece.finish_reason is not None:
+            unfinished = "context" if self._cut else "length"
+            generation.stopped = "stop" if by_string else "end" if by_token else unfinished
         return piece.text

@@ -187,11 +187,13 @@ class HttpApp:
         it has the fields of both vLLM and llama.cpp."""
         prompts = self._prompts
         if body.messages is not None:
-            tokens = prompts.encode_chat([message.to_message() for message in body.messages])
-        elif body.prompt is not None:
-            tokens = prompts.encode(body.prompt, body.add_special_tokens, empty=True)
+            tokens = prompts.encode_chat(
+                [message.to_message() for message in body.messages], body.add_generation_prompt
+            )
         else:
-            tokens = prompts.encode(body.content or "", body.add_special, empty=True)
+            start = body.add_special if body.prompt is None else body.add_special_tokens
+            text = body.prompt or body.content or ""
+            tokens = prompts.encode(text, start, empty=True, parse_special=body.parse_special)
         texts = [prompts.token_text(token) for token in tokens] if body.with_pieces or body.return_token_strs else []
         pieces = [{"id": token, "piece": text} for token, text in zip(tokens, texts, strict=False)]
         strings = {"token_strs": texts} if body.return_token_strs else {}
@@ -205,7 +207,7 @@ class HttpApp:
 
     def _apply_template(self, body: bodies.ConversationBody) -> dict[str, str]:
         """Handle `/apply-template`: return {"prompt": text of the conversation in the model's chat template}."""
-        return {"prompt": self._prompts.render_chat(body.conversation())}
+        return {"prompt": self._prompts.render_chat(body.conversation(), body.add_generation_prompt)}
 
     def _show_model(self, name: str) -> dict[str, Any]:
         """Return the JSON object that describes the served model in `/v1/models`. Raises ApiError (404) for another

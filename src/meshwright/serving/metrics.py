@@ -41,6 +41,8 @@ _BLOCK_STATES = ("free", "cached", "held")
 # (name, buckets, description)
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", _FIRST, "From the request to its first token."),
+    ("request_queue_time_seconds", _WHOLE, "From the request to its admission by the engine."),
+    ("request_prefill_time_seconds", _WHOLE, "From the admission to the first token."),
     ("inter_token_latency_seconds", _BETWEEN, "Between two tokens of a sequence."),
     ("request_time_per_output_token_seconds", _BETWEEN, "Mean time of a token after the first."),
     ("e2e_request_latency_seconds", _WHOLE, "From the request to its last token."),
@@ -57,10 +59,10 @@ class ServingMetrics:
         """`model`: value of the label `model_name`."""
         self._registry, self._model = CollectorRegistry(), model
         self._registry.register(_EngineCollector(client, model))
-        self._first, self._between, self._mean, self._whole, self._prompt_lengths, self._answer_lengths = (
-            Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
+        self._histograms = {
+            name: Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
             for name, buckets, text in _HISTOGRAMS
-        )
+        }
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished sequences.").labels(model)
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(model)
         self._ended = self._counter("request_success", "Sequences that ended, by reason.", "finished_reason")
@@ -79,25 +81,29 @@ class ServingMetrics:
         if choice.last is not None and choice.last != before:
             self._generation_tokens.inc(len(piece.tokens))
             if before is None:
-                self._first.observe(choice.last - choice.begun)
+                self._histograms["time_to_first_token_seconds"].observe(choice.last - choice.begun)
+                waited = choice.last - choice.begun - choice.prefill_seconds
+                self._histograms["request_queue_time_seconds"].observe(max(0.0, waited))
+                self._histograms["request_prefill_time_seconds"].observe(choice.prefill_seconds)
             else:
-                self._between.observe(choice.last - before)
+                self._histograms["inter_token_latency_seconds"].observe(choice.last - before)
         if piece.finish_reason is not None:
             self.finish(choice, piece.finish_reason)
 
     def finish(self, choice: Choice, reason: str) -> None:
-        """Record that a choice (an API answer) has ended. reason: its finish reason ("stop", "length", "cancelled"), or
-        "abort" if the client disconnected or the request timed out."""
+        """Record that a choice (an API answer) has ended. reason: its finish reason ("stop", "length"), or "abort" if
+        the client disconnected or the request timed out."""
         self._ended.labels(self._model, reason).inc()
         if reason == "abort":
             return
         self._prompt_tokens.inc(len(choice.request.tokens))
-        self._prompt_lengths.observe(len(choice.request.tokens))
-        self._answer_lengths.observe(choice.completion_tokens)
+        self._histograms["request_prompt_tokens"].observe(len(choice.request.tokens))
+        self._histograms["request_generation_tokens"].observe(choice.completion_tokens)
         if choice.first is not None and choice.last is not None:
-            self._whole.observe(choice.last - choice.begun)
+            self._histograms["e2e_request_latency_seconds"].observe(choice.last - choice.begun)
             if choice.completion_tokens > 1:
-                self._mean.observe((choice.last - choice.first) / (choice.completion_tokens - 1))
+                mean = (choice.last - choice.first) / (choice.completion_tokens - 1)
+                self._histograms["request_time_per_output_token_seconds"].observe(mean)
 
     def refuse(self, reason: str) -> None:
         """Count an HTTP request that was not queued. reason: as in `Refusal` ("requests", "connections" ...)."""

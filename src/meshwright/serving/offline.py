@@ -55,14 +55,23 @@ def build_offline_engine(
     return build_engine(plan, mesh)
 
 
-def run_requests(engine: Engine, requests: Sequence[Request]) -> Iterator[Output]:
+def run_requests(
+    engine: Engine, requests: Sequence[Request], has_ended: Callable[[str], bool] = lambda request_id: False
+) -> Iterator[Output]:
     """Run `requests` on an engine, and yield their outputs, interleaved, until every request has finished. Closing the
-    iterator cancels the rest. Raises InvalidLogits if the model computes NaN or infinite logits."""
+    iterator cancels the rest. Raises InvalidLogits if the model computes NaN or infinite logits.
+
+    `has_ended`: returns True for the ID of a request that needs no more tokens (a stop string was found), which is
+    cancelled.
+    """
     for request in requests:
         engine.add(request)
     try:
         while not engine.idle:
-            yield from map(_raise_error, engine.step())
+            for output in engine.step():
+                yield _raise_error(output)
+                if has_ended(output.request_id):
+                    engine.cancel(output.request_id)
     finally:
         for request in requests:
             engine.cancel(request.id)
@@ -75,9 +84,12 @@ def _raise_error(output: Output) -> Output:
     return output
 
 
-def run_on_ranks(directory: Path, layout: Layout, dtype: str, requests: Sequence[Request]) -> Iterator[Output]:
+def run_on_ranks(
+    directory: Path, layout: Layout, dtype: str, requests: Sequence[Request], has_ended: Callable[[str], bool]
+) -> Iterator[Output]:
     """Run `requests` on several rank processes of this machine, which this call starts, and yield their outputs,
-    interleaved, until every request has finished. Closing the iterator ends the processes.
+    interleaved, until every request has finished. Closing the iterator ends the processes. `has_ended`: as in
+    `run_requests`; called in another thread.
 
     `layout`: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over the replicas.
     """
@@ -85,7 +97,7 @@ def run_on_ranks(directory: Path, layout: Layout, dtype: str, requests: Sequence
         return
     outputs = queue.SimpleQueue[Output | None]()
     loop = asyncio.new_event_loop()  # of a thread, as the caller may have a running one
-    work = loop.create_task(_start_and_run(directory, layout, dtype, requests, outputs.put))
+    work = loop.create_task(_start_and_run(directory, layout, dtype, requests, has_ended, outputs.put))
     with closing(loop), ThreadPoolExecutor(1, "ranks") as thread:
         end = thread.submit(loop.run_until_complete, work)
         end.add_done_callback(lambda _: outputs.put(None))
@@ -98,14 +110,17 @@ def run_on_ranks(directory: Path, layout: Layout, dtype: str, requests: Sequence
 
 
 async def _start_and_run(
-    directory: Path, layout: Layout, dtype: str, requests: Sequence[Request], put: Callable[[Output], None]
-) -> None:
+    directory: Path, layout: Layout, dtype: str, requests: Sequence[Request], has_ended: Callable[[str], bool],
+    put: Callable[[Output], None],
+) -> None:  # fmt: skip
     """Start the rank processes, run all requests, and call `put` with each output; end the processes afterwards."""
 
     async def follow(outputs: AsyncIterator[Output]) -> None:
         """Pass on the outputs of one request."""
         async for output in outputs:
             put(_raise_error(output))
+            if has_ended(output.request_id):
+                replicas.cancel(output.request_id)
 
     limits = plan_offline(directory, layout, dtype)
     vocabulary = decoder_config(directory).vocabulary

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,12 @@ from meshwright.data.records.conversations import Message
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
-from meshwright.data.tokenizers.special_tokens import find_named_in, find_special_tokens, make_text_encoder
+from meshwright.data.tokenizers.special_tokens import (
+    find_named_in,
+    find_special_tokens,
+    make_template_encoder,
+    make_text_encoder,
+)
 from meshwright.errors import UserError
 from meshwright.serving.text import IncrementalDetokenizer
 from meshwright.spec.config import ModelConfig
@@ -43,7 +50,8 @@ class Prompts:
         added = tokenizer.get_added_tokens_decoder()  # an end token may be an ordinary one, such as a newline
         named = find_named_in(directory) if directory is not None else set()
         named |= {added[token].content for token in {start, *self.ends} if token in added}
-        self._encoder = make_text_encoder(tokenizer, find_special_tokens(tokenizer, named))
+        self._special = find_special_tokens(tokenizer, named)
+        self._encoder = make_text_encoder(tokenizer, self._special)
         self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._token_bytes = _TokenBytes(tokenizer)
         self._chat = _load_chat(directory)
@@ -63,35 +71,49 @@ class Prompts:
         sizes = {"vocabulary": config.vocabulary, "max_length": max_length}
         return cls(tokenizer, start=start, ends=read_end_tokens(directory, config), directory=directory, **sizes)
 
-    def encode(self, text: str, add_start: bool = True, *, empty: bool = False) -> list[int]:
-        """Return the token IDs of a text, after the start token if `add_start`; special tokens spelled out in it stay
-        ordinary text.
+    def encode(
+        self, text: str, add_start: bool = True, *, empty: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        """Return the token IDs of a text, after the start token if `add_start`. Special tokens spelled out in it stay
+        ordinary text, unless `parse_special`; a text that then begins with the start token gets no other one.
 
         Raises UserError for a text that must be longer than `max_length` tokens (checked before tokenizing), for a
         token ID outside the model's vocabulary, and for a result without tokens unless `empty` is True.
         """
         self._check_characters(len(text))
-        start = [self.start] if add_start and self.start is not None else []
+        encoder = self._encoder
+        if parse_special:
+            encoder, names, pattern = self._special_parser
+            text = pattern.sub(lambda match: names[match[0]], text)
         with convert_library_errors("text becomes no tokens"):
-            tokens = self._encoder.encode(text, add_special_tokens=False).ids
-        return self.check(start + tokens, empty=empty)
+            tokens = encoder.encode(text, add_special_tokens=False).ids
+        start = [self.start] if add_start and self.start is not None else []
+        return self.check(tokens if parse_special and tokens[:1] == start else start + tokens, empty=empty)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    @cached_property
+    def _special_parser(self) -> tuple[Tokenizer, dict[str, str], re.Pattern[str]]:
+        """Tuple (tokenizer that writes special tokens for their random names, as that of conversations does, {special
+        token: random name}, pattern of the special tokens, the longest first)."""
+        encoder, names = make_template_encoder(self.tokenizer, self._special)
+        longest_first = sorted(names, key=lambda token: (-len(token), token))
+        return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def encode_chat(self, messages: Sequence[Message], header: bool = True) -> list[int]:
         """Return the token IDs of a conversation in the model's chat template, with the header of the assistant's next
-        turn.
+        turn if `header`.
 
         Raises UserError if there is no template, if it refuses the conversation, or for a text that must be longer than
         `max_length` tokens.
         """
         self._check_characters(sum(len(message.content) for message in messages))
-        return self.check(self._require_chat().encode_prompt(messages))
+        return self.check(self._require_chat().encode_prompt(messages, header))
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Return the text of a conversation in the model's chat template, with the header of the assistant's next turn.
-        Raises UserError as `encode_chat`."""
+    def render_chat(self, messages: Sequence[Message], header: bool = True) -> str:
+        """Return the text of a conversation in the model's chat template, with the header of the assistant's next turn
+        if `header`. Raises UserError as `encode_chat`."""
         chat = self._require_chat()
         try:
-            return chat.template.render(messages, prompt=True)
+            return chat.template.render(messages, prompt=header)
         except TemplateError as error:
             raise UserError(f"{chat.template.where} {error}") from None
 

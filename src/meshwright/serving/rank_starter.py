@@ -39,7 +39,8 @@ class RankPlan:
         limits: Sizes for which each rank allocates its KV pool and buffers.
         threads: Kernel threads of each rank.
         directory: Private directory for Unix sockets; None: TCP instead.
-        step_seconds: Most seconds of a step, above which the replica counts as lost.
+        step_seconds: Most seconds of a step, above which the replica counts as lost, unless its steps are predicted to
+            be long.
         device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks that torchrun or SLURM started
             agree on one.
         batch_invariant: On GPUs, make the bits of a sequence's results independent of the batch; on a CPU they always
@@ -67,6 +68,12 @@ class RankPlan:
     start: int = 0
     engine: str = "meshwright.serving.pipeline_engine:build_engine"
 
+    @property
+    def collective_seconds(self) -> float:
+        """Time limit of a collective: longer than the front waits for a step, which knows its predicted time and ends
+        the ranks of one that takes too long."""
+        return 32 * self.step_seconds
+
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankPlan:
         """Rebuild the plan from the dictionary of `dataclasses.asdict`."""
@@ -83,7 +90,7 @@ class LocalStarter:
         """Start all ranks of the replica with index `replica` and wait until they have ended. Raises a rank's
         exception, or RankLost if a rank's process died. Cancellation kills all of them."""
         count = Layout.parse(plan.layout).with_(dp=1).world_size
-        ranks = LocalRanks(count, threads=plan.threads, timeout=plan.step_seconds, backend=BACKENDS[plan.device])
+        ranks = LocalRanks(count, threads=plan.threads, timeout=plan.collective_seconds, backend=BACKENDS[plan.device])
         pool = ThreadPoolExecutor(1, "ranks")
         call = pool.submit(ranks.run, SERVE_RANK, plan, replica, timeout=math.inf)
         try:

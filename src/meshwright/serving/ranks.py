@@ -40,7 +40,7 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
     """
     layout = Layout.parse(plan.layout).with_(dp=1)
     device = _take_device(choose_device(plan.device, replica * layout.world_size + dist.get_rank()))
-    serve_mesh(plan, Mesh.create(layout, device, timeout_seconds=plan.step_seconds), replica)
+    serve_mesh(plan, Mesh.create(layout, device, timeout_seconds=plan.collective_seconds), replica)
 
 
 def serve_joined(plan: RankPlan | None, device: str) -> None:
@@ -54,7 +54,7 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     shared = [plan]
     dist.broadcast_object_list(shared)
     assert shared[0] is not None
-    mesh = Mesh.create(Layout.parse(shared[0].layout), device, timeout_seconds=shared[0].step_seconds)
+    mesh = Mesh.create(Layout.parse(shared[0].layout), device, timeout_seconds=shared[0].collective_seconds)
     serve_mesh(shared[0], mesh, mesh.dp.rank)
 
 

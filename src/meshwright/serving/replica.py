@@ -22,6 +22,9 @@ COUNTERS = ("pauses", "prefix_queries", "prefix_hits", "kernel_seconds")
 PREDICTION_SECONDS = 0.1
 """Age up to which a prediction of the queue is reused: for a long queue it takes milliseconds."""
 
+TIMES_PREDICTED = 10.0
+"""Multiple of its predicted time up to which a step does not count as hanging."""
+
 
 class Stream(AsyncIterator[Output]):
     """Asynchronous iterator over the outputs of one request. Outputs that its reader has not taken yet are merged into
@@ -110,13 +113,14 @@ class Replica:
         speed: Model of its step times.
         answers: Predictor of answer lengths.
         starts: Number of starts of its ranks that have ended.
+        hangs: Number of losses by the time limit of a step since its last completed step.
         ready_since: Time at which it became ready, in seconds of `time.monotonic`; inf before.
         lost: Future that gets the reason when the replica is lost; None before its first start.
     """
 
     def __init__(self, index: int, places: int, groups: int = 1) -> None:
         """A replica whose ranks have not been started."""
-        self.index, self.places, self.groups, self.starts = index, places, groups, 0
+        self.index, self.places, self.groups, self.starts, self.hangs = index, places, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.speed, self.answers = StepTimes(), AnswerShare()
         self._clear()
@@ -156,6 +160,7 @@ class Replica:
         self.heard, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
         if seconds and tokens:
+            self.hangs = 0
             self.totals["steps"] += 1
             self.totals["step_seconds"] += seconds
             self.totals["predicted_seconds"] += self.speed.predict(tokens, keys)
@@ -204,6 +209,16 @@ class Replica:
         times of a step and of the next admission; 0 if it is not late or has no requests."""
         expected = max([self._predict_step(), *self._admissions[:1]])
         return max(0.0, time.monotonic() - self.heard - expected) if self.streams else 0.0
+
+    def limit_step(self, seconds: float, budget: int) -> float:
+        """Return the time limit of the present step in seconds: the largest of `seconds`, doubled for each loss since
+        the last completed step; ten times the predicted time of the longest step that its requests may need; and the
+        predicted time of that step's tokens one by one, as short steps teach little about long ones. budget: most
+        tokens of a step."""
+        lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
+        tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
+        predicted = self.speed.predict(tokens, tokens * longest)
+        return max(seconds * 2.0**self.hangs, TIMES_PREDICTED * predicted, tokens * self.speed.predict(1, longest))
 
     def _predict_step(self) -> float:
         """Return the predicted seconds of a step like the last one."""

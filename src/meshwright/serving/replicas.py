@@ -23,7 +23,7 @@ from meshwright.serving.engine_client import Refusal, State, Ticket
 from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replica import Replica, Stream
-from meshwright.serving.request import Output, Request
+from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.waiting_line import Queue, QueueLimits, WaitingLine
 from meshwright.spec.block_tables import BLOCK_TOKENS
 
@@ -132,19 +132,23 @@ class Replicas:
         self._queued_tokens += len(request.tokens)
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
-            stream.deadline = asyncio.get_running_loop().call_later(left, self.cancel, request.id)
+            stream.deadline = asyncio.get_running_loop().call_later(left, self._end, request.id, "timeout")
         self._place(stream)
         return stream
 
     def cancel(self, request_id: str) -> None:
         """Cancel the request with this ID; its stream ends immediately. Unknown and finished requests are ignored."""
+        self._end(request_id, "cancelled")
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        """End the request with this ID on its ranks, and its stream with `reason`; nothing if it has ended."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
         if stream.replica is not None:
             self._send(stream.replica, {"cancel": request_id})
         self._forget(stream)
-        stream.put(Output(request_id, [], "cancelled"))
+        stream.put(Output(request_id, [], reason))
 
     def drain(self) -> None:
         """Accept no further requests from now on; queued and running ones are finished."""
@@ -258,13 +262,16 @@ class Replicas:
                 self._place(stream)
 
     async def _watch_steps(self) -> None:
-        """Loop that marks a replica as lost if it has requests but reported no step for `step_seconds` of the plan."""
-        limit = self.plan.step_seconds
+        """Loop that marks a replica as lost if it has requests but reported no step for `step_seconds` of the plan, or
+        longer if its steps are long (`Replica.limit_step`)."""
+        seconds, budget = self.plan.step_seconds, self.plan.limits.token_budget
         while True:
-            await asyncio.sleep(min(LOOK_SECONDS, limit / 4))
+            await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
             for replica in self._replicas:
-                if replica.ready and replica.streams and time.monotonic() - replica.heard > limit:
-                    replica.lose(f"no step within {limit:g} s")
+                late = time.monotonic() - replica.heard
+                if replica.ready and replica.streams and late > seconds and late > replica.limit_step(seconds, budget):
+                    replica.hangs += 1
+                    replica.lose(f"no step within {late:.3g} s")
 
     # --- messages of the ranks
 

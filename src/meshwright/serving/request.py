@@ -8,7 +8,7 @@ from typing import Any, Literal
 from meshwright.errors import UserError
 from meshwright.serving.sampling import Sampling, TokenResult
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Request:
         sampling: Sampling options.
         choice: Index of the choice among the `n` answers to the prompt; together with the seed it determines sampling.
         priority: Requests with lower values are admitted first; among equals, in order of arrival.
-        deadline: UNIX time in seconds at which the server cancels the request; None: never. The engine ignores it.
+        deadline: UNIX time in seconds at which the front cancels the request; None: never. The engines ignore it.
         replayed: Tokens of the answer that were sent before a rank was lost: recomputed like prompt tokens, neither
             sampled nor reported again; at most `sampling.max_tokens`.
         cache_salt: Text that enters the hashes of the prefix cache: only requests with equal salts share KV blocks.
@@ -92,10 +92,12 @@ class Output:
         request_id: ID of the request.
         results: New tokens of the answer, a stop token included.
         finish_reason: Why the request has ended: `"stop"` (a stop token, the last of `results`), `"length"`
-            (`max_tokens`), `"cancelled"`, or `"error"` (NaN or infinite logits); None while it runs.
+            (`max_tokens`), `"cancelled"`, `"timeout"` (its deadline has passed), or `"error"` (NaN or infinite
+            logits); None while it runs.
         cached_tokens: Number of prompt tokens found in the prefix cache.
         prompt_results: Log-probabilities of all prompt tokens (None for the first), if `sampling.prompt_logprobs` is
             given; only in the output with the answer's first token, else None.
+        prefill_seconds: Time from the request's admission to the answer's first token, in the output with that token.
     """
 
     request_id: str
@@ -103,6 +105,7 @@ class Output:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     prompt_results: list[TokenResult | None] | None = None
+    prefill_seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the output as a JSON object, the inverse of `from_json`."""

@@ -6,6 +6,7 @@ logits, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
@@ -243,6 +244,7 @@ class Scheduler:
         """Admit a sequence to a pipeline group. count: number of blocks of its cached prefix; found: those of each
         block table that are inside the window."""
         sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
+        sequence.admitted = time.perf_counter()
         sequence.place = len(self._admitted)
         self._ages += 1
         self._admitted.append(sequence)
@@ -324,7 +326,10 @@ class Scheduler:
             self._finish(sequence, "stop")
         elif sequence.answered == sampling.max_tokens:
             self._finish(sequence, "length")
-        return Output(sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, prompt_results)
+        seconds = time.perf_counter() - sequence.admitted if sequence.answered == len(sampled) else 0.0
+        return Output(
+            sequence.request.id, sampled, sequence.finish_reason, sequence.cached_tokens, prompt_results, seconds
+        )
 
     def _store(self, sequence: Sequence, count: int) -> None:
         """Record `count` computed tokens of a sequence: register blocks that are full now in the prefix cache, and

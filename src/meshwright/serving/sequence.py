@@ -26,6 +26,7 @@ class Sequence:
         computed: Number of tokens whose keys and values are in the KV cache.
         paused: True if it keeps its KV blocks until more can be allocated safely.
         age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
+        admitted: Time of its admission in seconds of `time.perf_counter`; 0 before.
         blocks: Number of KV blocks that each of its block tables has had so far (one per 16 positions), released ones
             included.
         held: For each block table, indices of its KV blocks that have not been released: the last ones.
@@ -47,6 +48,7 @@ class Sequence:
         self.most_blocks = most_held(longest, windows, min(token_budget, len(self.tokens)))
         self.age = self.row = self.group = self.place = -1
         self.in_flight = self.paused = False
+        self.admitted = 0.0
         self.finish_reason: FinishReason | None = None
         self.prompt_results: list[TokenResult | None] = [None]
         self.scores_prompt = request.sampling.prompt_logprobs is not None and not request.replayed

@@ -65,7 +65,8 @@ class ServeOptions(TypedDict, total=False):
         queue_requests: Most requests that wait; default 512.
         queue_seconds: Most predicted seconds that a request waits; default 120.
         threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
-        step_seconds: Most seconds of a step, above which the replica counts as lost; default 60.
+        step_seconds: Most seconds of a step, above which the replica counts as lost; default 60. Ten times a step's
+            predicted time, if that is longer.
         drain_seconds: Most seconds that unfinished requests get after a signal; default 60.
     """
 
@@ -234,6 +235,10 @@ def _check_model(
         memory = str(DEFAULT_FRACTION)
     machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
     ledger = plan_memory(config, reading, dtype, memory, longest, steps=steps, hosts=machines)
+    if place is not None:
+        log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
+    if gpus and options.get("device", "auto") == "auto":
+        log("warning: --device auto has found a GPU; serving has not run on real GPUs yet (--device cpu is tested)")
     return _Model(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
 
 

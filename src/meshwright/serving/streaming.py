@@ -16,7 +16,7 @@ from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.protocol.answers import END_OF_STREAM
-from meshwright.serving.protocol.errors import ApiError, refusal_error, to_api_error
+from meshwright.serving.protocol.errors import FAILED_ENDS, ApiError, refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import Job
 from meshwright.serving.request import Output
 
@@ -74,14 +74,12 @@ class JobRunner:
                 self._metrics.finish(choice, "abort")
 
     async def _run(self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Take) -> None:
-        """Follow all choices of a job concurrently until they have finished. Raises ApiError (408 after the job's
-        timeout), and what `take` raises. outputs: those of each choice."""
+        """Follow all choices of a job concurrently until they have finished. Raises ApiError (408 after the requests'
+        deadline), and what `take` raises. outputs: those of each choice."""
         try:
-            async with asyncio.timeout(job.timeout), asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks:
                 for choice, iterator in zip(job.choices, outputs, strict=True):
                     tasks.create_task(self._follow(choice, iterator, take))
-        except TimeoutError:
-            raise ApiError(408, f"not finished within the timeout of {job.timeout:g} s", code="timeout") from None
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -89,8 +87,9 @@ class JobRunner:
         """Call `take` with each new piece of one choice until it has finished. outputs: those of its request."""
         with contain_panics():
             async for output in outputs:
-                if output.finish_reason == "error":
-                    raise ApiError(500, "the model computes NaN or infinite logits", code="invalid_logits")
+                if output.finish_reason in FAILED_ENDS:
+                    status, message, code = FAILED_ENDS[output.finish_reason]
+                    raise ApiError(status, message, code=code)
                 before = choice.last
                 piece = choice.push(output)
                 self._metrics.observe(choice, piece, before)

@@ -89,7 +89,7 @@ class ChatTemplate:
         seen = [message.template_variables() for message in messages]
         text, marked = self._render_marked(seen, prompt)
         turns = [number for number, message in enumerate(messages) if message.role == "assistant"]
-        if prompt:
+        if prompt or trained_from >= len(messages):
             spans: list[tuple[int, int]] = []
         elif self.marks_responses:
             if len(marked) != len(turns):

@@ -76,12 +76,12 @@ class ExampleEncoder:
                 for number, (tokens, trained) in enumerate(pieces)
             ]
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokenize a conversation up to the assistant's next turn, whose header is included; returns token ids. Raises
-        `UserError` if the template refuses the messages.
+    def encode_prompt(self, messages: Sequence[Message], header: bool = True) -> list[int]:
+        """Tokenize a conversation up to the assistant's next turn, whose header is included if `header`; returns token
+        ids. Raises `UserError` if the template refuses the messages.
         """
         try:
-            rendered = self.template.render_with_spans(messages, prompt=True)
+            rendered = self.template.render_with_spans(messages, len(messages), prompt=header)
         except TemplateError as error:
             raise UserError(f"{self.template.where} {error}") from None
         ((tokens, _),) = self._encode([rendered])

@@ -16,33 +16,11 @@ from meshwright.data.records.conversations import Message
 from meshwright.errors import UserError
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.errors import ApiError
+from meshwright.serving.protocol.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES
 from meshwright.serving.sampling import Sampling
 from meshwright.untrusted import check_nesting
 
 MOST_SEQUENCES = 1024  # prompts x n of one HTTP request
-
-# Fields of other servers that are not supported here, with the values that are accepted because they have no effect.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("tools", "functions", "logits_processors", "bad_words", "allowed_token_ids"), ([],)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-    "response_format": ({"type": "text"},),
-    "modalities": ([], ["text"]),
-    **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning", "reasoning_effort", "verbosity"), ()),
-    **dict.fromkeys(("suffix", "grammar", "chat_template"), ("",)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"), ()),
-    **dict.fromkeys(("structured_outputs", "json_schema", "chat_template_kwargs", "mm_processor_kwargs"), ({},)),
-    **dict.fromkeys(("documents", "prompt_embeds", "thinking", "kv_transfer_params", "lora_request", "vllm_xargs"), ()),
-    **dict.fromkeys(("use_beam_search", "early_stopping", "continue_final_message", "store", "echo_prompt"), (False,)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), (True,)),
-    **dict.fromkeys(("length_penalty", "typical_p"), (1,)),
-    "service_tier": ("auto", "default"),
-}
-_LLAMA_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **{name: UNSUPPORTED[name] for name in ("grammar", "json_schema", "response_format", "suffix", "typical_p")},
-    **dict.fromkeys(("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "n_indent"), (0,)),
-    "tfs_z": (1,),
-    **dict.fromkeys(("samplers", "lora", "image_data", "multimodal_data"), ([],)),
-}
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -51,6 +29,7 @@ TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_SEQUENC
 StopString = Annotated[str, Field(min_length=1, max_length=128)]
 BiasedToken = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasPair = Annotated[tuple[TokenId, Bias | Literal[False]], Field(strict=False)]  # a JSON array is a list
 TokenCount = Annotated[int, Field(ge=0, le=2**30)]
 Alternatives = Annotated[int, Field(ge=0, le=20, description="number of most likely tokens reported for each token")]
 
@@ -69,10 +48,11 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """Base class of JSON request bodies. A field that is null has its default; unknown fields are ignored.
+    """Base class of JSON request bodies and of objects in them. A field that is null has its default; unknown fields
+    are ignored.
 
     `unsupported`: {name of an unsupported field: values that are accepted, as they change nothing}; other values are an
-    error.
+    error, unless the body declares the field.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, json_schema_extra=_allow_null)
@@ -84,10 +64,17 @@ class Body(BaseModel):
         """Remove fields that are null from the JSON object; raise an error for a field with an unsupported value."""
         if not isinstance(values, dict):
             return values
-        for name, neutral in cls.unsupported.items():
-            if values.get(name) is not None and values[name] not in neutral:
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, value in given.items():
+            if name not in cls.model_fields and name in cls.unsupported and value not in cls.unsupported[name]:
                 raise _wrong_field(name, "not supported by this server", "unsupported_parameter")
-        return {name: value for name, value in values.items() if value is not None}
+        return given
+
+
+class EndpointBody(Body):
+    """Base class of the bodies of all endpoints, which refuse the same known fields."""
+
+    unsupported = UNSUPPORTED
 
 
 class TextPart(Body):
@@ -100,7 +87,7 @@ class TextPart(Body):
 class ChatMessage(Body):
     """One message of a conversation: a role and its content, a text or a list of text parts."""
 
-    unsupported = {"tool_calls": ([],), **dict.fromkeys(("name", "function_call", "tool_call_id", "audio"), ())}
+    unsupported = UNSUPPORTED_IN_MESSAGES
 
     role: Literal["system", "user", "assistant", "tool", "developer"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -111,27 +98,33 @@ class ChatMessage(Body):
         return Message(self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts))
 
 
-class ConversationBody(Body):
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+ParseSpecial = Annotated[bool, Field(description="parse special tokens that a text prompt spells")]
+GenerationPrompt = Annotated[bool, Field(description="end messages with the header of the assistant's next turn")]
+
+
+class ConversationBody(EndpointBody):
     """Body of `/apply-template`: the messages of a conversation."""
 
-    unsupported = {name: UNSUPPORTED[name] for name in ("tools", "chat_template", "chat_template_kwargs")}
-
-    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    messages: Messages
+    add_generation_prompt: GenerationPrompt = True
 
     def conversation(self) -> list[Message]:
         """Return the messages as `data.records` `Message` objects, for the chat template."""
         return [message.to_message() for message in self.messages]
 
 
-class TokenizeBody(Body):
+class TokenizeBody(EndpointBody):
     """Body of `/tokenize`: exactly one of `prompt` (vLLM), `content` (llama.cpp) and `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=4096)
+    messages: Messages | None = None
+    add_generation_prompt: GenerationPrompt = True
     add_special_tokens: bool = Field(True, description="begin the prompt with the model's start token")
     add_special: bool = Field(False, description="the same for content")
+    parse_special: ParseSpecial = False
     return_token_strs: bool = Field(False, description="return the text of each token as `token_strs`")
     with_pieces: bool = Field(False, description="return each token as an object of `id` and `piece`")
 
@@ -143,7 +136,7 @@ class TokenizeBody(Body):
         return self
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(EndpointBody):
     """Body of `/detokenize`: token IDs to be converted to text."""
 
     model: str | None = None
@@ -157,10 +150,9 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(False, description="send the usage so far with every chunk")
 
 
-class GenerationBody(Body):
+class GenerationBody(EndpointBody):
     """Base class of the bodies of all endpoints that generate text: sampling options, stop conditions, streaming."""
 
-    unsupported = UNSUPPORTED
     default_tokens: ClassVar[int | None] = None  # of `max_tokens`; None: up to the model's maximum length
 
     max_tokens: TokenCount | None
@@ -173,7 +165,9 @@ class GenerationBody(Body):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="1: off")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="0: off")
-    logit_bias: dict[BiasedToken, Bias] = Field({}, max_length=1024)
+    logit_bias: dict[BiasedToken, Bias] | list[BiasPair] = Field(
+        {}, max_length=1024, description="by token ID, or as llama.cpp's pairs [token ID, bias]; false there: -100"
+    )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="null: chosen at random, and returned")
     min_tokens: int = Field(
         0, ge=0, le=2**30, description="tokens before a stop token or stop string can end the answer"
@@ -214,13 +208,14 @@ class GenerationBody(Body):
         """Return the engine's sampling options. `ends`: IDs of the model's end tokens; `max_tokens`: most tokens of the
         answer; `score_prompt`: report the prompt's log-probabilities too. Raises UserError."""
         same = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        biases = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
         scored = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
         if score_prompt and self.alternatives is not None:
             scored.append(self.alternatives)
         return Sampling(
             **{name: getattr(self, name) for name in same},
             top_k=max(self.top_k, 0),
-            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            logit_bias={int(token): -100.0 if bias is False else bias for token, bias in biases},
             seed=secrets.randbits(32) if self.seed is None else self.seed,
             min_tokens=self.min_tokens,
             max_tokens=max_tokens,
@@ -236,6 +231,7 @@ class PromptBody(GenerationBody):
     prompt: str | Tokens | Texts | TokenLists
     max_tokens: TokenCount | None = Field(None, description="default: 16")
     logprobs: Alternatives | None = None
+    parse_special: ParseSpecial = False
     echo: bool = Field(False, description="begin the text with the prompt; with logprobs, score its tokens")
 
     @property
@@ -250,7 +246,10 @@ class PromptBody(GenerationBody):
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
             text = given if isinstance(given, str) else None
-            whole = prompts.check(given) if isinstance(given, list) else prompts.encode(given, self.add_special_tokens)
+            if isinstance(given, str):
+                whole = prompts.encode(given, self.add_special_tokens, parse_special=self.parse_special)
+            else:
+                whole = prompts.check(given)
             tokens = self.truncate(whole, prompts)
             if text is None or tokens != whole:
                 text = prompts.decode(tokens) if self.echo else None
@@ -260,8 +259,6 @@ class PromptBody(GenerationBody):
 
 class LlamaBody(PromptBody):
     """Body of llama.cpp's `/completion`, with llama.cpp's field names, defaults, and meanings of 0 and -1."""
-
-    unsupported = _LLAMA_UNSUPPORTED
 
     prompt: str | Tokens
     n: int = Field(1, ge=1, le=1)
@@ -315,8 +312,6 @@ class CompletionBody(PromptBody, OpenAIBody):
 class ChatBody(OpenAIBody, ConversationBody):
     """Body of OpenAI's `/v1/chat/completions`: generation of a conversation's next assistant message."""
 
-    unsupported = {**UNSUPPORTED, "echo": (False,)}
-
     max_tokens: TokenCount | None = Field(None, description="default: up to the model's maximum length")
     max_completion_tokens: TokenCount | None = Field(None, description="newer name of max_tokens")
     logprobs: bool = False
@@ -340,7 +335,7 @@ class ChatBody(OpenAIBody, ConversationBody):
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
         """Return [(token IDs of the conversation in the chat template, None)]: a single prompt, no echo. Raises
         UserError."""
-        return [(self.truncate(prompts.encode_chat(self.conversation()), prompts), None)]
+        return [(self.truncate(prompts.encode_chat(self.conversation(), self.add_generation_prompt), prompts), None)]
 
 
 _Body = TypeVar("_Body", bound=Body)

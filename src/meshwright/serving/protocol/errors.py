@@ -22,6 +22,13 @@ _UNAVAILABLE = {
     "failed": "the server cannot restart a rank that was lost",
 }
 
+FAILED_ENDS = {
+    "error": (500, "the model computes NaN or infinite logits", "invalid_logits"),
+    "timeout": (408, "not finished within its timeout", "timeout"),
+    "cancelled": (503, "the engine cancelled this request", "rank_lost"),
+}
+"""(status, message, code) of the error response to a request that ended with one of these finish reasons."""
+
 
 class ApiError(Exception):
     """Error response of the HTTP API. status: HTTP status. param: name of the wrong field, or None. code: short name of

@@ -33,14 +33,12 @@ class Job:
         choices: Choices of the response, each with its request to the engine.
         form: Formatter of the response.
         stream: True to send the response as server-sent events.
-        timeout: Seconds until the request is cancelled (408); None: never.
         ticket: Identity of the request, by which it keeps its place in the waiting line if it is refused.
     """
 
     choices: Sequence[Choice]
     form: AnswerForm
     stream: bool
-    timeout: float | None
     ticket: Ticket = field(default_factory=Ticket)
 
     @property
@@ -68,7 +66,7 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     ends = prompts.chat_ends if isinstance(body, ChatBody) else prompts.ends
     sampling = body.to_sampling(ends, max_tokens, score_prompt=inputs[0][1] is not None)
     sampling.check_vocabulary(prompts.vocabulary)
-    stop = StopRule([body.stop] if isinstance(body.stop, str) else body.stop, body.include_stop_str_in_output)
+    stop = StopRule.of(body.stop, body.include_stop_str_in_output)
     deadline = None if body.timeout is None else time.time() + body.timeout
     choices: list[Choice] = []
     for tokens, echo in inputs:
@@ -79,4 +77,4 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
             )  # fmt: skip
             choices.append(Choice(len(choices), request, prompts, stop, echo))
     form = dict(GENERATION.values())[type(body)](body, prompts, {"id": name, "model": model, "seed": sampling.seed})
-    return Job(choices, form, body.stream, body.timeout)
+    return Job(choices, form, body.stream)

@@ -11,8 +11,6 @@ from pydantic_core import to_json
 from meshwright.serving.choices import Choice, Piece
 from meshwright.serving.protocol.answers import AnswerForm
 
-_STOP_TYPES = {"length": "limit", "cancelled": "none"}
-
 
 class LlamaForm(AnswerForm):
     """Formats the responses of llama.cpp's `/completion`, which have a single choice."""
@@ -65,7 +63,7 @@ class LlamaForm(AnswerForm):
             | {"seed": self._names["seed"], "n_predict": request.sampling.max_tokens},
             "prompt": body.prompt if isinstance(body.prompt, str) else self._prompts.decode(body.prompt),
             "has_new_line": "\n" in piece.text, "stopping_word": word, "tokens_cached": choice.cached_tokens,
-            "stop_type": "word" if word else _STOP_TYPES.get(str(choice.finish_reason), "eos"),
+            "stop_type": "word" if word else "limit" if choice.finish_reason == "length" else "eos",
             "timings": {
                 "cache_n": choice.cached_tokens, **_describe_rate("prompt", computed, first - choice.begun),
                 **_describe_rate("predicted", choice.completion_tokens, now - first),

@@ -1,0 +1,55 @@
+"""bench/serving.py: what it records about Meshwright's own contenders."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshwright.serving.serve import _Phases
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "bench"))
+    return importlib.import_module("serving"), importlib.import_module("serving_peers")
+
+
+def test_phases_of_the_last_start_are_read_from_its_lines(bench: tuple[Any, Any], tmp_path: Path):
+    _, peers = bench
+    log = tmp_path / "meshwright.log"
+    log.write_text("HTTP started: 9.00 s\n")
+    contender = SimpleNamespace(log=log, _log_start=log.stat().st_size)
+    with log.open("a") as lines:
+        phases = _Phases(lambda line: print(line, file=lines))
+        phases.end("checkpoint checked, tokenizer loaded")
+        phases.end("ranks started (2 ranks, avx2, kernels d792001ea9501f9c, weights and pool in 0.18 s)")
+        print(
+            "memory: 2048 KV blocks of 16 tokens on each rank", "ready at http://127.0.0.1:1 after 5.79 s", file=lines
+        )
+        phases.end("HTTP started")
+    found = peers.Contender.phases(contender)
+    assert list(found) == ["checkpoint checked, tokenizer loaded", "ranks started", "HTTP started"]
+    assert all(0 <= seconds < 5 for seconds in found.values())
+
+
+def test_own_contenders_are_recorded_with_their_instruction_set(
+    bench: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    serving, _ = bench
+    contender = SimpleNamespace(
+        precision="bf16", instruction_set="avx2", command=["x"], ready_seconds=1.0, resident_bytes=lambda: 0,
+        generate=lambda *_: None,
+    )  # fmt: skip
+    monkeypatch.setattr(serving, "STARTS", dict.fromkeys(("meshwright", "engine", "vllm"), lambda *_: contender))
+    monkeypatch.setattr(serving, "CACHE", tmp_path)
+    monkeypatch.setattr(serving, "installed_version", lambda name: "1")
+    race = serving.Race("m", "bf16", ["meshwright", "engine", "vllm"], restart=False)
+    for name in race.names:
+        race._start(name)
+    sets = {name: about.get("instruction_set") for name, about in race.about.items()}
+    assert sets == {"meshwright": "avx2", "engine": "avx2", "vllm": None}
