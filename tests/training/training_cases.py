@@ -175,7 +175,6 @@ def same(a: Values, b: Values) -> bool:
 def without_generated_code(run: loop.Run) -> None:
     """No fault: compiled blocks run as they were traced, forward and back; generating code takes most of the time."""
     run.trainer.task.model.compile_blocks(backend="aot_eager")
-    run.trainer.task.model._compiled_loss = False  # it would go through inductor
 
 
 def on_rank(run: loop.Run, rank: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from tests.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
-from meshwright.recipe import CollectivesRecipe
 from meshwright.verification.run import _default_models, _Verifier
 
 LAYOUTS = (
@@ -20,7 +19,7 @@ LAYOUTS = (
 
 
 def test_healthy_ranks_agree_on_calls_of_every_layout(first_case_alone: None):
-    with _Verifier("float32", lambda line: None, CollectivesRecipe(), None) as bench:
+    with _Verifier("float32", lambda line: None) as bench:
         for text in LAYOUTS:
             layout = Layout.parse(text)
             name, config = _default_models(layout, mixture=False)[0]

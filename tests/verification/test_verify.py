@@ -21,13 +21,14 @@ from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SC
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.planner.data_calls import Work
 from meshwright.planner.traffic import predicted_traffic
+from meshwright.recipe import load_recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from meshwright.verification import mutations
 from meshwright.verification.cases import CaseBuilder
-from meshwright.verification.compare import compare, relative_errors
+from meshwright.verification.compare import Comparison, compare, relative_errors
 from meshwright.verification.grid import GRID, MIXTURES
 from meshwright.verification.local_faults import LOCAL_FAULTS
 from meshwright.verification.mutations import NEUTRAL
@@ -35,7 +36,7 @@ from meshwright.verification.patterns import list_in_backward_order
 from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config, scale_down_layout
 from meshwright.verification.ranks import RankResult, StepResult
 from meshwright.verification.reference import Reference
-from meshwright.verification.run import _default_models, run_verification
+from meshwright.verification.run import _default_models, _Verifier, run_verification
 from tests.batches import make_batch, share_of
 from tests.model.transformers_names import entry_in_transformers
 from tests.verification.local_fault_names import BY_LAYOUT, NEEDS_RANKS
@@ -558,6 +559,20 @@ def test_a_recipe_gives_its_layout_and_model(tiny_recipe):
     tiny_recipe.write_text(tiny_recipe.read_text().replace('layout = "dp1"', 'layout = "dp2 zero3 mb2"'))
     document = run_verification(tiny_recipe)
     assert [entry["layout"] for entry in document["layouts"]] == ["dp2 zero3 mb2"] and document["passed"]
+
+
+def test_output_says_which_cases_ran_compiled(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_Verifier, "compare", lambda *arguments: Comparison("lm_head.weight", 0.0, 0.0, 0.0, None))
+    for override, thorough, said in (
+        ("train.compile=false", False, "  ok"),
+        ("train.compile=true", False, "  ok  (compiled: 1 of 4 cases, by aot_eager)"),
+        ("train.compile=true", True, "  ok  (compiled: 2 of 9 cases, by aot_eager, inductor)"),
+    ):
+        lines: list[str] = []
+        found = run_verification(load_recipe(tiny_recipe, [override]), thorough=thorough, log=lines.append)
+        assert lines[0].endswith(said)
+        compiled = [case["name"] for case in found["layouts"][0]["cases"] if case["compile_backend"]]
+        assert compiled == ["compiled by aot_eager", "compiled by inductor"][: said.count("by ") + thorough]
 
 
 def test_failed_verification_exits_with_1(command_line, monkeypatch):
