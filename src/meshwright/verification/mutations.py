@@ -25,7 +25,11 @@ NEUTRAL: dict[tuple[str, str, str], str] = {
     ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same value"
     for kind in ("double", "drop", "stale")
 } | {
-    ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call, and their quotient does not change",
+    (
+        "validation.loss",
+        "all_reduce",
+        "double",
+    ): "loss and targets are summed in one call, and their quotient does not change",
     ("start.program", "all_reduce", "double"): "equal digests of the pipeline's program stay equal",
 }
 """(site, operation, kind) -> reason why the fault changes no result. A test checks that the table is complete."""

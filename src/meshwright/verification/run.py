@@ -179,7 +179,9 @@ class _Verifier:
         verdict = "ok" if failed is None else f"FAILED: {failure}"
         if self.compiled:
             backends = [case.problem.compile_backend for case, *_ in cases if case.problem.compile_backend]
-            verdict += f"  (compiled: {len(backends)} of {len(cases)} cases{', by ' * bool(backends)}{', '.join(backends)})"
+            verdict += (
+                f"  (compiled: {len(backends)} of {len(cases)} cases{', by ' * bool(backends)}{', '.join(backends)})"
+            )
         shown = str(wanted) if wanted == layout else f"{wanted} (as {layout})"
         self.log(f"{shown:<32} {model:<14} worst {worst.worst_error:.1e}  loss {entry['loss_error']:.1e}  {verdict}")
         return entry
@@ -241,9 +243,7 @@ class _Verifier:
         return self._references[problem]
 
 
-def _resolve_arguments(
-    layout: Any, model: Any
-) -> tuple[list[Layout], list[tuple[str, ModelConfig]], Recipe | None]:
+def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]], Recipe | None]:
     """Return from the arguments of `verify`: (layouts, [(model name, configuration)], recipe or None). The list of
     models is empty if none was named."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
