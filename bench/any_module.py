@@ -1,6 +1,6 @@
-"""Two processes, one thread each: any module in our loop against torch DDP and `fully_shard`.
+"""Two processes, one thread each: any module in Meshwright's loop against torch DDP and `fully_shard`.
 
-A plain `torch.nn` encoder of 11 M parameters that classifies rows of tokens, the same weights and samples on both
+A plain `torch.nn` encoder of 11 M parameters that classifies token sequences, with the same weights and samples on both
 sides, and the whole step: reading a batch, forward, backward, reduction, clipping, AdamW, the loss over all ranks. In
 every pair of turns each side runs one step, in alternating order, within the same processes.
 
@@ -36,7 +36,7 @@ from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.trainer import Trainer
 
 SHAPE = {"layers": 6, "hidden": 384, "heads": 6, "intermediate": 1536, "vocabulary": 2000, "classes": 10}
-SEQUENCE, BATCH, SAMPLES = 64, 16, 512  # tokens in a row; rows a step over both ranks; rows there are
+SEQUENCE, BATCH, SAMPLES = 64, 16, 512  # tokens per sequence; global batch in sequences; sequences in all
 WARM = 3
 RACES = {"ddp": ("dp2", "DistributedDataParallel"), "zero3": ("dp2 zero3", "fully_shard")}
 
@@ -161,7 +161,7 @@ def main() -> None:
             "ours_steps_per_second": round(1 / statistics.median(seconds["ours"]), 3),
             "theirs_steps_per_second": round(1 / statistics.median(seconds["theirs"]), 3),
             "speed_ratio": paired_ratio(seconds["ours"], seconds["theirs"]),
-            "mean_losses": first["losses"],  # of samples in different orders
+            "mean_losses": first["losses"],  # the sample orders differ
         }
         print(name, results[name], file=sys.stderr)
     if arguments.only:

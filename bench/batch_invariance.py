@@ -1,4 +1,4 @@
-"""Cost of batch invariance, and of all that is not a kernel, in steps of the serving engine.
+"""Cost of batch invariance, and of everything outside kernels, in steps of the serving engine.
 
     python bench/batch_invariance.py DIRECTORY [--turns 15] [--threads 2] [--context 256]
 
@@ -6,7 +6,7 @@ For decode steps of 1, 8 and 32 sequences and prefill steps of 128 and 512 token
 
 - `step`: the engine's whole step: schedule, run, sample, publish;
 - `runner`: the kernels' list of operations, one call;
-- `ours`: the matrix products of that list alone, one call;
+- `ours`: only the matrix products of that list, one call;
 - `torch`: the same products by torch.nn.functional.linear (oneDNN), which may choose another order of operations for
   each number of rows; its inputs are in the weights' dtype already.
 
@@ -66,7 +66,7 @@ def measure_case(engine: Engine, kernels: Any, case: str, arguments: Any) -> dic
     sequences, tokens = CASES[case]
     runner, scheduler = engine.runner, engine.scheduler
     assert isinstance(runner, NativeRunner)
-    random = np.random.default_rng(list(CASES).index(case))  # no prompt begins as one of another case
+    random = np.random.default_rng(list(CASES).index(case))  # no prompt shares a prefix with one of another case
     vocabulary, sampling = runner.config.vocabulary, Sampling(max_tokens=4 * arguments.turns + 64)
     linears = [each for each in runner._ops._held if isinstance(each, Linear)]
     weights = [unpack(each) for each in linears]

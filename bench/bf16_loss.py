@@ -1,8 +1,8 @@
-"""How far the loss of bf16 training is from that of float32 training: the same model, samples and steps in both.
+"""Loss of bf16 training against float32 training, with the same model, samples and steps.
 
 Small Llamas and a mixture learn the text of modules of the standard library, byte by byte, with several seeds. Beside
-the right trainer run trainers with one sum or state kept in bfloat16 that has to be float32: what the bound of
-tests/training/test_bf16_training.py must tell apart.
+the correct trainer, faulty ones keep one sum or state in bfloat16 instead of float32; the bound of
+tests/training/test_bf16_training.py must detect them.
 
     python bench/bf16_loss.py [--seeds 6] [--faulty-seeds 3] [--sizes tiny small mixture] [--faults updates ...]
 """
@@ -55,7 +55,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 NARROW = {
     "softmax of attention": tiled_attention,
     "loss": loss,
-    "norms": layers,  # and the sums of the embedding's gradient
+    "norms": layers,  # and the accumulation of the embedding gradient
     "rotary tables": rope,
     "router": experts,
 }

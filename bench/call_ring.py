@@ -1,4 +1,4 @@
-"""What it costs a rank to write a call to its ring: that it begins, waits and is through, five frames below its caller.
+"""Cost of recording a call in the ring buffer: post, wait and done, five frames below the caller.
 
 python bench/call_ring.py [--repeats 30]
 """

@@ -99,7 +99,7 @@ def datatroves(path: Path) -> int:
         def content(document: Any) -> bytes:
             return document.text.encode()
 
-        content.__annotations__["return"] = bytes  # by which datatrove chooses its hash
+        content.__annotations__["return"] = bytes  # datatrove's choice of hash depends on it
         config = ExactDedupConfig(content_getter=content)
         data = JsonlReader(str(path.parent), glob_pattern=path.name).run()
         for step in (

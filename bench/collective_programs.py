@@ -1,4 +1,4 @@
-"""All-reduce programs run on gloo, four processes of one machine, 64 KiB to 64 MiB, beside gloo's own all-reduce.
+"""All-reduce programs run on gloo, four processes of one machine, 64 KiB to 64 MiB, against gloo's own all-reduce.
 
 All take turns within one start, in an order that changes from turn to turn; a time is that of the slowest rank, one
 thread a process, float32. The ratio is the median of paired ratios, above 1: the program is faster. Before any figure
@@ -30,7 +30,7 @@ from meshwright.program.check_collective import check_collective
 
 SIZES = {"64 KiB": 2**16, "256 KiB": 2**18, "1 MiB": 2**20, "4 MiB": 2**22, "16 MiB": 2**24, "64 MiB": 2**26}
 ALGORITHMS = ("all-pairs", "ring", "rabenseifner", "butterfly", "double-binary-tree", "hierarchical")
-LARGE = 2**20  # bytes from which on the best program should reach 0.9 of gloo's speed
+LARGE = 2**20  # from this size on, the best program should reach 0.9 of gloo's speed
 
 
 def measure(algorithms: tuple[str, ...], size: int, repeats: int) -> dict[str, list[float]]:

@@ -1,6 +1,6 @@
-"""Ways to carry reduce-scatter, all-gather and all-reduce on gloo, between processes of one machine.
+"""Implementations of reduce-scatter, all-gather and all-reduce on gloo, between processes of one machine.
 
-What `comm/transport.py` uses was chosen by these figures: sends and receives between the final buffers for the first
+`comm/transport.py` was written by these figures: sends and receives between the final buffers for the first
 two, gloo's own ring for the last. One thread a process; seconds are medians on rank 0.
 
     python bench/collectives_gloo.py [--repeats 15]

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, paired medians with their interval, contenders taking turns, the JSON."""
+"""Shared by all benchmarks: facts about the machine, paired medians with intervals, alternating contenders, JSON."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Contender:
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.ready = self._answer()  # a contender reports once when it is warm
+        self.ready = self._answer()  # a contender reports once after warm-up
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -1,11 +1,11 @@
-"""The planner's peak of steps whose blocks are compiled, beside what PyTorch's record of its allocator saw on a CPU.
+"""Predicted peak memory of steps with compiled blocks against PyTorch's record of its allocator on a CPU.
 
     python bench/compiled_memory.py [--only TEXT]
 
-Families, ways to recompute, types, rows that pack documents, pairs of responses, encoders, the axes of two ranks and
-schedules that split backwards, each a few steps of a small model; the limit is 5 % of the peak. Beside it stands the
-part of a step that comes and goes: states, which are known exactly, are left out of it, and what the same step holds of
-blocks that are not compiled, by the ledger. Compiling takes half an hour or more. Writes
+Model families, activation checkpointing, dtypes, packed documents, preference pairs, encoders, the axes of two ranks
+and schedules with split backward, each a few steps of a small model; the limit is 5 % of the peak. Also reported: the
+error without persistent memory, which is known exactly, and the predicted peak of the same step with uncompiled
+blocks. Compiling takes half an hour or more. Writes
 `bench/results/compiled_memory.json`; exit code 1 when a peak is beyond the limit.
 """
 
@@ -144,7 +144,7 @@ def line_of(name: str, step: Any, rank: int, found: Any) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose model and layout have this in their names")
+    parser.add_argument("--only", default="", help="run only cases whose model and layout contain this text")
     only = parser.parse_args().only
     lines: list[dict[str, Any]] = []
     one, two = [*ONE, *MIXTURES], [*TWO, *SPREAD, *SPLIT]
@@ -158,7 +158,7 @@ def main() -> int:
                 work = measure if isinstance(step, Step) else encoder_cases.measure
                 for rank, found in enumerate(ranks.run(work, step)):
                     lines.append(line_of(case[0], step, rank, found))
-                if not only:  # what was measured stays if the rest is not waited for
+                if not only:  # results are kept if the rest is interrupted
                     write_result("compiled_memory", summary(lines))
     return 0 if summary(lines)["largest_error"] <= LIMIT else 1
 

@@ -46,7 +46,7 @@ def meshwright(shape: dict[str, int]) -> None:
     from meshwright.monitoring.memory import keep_freed_memory
     from synthetic import synthetic_trainer
 
-    keep_freed_memory()  # as every rank of `meshwright train` does
+    keep_freed_memory()  # as in every rank of `meshwright train`
     trainer = synthetic_trainer(shape, "bf16", compile_blocks=True)
     losses: list[float] = []
 
@@ -76,7 +76,7 @@ def trainer(shape: dict[str, int], compiled: bool) -> None:
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self) -> Any:
             for tokens, targets in random_batches(shape):
-                # The Trainer's model shifts labels itself: the row and its last target give the same work.
+                # The Trainer's model shifts labels itself: the sequence plus its last target is the same work.
                 row = torch.cat((tokens, targets[:, -1:]), dim=1)[:, : shape["sequence"]]
                 for one in row:
                     yield {"input_ids": one, "labels": one}

@@ -1,4 +1,4 @@
-"""What attention costs when a row is cut over ranks: ring and Ulysses against the tiles of one device.
+"""Cost of context parallelism: ring attention and Ulysses against tiled attention on one device.
 
 Forward and backward of one attention layer, on 2 and 4 processes of one thread each. In every turn the ring, Ulysses
 and one device (rank 0 alone, with whole rows) compute the same, in rotating order within the same processes. The

@@ -40,7 +40,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.training.optimizer import Optimizer
 
 SHAPE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "intermediate": 1408, "vocabulary": 8192}
-SEQUENCE, ROWS = 512, 1  # tokens in a sequence; sequences of a rank and step
+SEQUENCE, ROWS = 512, 1  # tokens per sequence; sequences per rank and step
 WARM = 2
 
 RACES = {
@@ -150,7 +150,7 @@ def main() -> None:
         with LocalRanks(2, threads=1, timeout=3600) as ranks:
             first = ranks.run("data_parallel:race", name, arguments.pairs)[0]
         seconds, processor = first["seconds"], first["processor_seconds"]
-        # Only at first: both learn one batch by heart, and roundings grow on the way down.
+        # First steps only: both overfit one batch, and rounding differences grow.
         losses = zip(first["losses"]["ours"][:4], first["losses"]["theirs"][:4], strict=True)
         difference = max(abs(mine - other) for mine, other in losses)
         results[name] = {
@@ -160,7 +160,7 @@ def main() -> None:
             "ours_seconds": round(statistics.median(seconds["ours"]), 4),
             "theirs_seconds": round(statistics.median(seconds["theirs"]), 4),
             "speed_ratio": paired_ratio(seconds["ours"], seconds["theirs"]),
-            "processor_seconds_ratio": paired_ratio(processor["ours"], processor["theirs"]),  # of one rank
+            "processor_seconds_ratio": paired_ratio(processor["ours"], processor["theirs"]),  # per rank
             "largest_loss_difference_of_4_steps": difference,
         }
         print(name, results[name], file=sys.stderr)

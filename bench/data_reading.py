@@ -1,7 +1,7 @@
 """Reading texts out of Parquet and JSON Lines against `datasets`: the same file, the same texts, taking turns.
 
-`datasets` is raced in every way that it reads a local file in: streamed example by example, streamed in batches, and
-loaded (converted into its own cache, then read from there). Ours has to be no slower than the fastest. Run it when
+`datasets` is measured in each of its ways to read a local file: streamed example by example, streamed in batches, and
+loaded (converted into its own cache, then read from there). Meshwright must not be slower than the fastest. Run it when
 nothing else runs.
 """
 
@@ -84,7 +84,7 @@ def seconds(read: Callable[[Path], int], path: Path, characters: int) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        os.environ["HF_DATASETS_CACHE"] = str(directory / "cache")  # read when `datasets` is imported
+        os.environ["HF_DATASETS_CACHE"] = str(directory / "cache")  # `datasets` reads it at import
         os.environ["HF_HUB_OFFLINE"] = "1"
         import datasets
 
@@ -98,7 +98,7 @@ def main() -> None:
             for turn in range(ROUNDS + 1):
                 for reader in readers:
                     taken = seconds(reader, path, characters)
-                    if turn:  # the first one warms
+                    if turn:  # the first one is a warm-up
                         times[reader.__name__].append(taken)
             medians = {reader: statistics.median(taken) for reader, taken in times.items()}
             results[kind] = {

@@ -5,7 +5,7 @@ backward, in one process, in turns.
 
 Mixtral's and Qwen2-MoE's blocks with the experts of the published models and widths that a CPU computes in a moment.
 transformers computes experts in several ways; each takes part (`eager`: a loop over experts; `grouped_mm`: PyTorch's
-grouped product, what it takes unless told otherwise). Before anybody is timed, results and gradients must agree. Writes
+grouped product, the default). Before timing, results and gradients are compared. Writes
 bench/results/experts.json: the median of the paired ratios to the fastest of them, and to each.
 """
 
@@ -111,7 +111,7 @@ def race(family: str, tokens: int, turns: int) -> dict[str, Any]:
         for name in (*steps,) if turn % 2 else (*reversed(steps),):
             begun = time.perf_counter()
             steps[name]()
-            if turn >= 3:  # the first ones warm up
+            if turn >= 3:  # the first ones are warm-up
                 seconds[name].append(time.perf_counter() - begun)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     fastest = min(IMPLEMENTATIONS, key=medians.__getitem__)

@@ -52,7 +52,7 @@ def records() -> list[dict[str, str]]:
     found = []
     for module in MODULES:
         path = Path(sysconfig.get_path("stdlib"), f"{module}.py")
-        if not path.exists():  # other Pythons arrange some otherwise
+        if not path.exists():  # other Python versions format some differently
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)) and len(node.body) > 1:
@@ -99,7 +99,7 @@ def meshwright(place: Path, compiled: bool) -> None:
     from meshwright.training.loop import resolve_model_config
     from meshwright.training.trainer import Trainer
 
-    keep_freed_memory()  # as every rank of `meshwright train` does
+    keep_freed_memory()  # as in every rank of `meshwright train`
     wanted = recipe(place, compiled)
     data = prepare(wanted.data, 0)
     trainer = Trainer(
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("name", nargs="?", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("place", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3, help="steps a turn")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     options = parser.parse_args()
     if options.name is None:

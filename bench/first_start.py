@@ -69,7 +69,7 @@ def first_start(name: str, cache: Path) -> dict[str, Any]:
     result = json.loads(done.stdout)
     predicted, measured = result["predicted"]["step_seconds"], result["measured"]["step_seconds"]
     if predicted is None:
-        raise SystemExit(f"{name}: nothing was predicted\n{done.stderr[-2000:]}")
+        raise SystemExit(f"{name}: no prediction\n{done.stderr[-2000:]}")
     probing = re.search(r"^measured in ([\d.]+) s", done.stderr, re.MULTILINE)
     return {
         "case": name,
@@ -98,10 +98,10 @@ def line(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases with this text in their name; writes nothing")
-    parser.add_argument("--rounds", type=int, default=5, help="of the demo")
-    parser.add_argument("--cache", type=Path, help="a directory that keeps the prepared data between calls")
-    parser.add_argument("--part", type=Path, help="keep runs in this file, and leave out cases that it has")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text; write no results")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the demo")
+    parser.add_argument("--cache", type=Path, help="directory in which prepared data are kept between calls")
+    parser.add_argument("--part", type=Path, help="append runs to this file, and skip cases that it has")
     options = parser.parse_args()
     cache = options.cache or Path(tempfile.mkdtemp(prefix="first-start-"))
     wanted = [name for name in CASES for _ in range(options.rounds if name == "demo" else 1) if options.only in name]

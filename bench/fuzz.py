@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("parsers", nargs="*", help="names of tests.fuzz.parsers.PARSERS; all without one")
+    parser.add_argument("parsers", nargs="*", help="names from tests.fuzz.parsers.PARSERS (default: all)")
     options = parser.parse_args()
     from tests.fuzz.parsers import PARSERS
 

@@ -1,4 +1,4 @@
-"""The planner's peak of memory on a CUDA device, beside what the engine's step holds on one that is not there.
+"""Predicted peak memory on CUDA devices against the engine's step on fake CUDA tensors.
 
     python bench/gpu_ledger.py [--only TEXT]
 
@@ -73,13 +73,13 @@ def line_of(case: CudaStep, found: Measured) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose model and layout have this in their names")
+    parser.add_argument("--only", default="", help="run only cases whose model and layout contain this text")
     only = parser.parse_args().only
     chosen = [case for case in CASES if only in f"{case.model} {case.layout}"]
     lines = []
     for case, found in zip(chosen, measured(chosen), strict=True):
         lines.append(line_of(case, found))
-        if not only:  # what was seen stays if the rest is not waited for
+        if not only:  # results are kept if the rest is interrupted
             write_result("gpu_ledger", summary(lines))
     found_all = summary(lines)
     return 0 if found_all["largest_error"] <= LIMIT and found_all["forwards"] == found_all["forwards_as_said"] else 1

@@ -111,8 +111,8 @@ def processor_seconds(pid: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--serve", action="store_true", help="be the server")
-    parser.add_argument("--tokens", type=int, default=1000, help="of each stream")
+    parser.add_argument("--serve", action="store_true", help="run as the server")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens per stream")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-seconds", type=float, default=0.01)
     options = parser.parse_args()

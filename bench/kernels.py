@@ -42,7 +42,7 @@ SHAPES = {  # [n, k]
     },
     "TinyLlama-1.1B": {"qkv": (2560, 2048), "output": (2048, 2048), "up": (11264, 2048), "down": (2048, 5632)},
 }
-CACHE_BYTES = 96 << 20  # of weights: more than a last-level cache holds
+CACHE_BYTES = 96 << 20  # weights larger than a last-level cache
 STREAM = r"""
 #include <immintrin.h>
 extern "C" long read_stream(const char* from, long bytes) {

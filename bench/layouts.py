@@ -46,7 +46,7 @@ from meshwright.verification.reference import Reference
 from synthetic import SyntheticData
 
 RANKS = 8
-BATCH = 16  # sequences of a step over all ranks
+BATCH = 16  # global batch in sequences
 SEQUENCE = 64
 COMMON = {"hidden": 64, "heads": 8, "kv_heads": 2, "vocabulary": 2000, "max_positions": SEQUENCE}
 MODELS: dict[str, dict[str, Any]] = {
@@ -61,10 +61,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **COMMON,
     },
 }
-SMALLEST_MAPPED_BYTES = 1 << 14  # of an allocation that goes back to the kernel as soon as it is freed
+SMALLEST_MAPPED_BYTES = 1 << 14  # allocations from this size on are returned to the kernel when freed
 
 
-# --- which layouts
+# --- layouts
 
 
 def products(*, every_zero: bool = True) -> Iterator[Layout]:
@@ -138,7 +138,7 @@ def recipe(model: str, layout: Layout) -> Recipe:
 def measure(model: str, layout_text: str) -> dict[str, int]:
     """On one rank: bytes sent in a step, highest memory of a step and what of it is state, all in bytes."""
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(-3, SMALLEST_MAPPED_BYTES)  # M_MMAP_THRESHOLD of mallopt(3): what is freed is no longer resident
+    mallopt(-3, SMALLEST_MAPPED_BYTES)  # M_MMAP_THRESHOLD of mallopt(3): freed memory is no longer resident
     layout = Layout.parse(layout_text)
     gc.collect()
     before = resident_bytes()
@@ -190,8 +190,12 @@ def run(model: str, layout: Layout, ranks: LocalRanks, reference: Reference) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="layouts whose notation has this in it; writes nothing")
-    parser.add_argument("--limit", type=int, default=10**9, help="that many of each table; writes nothing")
+    parser.add_argument(
+        "--only", default="", help="run only layouts whose notation contains this text; write no results"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=10**9, help="run only this many layouts of each table; write no results"
+    )
     arguments = parser.parse_args()
     begun = time.monotonic()
     wanted = {
@@ -206,7 +210,7 @@ def main() -> int:
         config = config_of(model)
         references[model] = Reference(Problem(config, BATCH, "float64", SEQUENCE, steps=1))
         with LocalRanks(1) as ranks:
-            ranks.run("layouts:measure", model, "dp1")  # what is loaded by the first step is no memory of the layout
+            ranks.run("layouts:measure", model, "dp1")  # code loaded in the first step is not memory of the layout
             alone = ranks.run("layouts:measure", model, "dp1")[0]
         models[model] = {**MODELS[model], "parameters": parameter_table(config).numel, "one_device": alone}
     tables: dict[str, list[dict[str, Any]]] = {}

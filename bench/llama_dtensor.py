@@ -41,7 +41,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         batch, sequence, _ = x.shape
-        # -1: how many heads there are here depends on how the products were split.
+        # -1: the number of local heads depends on the sharding of the products.
         q, k, v = (w(x).view(batch, sequence, -1, self.size).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         out = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(batch, sequence, -1))

@@ -41,7 +41,7 @@ async def disconnects(server: Server, client: Client, options: argparse.Namespac
             left["left" if response.lost else str(response.status)] += 1
 
     await asyncio.gather(*(leave(number) for number in range(options.disconnects)))
-    # Within some steps: far from the time that the answers of 200 tokens would have taken.
+    # Within a few steps, long before answers of 200 tokens would be complete.
     after = await settled(client, every, seconds=3)
     again = (await run_wave(client, "m", prompts, ANSWER)).texts
     return {
@@ -119,7 +119,7 @@ async def kills(server: Server, client: Client, options: argparse.Namespace) -> 
     for _ in range(options.kills):
         await asyncio.sleep(draw.uniform(0.5, 4))
         if not await wait_until(streams_have_ended, 120):
-            wrong.append("a stream of two kills ago does not end")
+            wrong.append("a stream from two kills ago does not end")
             break
         ranks = await rank_processes(client)
         if not ranks:

@@ -20,7 +20,7 @@ from serving_models import VOCABULARY
 from serving_peers import Server, session_memory
 
 PROBING = 20
-"""One refused client in so many asks again all the time."""
+"""One of this many refused clients retries continuously."""
 MOST_SECONDS = 60.0
 """After which a probing client gives up."""
 
@@ -34,8 +34,8 @@ class Arrivals:
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.retried: list[bool] = []
-        self.waits: list[tuple[float, float]] = []  # of the probing clients: seconds promised, seconds until admitted
-        self._refused = 0  # clients that come back
+        self.waits: list[tuple[float, float]] = []  # probing clients: predicted seconds, seconds until admission
+        self._refused = 0  # returning clients
         self.first_token: list[float] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -144,12 +144,12 @@ async def overload(server: Server, client: Client, options: argparse.Namespace) 
     every = await all_blocks(client)
     rate = await capacity(client)
     arrivals = Arrivals(client, seed=2)
-    memory: list[tuple[float, int, int]] = []  # seconds, bytes of the front process, bytes of all
+    memory: list[tuple[float, int, int]] = []  # seconds, bytes of the front process, bytes of all processes
     begun = time.monotonic()
 
     async def watch() -> None:
         while True:
-            # Without pages of files: their share of a process changes with other programs that map the same libraries.
+            # Without file pages, whose share per process depends on other programs that map the same libraries.
             taken = await asyncio.to_thread(session_memory, server.process.pid, ("Pss_Anon", "Pss_Shmem"))
             memory.append((time.monotonic() - begun, taken.get(server.process.pid, 0), sum(taken.values())))
             await asyncio.sleep(2)
@@ -159,7 +159,7 @@ async def overload(server: Server, client: Client, options: argparse.Namespace) 
     watching.cancel()
     await arrivals.finish()
     tenth = max(len(memory) // 10, 1)
-    # The first tenth warms up: caches of kernels, of allocators, of prompts.
+    # The first tenth is warm-up of kernel, allocator and prefix caches.
     early = statistics.median(taken for *_, taken in memory[tenth : 2 * tenth] or memory)
     late = statistics.median(taken for *_, taken in memory[-tenth:])
     growth = late / early - 1

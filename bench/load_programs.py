@@ -208,7 +208,7 @@ async def lm_eval(server: Server, client: Client, options: argparse.Namespace) -
     }
     same = math.isclose(found["echoed_nats_per_token"], evaluated["loss"], rel_tol=1e-9)
     write_task(directory, text)
-    # lm-eval's default, the server's own /tokenize, puts a second start token in front of rolling log-likelihoods.
+    # lm-eval's default, the server's /tokenize, adds a second BOS token to rolling log-likelihoods.
     arguments = f"model=m,base_url=http://127.0.0.1:{server.port}/v1/completions,max_length=1024"
     arguments += f",tokenizer={model},tokenizer_backend=huggingface"
     command = [str(LM_EVAL / "lm_eval"), "--model", "local-completions", "--tasks", "document"]

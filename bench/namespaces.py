@@ -51,11 +51,11 @@ NETWORK = "10.77.0"
 BRIDGE = "mw-bridge"
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24, 2**26]
 PROGRAMS = ("ring", "rabenseifner", "butterfly", "all-pairs", "binomial-tree", "double-binary-tree", "hierarchical")
-MTU = 9000  # headers are then 0.7 % of what a link carries
-PROBE = (2**18, 2**22)  # bytes of the messages that show a link's rate
+MTU = 9000  # headers are then 0.7 % of the bytes on a link
+PROBE = (2**18, 2**22)  # message bytes to measure bandwidth
 ROUNDS = 17
 CHUNKS = 9  # of the patterns that show what a message costs: one is sent, each of the others is a place for one
-BURST = 10_000  # bytes that may pass at once: little more than one packet, or short messages would cost nothing
+BURST = 10_000  # token-bucket burst in bytes: little more than one packet, else short messages would take no time
 
 
 def ip(*words: str) -> None:
@@ -116,7 +116,7 @@ def rank_main(connection: Connection, rank: int, world_size: int, host: int) -> 
         "gloo", init_method=address, rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
     )
     connection.send("ready")
-    cutting.SEGMENT_BYTES = 2**40  # the program as it is written, the vector in one piece
+    cutting.SEGMENT_BYTES = 2**40  # the program unchanged, the vector in one piece
     together = Executable(check_collective(generate("barrier", "dissemination", world_size)), timeout_seconds=120)
     kept: dict[str, Executable] = {}
     while True:
@@ -129,7 +129,7 @@ def rank_main(connection: Connection, rank: int, world_size: int, host: int) -> 
             kept[name] = Executable(checked, timeout_seconds=120)
         vector = torch.full((numel,), float(rank + 1))
         together.run(None)
-        begun = time.monotonic()  # one clock for all: they are on one machine
+        begun = time.monotonic()  # one clock: all ranks are on one machine
         kept[name].run(vector)
         ended = time.monotonic()
         right = checked.program.operation != "all-reduce" or bool((vector == world_size * (world_size + 1) / 2).all())
@@ -181,7 +181,7 @@ def ranks_on(host_count: int, per_host: int) -> Iterator[Ranks]:
     try:
         for connection in connections:
             if not connection.poll(60):
-                raise SystemExit("the ranks did not find each other")
+                raise SystemExit("the ranks could not connect")
             connection.recv()
         yield Ranks(connections)
     finally:
@@ -189,7 +189,7 @@ def ranks_on(host_count: int, per_host: int) -> Iterator[Ranks]:
             process.kill()
 
 
-# --- what a link costs
+# --- cost of a link
 
 
 def exchange(ranks: int, pairs: Sequence[tuple[int, int]], rounds: int = 1) -> CheckedCollective:
@@ -252,7 +252,7 @@ def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repea
             checked = check_collective(generate("all-reduce", name, world_size, groups=groups))
             for size in sizes:
                 predicted = simulate_collective(checked, network, size, rate_of_reduction)
-                turns = repeats if size < 2**22 else 1  # a second each: little noise
+                turns = repeats if size < 2**22 else 1  # one second each, for low noise
                 if size == sizes[0]:
                     ranks.run(checked, size)  # connections
                 before = sent_by_hosts(host_count)
@@ -321,7 +321,7 @@ def main() -> None:
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("network namespaces need root and the commands ip and tc (Debian: iproute2)")
     if not re.fullmatch(r"\d+mbit", arguments.rate):
-        raise SystemExit(f"--rate {arguments.rate}: right would be 100mbit")
+        raise SystemExit(f"--rate {arguments.rate}: give a rate such as 100mbit")
     sizes = [size for size in SIZES if size <= 2**22] if arguments.quick else SIZES
     shapes = [(4, 1), (8, 1), (2, 4)] if arguments.all else [(arguments.hosts, arguments.ranks_per_host)]
     studies = [study(*shape, arguments.rate, sizes, arguments.repeats) for shape in shapes]

@@ -1,4 +1,4 @@
-"""The peers of the training benchmarks, each written the way its users write it.
+"""The peers of the training benchmarks, each in its usual style.
 
 `plain_model` is a hand-written Llama in the manner of nanoGPT: nn.Linear, SDPA, autocast to bf16, whole-model
 torch.compile, fused AdamW. `hugging_face_config` is the same shape for the transformers Trainer.

@@ -139,7 +139,7 @@ class Part(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.stage.first:
             return self.model.hidden(x, stage=self.stage)
-        tokens = self.places.new_zeros(x.shape[:2])  # only how many there are counts
+        tokens = self.places.new_zeros(x.shape[:2])  # only their number matters
         return self.model.hidden(tokens, stage=self.stage, x_BSH=x)
 
 
@@ -168,7 +168,7 @@ def theirs(problem: Problem) -> Callable[[], float | None]:
 
     schedule_class = PEERS[layout.schedule]
     given = stages if layout.chunks > 1 else stages[0]
-    schedule = schedule_class(given, layout.micro_batches, loss_fn=loss_of)  # it divides by the micro-batches
+    schedule = schedule_class(given, layout.micro_batches, loss_fn=loss_of)  # it divides by the number of micro-batches
     parameters = [p for part in parts for p in part.parameters()]
     train = problem.settings.train
     decayed = [p for p in parameters if p.ndim > 1]
@@ -191,7 +191,7 @@ def theirs(problem: Problem) -> Callable[[], float | None]:
 
 def race(layout_text: str, pairs: int, small: bool) -> dict[str, Any]:
     """On one rank: the seconds of every step of both sides (wall and of this process), and the losses it has."""
-    keep_freed_memory()  # as every rank of `meshwright train` does; it serves both sides
+    keep_freed_memory()  # as in every rank of `meshwright train`; the same for both contenders
     shape, sequence = (SMALL, SMALL_SEQUENCE) if small else (SHAPE, SEQUENCE)
     settings, layout = recipe(shape, sequence), Layout.parse(layout_text)
     config = config_from_recipe(settings.model, sequence, shape["vocabulary"])
@@ -227,16 +227,16 @@ def compare(name: str, pairs: int, small: bool) -> dict[str, Any]:
         side: [sum(rank["processor_seconds"][side][pair] for rank in every) for pair in range(pairs)]
         for side in seconds
     }
-    told = next(rank["losses"] for rank in every if rank["losses"]["ours"][0] is not None)
-    difference = max(abs(mine - other) for mine, other in zip(told["ours"][:4], told["theirs"][:4], strict=True))
-    assert difference < 1e-4, (name, told)
+    losses = next(rank["losses"] for rank in every if rank["losses"]["ours"][0] is not None)
+    difference = max(abs(mine - other) for mine, other in zip(losses["ours"][:4], losses["theirs"][:4], strict=True))
+    assert difference < 1e-4, (name, losses)
     result = {
         "layout": str(layout),
         "peer": PEERS[RACES[name].peer].__name__,
         "ours_seconds": round(statistics.median(seconds["ours"]), 4),
         "theirs_seconds": round(statistics.median(seconds["theirs"]), 4),
         "speed_ratio": paired_ratio(seconds["ours"], seconds["theirs"]),
-        "processor_seconds_ratio": paired_ratio(processor["ours"], processor["theirs"]),  # of all ranks together
+        "processor_seconds_ratio": paired_ratio(processor["ours"], processor["theirs"]),  # sum over ranks
         "largest_loss_difference_of_4_steps": difference,
     }
     print(name, result, file=sys.stderr, flush=True)
@@ -246,8 +246,10 @@ def compare(name: str, pairs: int, small: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=16)
-    parser.add_argument("--only", choices=RACES, action="append", help="this race; the results of others stay")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script; nothing is written")
+    parser.add_argument(
+        "--only", choices=RACES, action="append", help="run only this comparison; keep the results of the others"
+    )
+    parser.add_argument("--small", action="store_true", help="a tiny model to test the script; write no results")
     arguments = parser.parse_args()
     names = arguments.only or list(RACES)
     results = {name: compare(name, arguments.pairs, arguments.small) for name in names}

@@ -1,7 +1,7 @@
-"""How long ranks of a pipeline stand idle, measured on a wall clock, against the simulation of the same program.
+"""Measured idle time (bubbles) of pipeline ranks against the simulation of the same program.
 
     python bench/pipeline_idle.py [--ranks 4 8] [--milliseconds 100] [--repeats 3]
-    chrt --fifo 1 python bench/pipeline_idle.py      # on a machine that does other work: who has slept wakes at once
+    chrt --fifo 1 python bench/pipeline_idle.py      # on a busy machine: sleeping ranks wake immediately
 
 Steps sleep instead of computing, so that cores do not limit the ranks: on a rank a forward, an input gradient and a
 weight gradient of one micro-batch last `--milliseconds` each (a stage of two chunks half of it). Messages are real,
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Ranks find `measure` in a module, not in the script that is being run.
+    # Ranks import `measure` from a module, not from the running script.
     from pipeline_idle import main as run
 
     run()

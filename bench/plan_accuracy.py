@@ -1,4 +1,4 @@
-"""How far the planner's step times are from published runs: mean and median absolute error of every source, skill
+"""Predicted step times against published runs: mean and median absolute error of every source, skill
 against the null model (every run gets its source's median rate), rank correlation, bounds that hold, rows refused.
 
     python bench/plan_accuracy.py shared/data/measured/training_runs.csv
@@ -30,7 +30,7 @@ from meshwright.planner.space import Problem
 from meshwright.planner.step_time import StepTime, default_precision, step_time
 from meshwright.spec.refuse import refuse
 
-Told = list[tuple[Run, StepTime]]
+Predictions = list[tuple[Run, StepTime]]
 
 
 def predicted(one: Run) -> StepTime:
@@ -59,10 +59,10 @@ def spearman(first: list[float], second: list[float]) -> float:
     return statistics.correlation(*ranks) if len(first) > 2 else float("nan")
 
 
-def report(found: Told) -> dict[str, Any]:
+def report(found: Predictions) -> dict[str, Any]:
     """The figures of one source."""
-    errors = [abs(told.seconds / one.seconds - 1) for one, told in found]
-    signed = [told.seconds / one.seconds - 1 for one, told in found]
+    errors = [abs(step.seconds / one.seconds - 1) for one, step in found]
+    signed = [step.seconds / one.seconds - 1 for one, step in found]
     median = statistics.median(one.rate for one, _ in found)
     null = [abs(one.rate / median - 1) for one, _ in found]
     mean = statistics.mean(errors)
@@ -75,10 +75,10 @@ def report(found: Told) -> dict[str, Any]:
         "null_error": round(statistics.mean(null), 4),
         "skill": round(1 - mean / statistics.mean(null), 4) if any(null) else None,
         "rank_correlation": round(
-            spearman([one.rate for one, _ in found], [one.rate * one.seconds / told.seconds for one, told in found]), 4
+            spearman([one.rate for one, _ in found], [one.rate * one.seconds / step.seconds for one, step in found]), 4
         ),
-        "bounds_hold": round(statistics.mean(told.low <= one.seconds <= told.high for one, told in found), 4),
-        "median_high_to_low": round(statistics.median(told.high / told.low for _, told in found), 4),
+        "bounds_hold": round(statistics.mean(step.low <= one.seconds <= step.high for one, step in found), 4),
+        "median_high_to_low": round(statistics.median(step.high / step.low for _, step in found), 4),
     }
 
 
@@ -91,39 +91,39 @@ def measure(path: Path, verbose: bool = False) -> dict[str, Any]:
     return figures(found, refused, everything) | {"published": published}
 
 
-def priced(path: Path, verbose: bool) -> tuple[dict[str, Told], list[str]]:
-    """The runs of each source with what is told of them, and those that are refused."""
-    by_source: dict[str, Told] = defaultdict(list)
+def priced(path: Path, verbose: bool) -> tuple[dict[str, Predictions], list[str]]:
+    """The runs of each source with their predictions, and those that are refused."""
+    by_source: dict[str, Predictions] = defaultdict(list)
     refused: list[str] = []
     for one in runs(path):
         if isinstance(one, tuple):
             refused.append(", ".join(one))
             continue
         try:
-            told = predicted(one)
+            step = predicted(one)
         except UserError as error:
             refused.append(f"{one.source}, {one.name}: {error}")
             continue
-        by_source[one.source].append((one, told))
+        by_source[one.source].append((one, step))
         if verbose:
-            parts = " ".join(f"{part} {seconds:.3g}" for part, seconds in told.breakdown.items() if seconds)
+            parts = " ".join(f"{part} {seconds:.3g}" for part, seconds in step.breakdown.items() if seconds)
             print(
                 f"{one.name:18} {one.layouts[0]!s:54} {one.cluster.devices:5}x{one.cluster.device.name:9} "
-                f"s{one.sequence:<6} measured {one.seconds:8.3f} told {told.seconds:8.3f} "
-                f"{told.seconds / one.seconds - 1:+.1%}  {parts}",
+                f"s{one.sequence:<6} measured {one.seconds:8.3f} predicted {step.seconds:8.3f} "
+                f"{step.seconds / one.seconds - 1:+.1%}  {parts}",
                 file=sys.stderr,
             )
     return by_source, refused
 
 
-def figures(found: dict[str, Told], refused: list[str], everything: dict[str, Told]) -> dict[str, Any]:
+def figures(found: dict[str, Predictions], refused: list[str], everything: dict[str, Predictions]) -> dict[str, Any]:
     """Of each source and of all together; held out against the other projects of `everything`."""
-    sources = {source: report(told) for source, told in found.items()}
-    for source, told in found.items():
+    sources = {source: report(pairs) for source, pairs in found.items()}
+    for source, pairs in found.items():
         others = [each for other, each in by_project(everything).items() if other != project(source)]
-        sources[source] |= held_out(told, others)
-    runs_ = [pair for told in found.values() for pair in told]
-    inside = sum(sources[one]["held_out_bounds_hold"] * len(told) for one, told in found.items())
+        sources[source] |= held_out(pairs, others)
+    runs_ = [pair for pairs in found.values() for pair in pairs]
+    inside = sum(sources[one]["held_out_bounds_hold"] * len(pairs) for one, pairs in found.items())
     return {
         "sources": sources,
         "runs": len(runs_),
@@ -140,24 +140,24 @@ def project(source: str) -> str:
     return re.split(r"[@ ,]", source)[0]
 
 
-def by_project(found: dict[str, Told]) -> dict[str, Told]:
-    together: dict[str, Told] = defaultdict(list)
-    for source, told in found.items():
-        together[project(source)] += told
+def by_project(found: dict[str, Predictions]) -> dict[str, Predictions]:
+    together: dict[str, Predictions] = defaultdict(list)
+    for source, pairs in found.items():
+        together[project(source)] += pairs
     return together
 
 
-def held_out(found: Told, others: list[Told]) -> dict[str, Any]:
+def held_out(found: Predictions, others: list[Predictions]) -> dict[str, Any]:
     """Of a source: the bounds that the other projects alone would give, and how many of its own runs lie between them.
     They are as wide as the planner's (that is a choice, and nothing is fitted for it); around the median of the other
-    projects' medians of measured times over those told."""
+    projects' medians of measured times over predicted ones."""
     if not others:
         return {"held_out_bounds": None, "held_out_bounds_hold": 1.0}
     band = constants()["band"]
     half = math.sqrt(band["high"] / band["low"])
-    middle = statistics.median(statistics.median(one.seconds / told.seconds for one, told in runs_) for runs_ in others)
+    middle = statistics.median(statistics.median(one.seconds / step.seconds for one, step in runs_) for runs_ in others)
     low, high = middle / half, middle * half
-    inside = statistics.mean(low <= one.seconds / told.seconds <= high for one, told in found)
+    inside = statistics.mean(low <= one.seconds / step.seconds <= high for one, step in found)
     return {"held_out_bounds": [round(low, 3), round(high, 3)], "held_out_bounds_hold": round(inside, 4)}
 
 
@@ -190,5 +190,5 @@ if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if argument != "-v"]
     where = Path(arguments[0]) if arguments else Path(__file__).parents[2] / "shared/data/measured/training_runs.csv"
     if not where.is_file():
-        sys.exit(f"no table of runs at {where}: name one")
+        sys.exit(f"no table of runs at {where}")
     write_result("plan_accuracy", measure(where, verbose="-v" in sys.argv))

@@ -1,4 +1,4 @@
-"""How fast the planner is, on one core: layouts priced a second, whole searches, single layouts of many micro-batches,
+"""Speed of the planner on one core: layouts priced per second, whole searches, single layouts of many micro-batches,
 a whole command.
 
 python bench/plan_search.py [--turns 5]

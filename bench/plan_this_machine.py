@@ -1,10 +1,10 @@
-"""Step times that `meshwright.planner` predicts for this machine from what `probe` measured, beside measured ones.
+"""Step times predicted for this machine from the measurements of `probe`, against measured ones.
 
 The demo's recipe (recipes/quickstart.toml: its model, data and batch) as it is, and its model under six layouts in
 float32, on 2 processes that share the cores, as `meshwright train` starts them. Layouts take turns; a layout's time is
 the median over all its steps, warm ones left out, each as long as it would have been at the speed that the processors
-had when they were probed: a product beside it says how fast they were (`probe.points.ReferenceKernel`). Its duration is
-in the JSON beside it. Nothing is fitted to these runs.
+had when they were probed: measured by a small product (`probe.points.ReferenceKernel`). Its duration is
+also in the JSON. Nothing is fitted to these runs.
 
     python bench/plan_this_machine.py [--cluster cluster.toml] [--steps 8] [--rounds 3]
 
@@ -125,11 +125,15 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", type=Path, help="a file that probe wrote, in place of measuring now")
-    parser.add_argument("--steps", type=int, default=8, help="of a layout in a turn, after the warm ones")
+    parser.add_argument("--cluster", type=Path, help="cluster file of `meshwright probe` (default: measure now)")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a layout per round, after warm-up")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="layouts whose notation has this in it; writes nothing")
-    parser.add_argument("--explain", action="store_true", help="what the prediction is made of; writes nothing")
+    parser.add_argument(
+        "--only", default="", help="run only layouts whose notation contains this text; write no results"
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="print the components of the prediction; write no results"
+    )
     options = parser.parse_args()
     begun = time.monotonic()
     where = (
@@ -140,7 +144,7 @@ def main() -> int:
     recipe, _, _ = demo()
     threads = max(1, (os.cpu_count() or 1) // RANKS)
     level = where.measured.yardstick if where.measured is not None else None
-    assert level is not None, "a cluster file of a processor that an older probe measured"
+    assert level is not None, "the cluster file was measured by an older probe"
     layouts = [text for text in (str(recipe.layout), *LAYOUTS) if options.only in text]
     seconds: dict[str, list[float]] = {text: [] for text in layouts}
     usual: dict[str, list[float]] = {text: [] for text in layouts}
@@ -149,34 +153,34 @@ def main() -> int:
         for _ in range(options.rounds):
             for text in layouts:
                 by_rank = ranks.run("plan_this_machine:measure", text, options.steps, threads)
-                # Ranks leave a step together: its time is that of the one that waited longest.
+                # Ranks end a step together, so its time is that of the slowest rank.
                 slowest = [max(each) for each in zip(*(one["seconds"] for one in by_rank), strict=True)]
-                beside = [statistics.mean(each) for each in zip(*(one["yardstick"] for one in by_rank), strict=True)]
+                levels = [statistics.mean(each) for each in zip(*(one["yardstick"] for one in by_rank), strict=True)]
                 seconds[text] += slowest
-                usual[text] += [took * level / here for took, here in zip(slowest, beside, strict=True)]
+                usual[text] += [took * level / here for took, here in zip(slowest, levels, strict=True)]
                 parts[text] = [one["parts"] for one in by_rank]
     lines = []
     for text in layouts:
-        told, took, raw = (
+        estimate, took, raw = (
             predict(text, where), statistics.median(usual[text]), statistics.median(seconds[text])
         )  # fmt: skip
         lines.append(
             {
                 "layout": text,
                 "recipe": text == str(recipe.layout),
-                "predicted_seconds": round(told.time.seconds, 5),
+                "predicted_seconds": round(estimate.time.seconds, 5),
                 "measured_seconds": round(took, 5),
-                "error": round(told.time.seconds / took - 1, 4),
+                "error": round(estimate.time.seconds / took - 1, 4),
                 "measured_as_it_was": round(raw, 5),
-                "error_as_it_was": round(told.time.seconds / raw - 1, 4),
-                "predicted_parts": {name: round(value, 5) for name, value in told.time.breakdown.items()},
+                "error_as_it_was": round(estimate.time.seconds / raw - 1, 4),
+                "predicted_parts": {name: round(value, 5) for name, value in estimate.time.breakdown.items()},
                 "measured_parts_by_rank": [{n: round(v, 5) for n, v in one.items()} for one in parts[text]],
                 "steps_as_they_were": [round(each, 5) for each in seconds[text]],
             }
         )
         if options.explain:
             print(text, lines[-1]["predicted_parts"], *lines[-1]["measured_parts_by_rank"], sep="\n  ")
-            for row in explain(told.problem, told.layout)[:14]:
+            for row in explain(estimate.problem, estimate.layout)[:14]:
                 print(f"  {row.name:<24} {row.phase:<8} x{row.count:<5g} {row.shape} {row.seconds * 1e3:8.2f} ms")
     print(table(lines), file=sys.stderr)
     errors = [abs(line["error"]) for line in lines]

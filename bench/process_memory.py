@@ -1,4 +1,4 @@
-"""The memory of a rank's process as `meshwright train` predicts it before the first step, and what it took.
+"""Process memory of a rank as predicted by `meshwright train` before the first step, against the measured peak.
 
 Runs the real command, `meshwright train`, on the demo (recipes/quickstart.toml, with fewer steps) and on runs that
 nothing was chosen by: 0.1 to 30 M parameters, four families, every axis of two ranks, compiled or not. Predicted and
@@ -139,7 +139,7 @@ def main() -> None:
     arguments.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="NAME")
     arguments.add_argument("--steps", type=int, default=8)
     arguments.add_argument(
-        "--keep", type=Path, help="directory of the runs, which goes on with those it has; a temporary one"
+        "--keep", type=Path, help="directory of the runs, in which finished ones are reused (default: a temporary one)"
     )
     said = arguments.parse_args()
     rows = []

@@ -1,4 +1,4 @@
-"""How long large programs take to generate, check and simulate, on one core, and how fast the commands answer.
+"""Time to generate, check and simulate large programs on one core, and response time of the commands.
 
     python bench/programs.py [--repeats 5]
 

@@ -1,4 +1,4 @@
-"""Tables of published training runs, one metric of a run a row, as the planner is told of them.
+"""Tables of published training runs, one metric of a run per row, with the inputs of the planner.
 
 `bench/data/published_runs.csv` has runs that no rate of the planner was chosen by; its columns are those of the
 table that `bench/plan_accuracy.py` takes, and two more: the engine whose kernels are priced, and whether its blocks
@@ -35,18 +35,18 @@ DEVICES = {
     "GB200": "gb200",
     "GB300": "gb300",
 }
-RACK = 64  # of the 72 devices of a scale-up domain that jobs of powers of two take
-SOURCES = (  # whose kernels a source's runs had, where no column says it
+RACK = 64  # devices of a scale-up domain of 72 that jobs of power-of-two size use
+SOURCES = (  # engine of a source's runs, unless a column names it
     ("llm-foundry", "llm-foundry"),
     ("Megatron-LM SC21", "megatron"),
     ("Reducing Activation Recomputation Table 5", "megatron"),
     ("Zero Bubble", "zero-bubble"),
 )
-# Not 1F1B-I: its 24 stages for 22 layers have two without a layer, which no layout of ours says.
+# Not 1F1B-I: two of its 24 stages for 22 layers have no layer, which the notation cannot express.
 SCHEDULES = {"ZB-1p": "zb-h1", "ZB-2p": "zb-h2", "1F1B": "1f1b"}
 TIMES = ("step_time", "throughput_tokens_per_s_per_gpu", "samples_per_gpu_per_s", "hardware_tflops_per_gpu")
 MEMORY = "peak_memory_per_gpu"
-# Families of models that are no presets; the others are GPTs.
+# Model families without preset; the others are GPTs.
 ARCHITECTURES = {
     "Nemotron": {"family": "nemotron", "activation": "relu2"},
     "Grok": {"family": "mixtral", "activation": "gelu", "tied": True, "experts": 8, "experts_per_token": 2},
@@ -100,7 +100,7 @@ def run(row: dict[str, str], engine: Engine) -> Run:
     config = config_of(row)
     if row["flash_attention"] == "no":
         engine = replace(engine, attention="scores", hopper_attention=None)
-    for mode, size in (("DEFAULT", 4), ("PURE", 2)):  # of an element of the gradients that are summed
+    for mode, size in (("DEFAULT", 4), ("PURE", 2)):  # bytes per element of reduced gradients
         if mode in row["precision"]:
             engine = replace(engine, gradient_bytes=size)
     if row.get("compile") == "yes":
@@ -178,7 +178,7 @@ def layouts(row: dict[str, str], batch: int) -> Iterator[Layout]:
     if row["recompute"] in ("selective", "full"):
         parts.append(f"ac:{row['recompute']}")
     elif row["recompute"] not in ("none", "", "n/a"):
-        raise UserError(f'no layout says "ac:{row["recompute"]}": some blocks computed again and others not')
+        raise UserError(f'no layout has "ac:{row["recompute"]}": only some blocks are recomputed')
     if "fp8" in row["precision"].lower():
         parts.append("fp8")
     schedules: Iterable[str] = ("1f1b",)

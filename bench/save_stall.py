@@ -1,4 +1,4 @@
-"""How long a background save holds up training, against a plain copy of the same state into memory that is there.
+"""Time for which a background save blocks training, against a plain copy of the same state into existing memory.
 
 The state is that of a 30 M-parameter model: float32 masters and both AdamW moments. Turns alternate; every save has
 ended before the next is timed. The first save, which allocates, is reported apart.

@@ -1,5 +1,5 @@
-"""How much faster the schedules that `auto` finds are than the best named one that fits, on uneven times; and how long
-the search takes. Simulated times: the unit is a rank's forward of one micro-batch. One process, no torch."""
+"""Speedup of the schedules found by `auto` over the best named one that fits, on uneven times, and the duration of
+the search. Simulated times: the unit is forward of one micro-batch on a rank. One process, no torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main() -> None:
         limits = (None, ranks, ranks * 3 // 4, ranks // 2) if ranks < 16 else (None, ranks // 2)
         for case in cases(ranks):
             rows += [measure(ranks, micro_batches, case, memory) for memory in limits]
-    write_result("schedule_search", {"unit": "a rank's forward of one micro-batch", "rows": rows})
+    write_result("schedule_search", {"unit": "forward of one micro-batch on a rank", "rows": rows})
 
 
 if __name__ == "__main__":

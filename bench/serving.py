@@ -96,7 +96,7 @@ class Race:
     def _start(self, name: str) -> Contender:
         contender = STARTS[name](self.model, self.dtype, self.work)
         self._alive[name] = contender
-        for count in (1, 32):  # compiles, fills caches
+        for count in (1, 32):  # warm-up: compiles, fills caches
             contender.generate(random_prompts(count, TOKENS, seed=10_000 + count), 16, WAVE_SECONDS)
         self.about.setdefault(
             name,
@@ -269,10 +269,10 @@ def main() -> None:
     parser.add_argument("--peers", type=lambda text: names(text, peers), default=peers)
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=20, help="of turns; shared by models and dtypes")
-    parser.add_argument("--name", default="serving", help="of the file in bench/results")
+    parser.add_argument("--minutes", type=float, default=20, help="minutes of all rounds, shared by models and dtypes")
+    parser.add_argument("--name", default="serving", help="name of the file in bench/results")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the contenders
     begun, races = time.monotonic(), [(model, dtype) for model in options.models for dtype in options.dtypes]
     result: dict[str, Any] = {
         "threads": 2,
@@ -287,7 +287,7 @@ def main() -> None:
         print(f"{model}, {dtype}", flush=True)
         try:
             found = race_model(model, dtype, options, deadline)
-        except Exception:  # the other races go on
+        except Exception:  # continue with the other comparisons
             found = {"failure": traceback.format_exc()}
             print(found["failure"], flush=True)
         result["models"].setdefault(model, {})[dtype] = found

@@ -51,7 +51,7 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     work = CACHE / "work" / "load"
     work.mkdir(parents=True, exist_ok=True)
     arguments = ["--queue-requests", "64", *(["--layout", options.layout] if options.layout else [])]
-    dtype = "fp32" if name == "lm-eval" else options.dtype  # as `meshwright evaluate` computes
+    dtype = "fp32" if name == "lm-eval" else options.dtype  # as in `meshwright evaluate`
     server = start_meshwright(options.model, dtype, work, *arguments)
 
     async def work_through() -> dict[str, Any]:
@@ -75,16 +75,16 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--model", choices=SHAPES, default="smollm-135m")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--layout", default="", help="of the server")
-    parser.add_argument("--minutes", type=float, default=10, help="of overload")
-    parser.add_argument("--cycles", type=int, default=8, help="of retries")
+    parser.add_argument("--layout", default="", help="layout of the server")
+    parser.add_argument("--minutes", type=float, default=10, help="minutes of overload")
+    parser.add_argument("--cycles", type=int, default=8, help="cycles of retries")
     parser.add_argument("--disconnects", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--examples", type=int, default=100, help="of schemathesis for each operation")
-    parser.add_argument("--schema-minutes", type=float, default=10, help="of schemathesis")
-    parser.add_argument("--name", default="serving_load", help="of the file in bench/results")
+    parser.add_argument("--examples", type=int, default=100, help="schemathesis examples per operation")
+    parser.add_argument("--schema-minutes", type=float, default=10, help="minutes of schemathesis")
+    parser.add_argument("--name", default="serving_load", help="name of the file in bench/results")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the servers
     result: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "layout": options.layout, "parts": {}}
     for name in options.parts:
         begun = time.monotonic()

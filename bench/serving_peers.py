@@ -1,5 +1,5 @@
-"""Servers and pipelines that bench/serving.py compares: how each is installed in an environment of its own, started,
-asked and stopped.
+"""Servers and pipelines that bench/serving.py compares: how each is installed in its own environment, started,
+queried and stopped.
 
     python bench/serving_peers.py [NAME ...]      # installs the peers into the cache directory: some GB
 """
@@ -247,7 +247,7 @@ class Worker(Contender):
         raise self.failed(f"ended with {self.process.wait()}, or killed after {seconds} s")
 
 
-# --- how each is started: model, dtype ("bf16", "fp32") and a directory for logs and converted models
+# --- commands to start each peer: model, dtype ("bf16", "fp32"), directory of logs and converted models
 
 
 def start_meshwright(model: str, dtype: str, work: Path, *arguments: str) -> Server:

@@ -32,7 +32,7 @@ def openvino(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Event
     dtype = {"bf16": "bf16", "fp32": "f32"}[options.dtype]
     supported = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if dtype == "bf16" and "BF16" not in supported:
-        dtype = "f32"  # no bf16 products on this processor: weights of 16 bits are expanded
+        dtype = "f32"  # no bf16 instructions on this CPU: 16-bit weights are expanded
     key_values = "f32" if options.dtype == "fp32" else "f16"
     properties = {
         "INFERENCE_PRECISION_HINT": dtype,
@@ -68,7 +68,7 @@ def transformers(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], E
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa").eval()
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
-    # Its own choice takes all memory for the cache, and a mask over it for every step: no token within a minute.
+    # By default it reserves all memory for the cache and masks it in every step: no token within a minute.
     cache = ContinuousBatchingConfig(page_size=32, num_blocks=320, max_batch_tokens=1024, max_requests_per_batch=32)
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=cache)
     manager.start()

@@ -48,7 +48,7 @@ from soak_forks import load
 from soak_runs import Command, CommandOutcome, Reference, SoakFailure, make_reference
 
 TRIALS_PER_CONFIGURATION = 6
-TRIALS_PER_START = 6  # of so many, one starts its processes anew; the others fork them
+TRIALS_PER_START = 6  # one of this many trials starts new processes; the others fork them
 INSIDE = "MESHWRIGHT_SOAK_NAMESPACE"
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -63,7 +63,7 @@ class Soak:
     work: Path
     result: Path
     mounts: bool
-    source: dict[str, str] = field(default_factory=dict)  # as `source_version` has it; added to each new record
+    source: dict[str, str] = field(default_factory=dict)  # from `source_version`; added to each new record
 
     def trial(self, number: int) -> dict[str, Any]:
         """Run a trial; its record."""
@@ -124,25 +124,25 @@ class Soak:
             if ended.code not in codes and not (complete and ended.code == 0):
                 raise SoakFailure(f"exit code {ended.code} after {fault}: {ended.errors.splitlines()[-3:]}")
             if self.mounts and (names := os.listdir(SHARED_MEMORY)):
-                raise SoakFailure(f"shared memory is left after {fault}: {', '.join(names)}")
+                raise SoakFailure(f"shared memory left after {fault}: {', '.join(names)}")
             if ended.code == 0:
                 break
         assert command.reference is not None
         if command.trace() != command.reference.trace:
             steps = [line[0] for line in command.trace()]
-            raise SoakFailure(f"metrics.jsonl is not that of the undisturbed run; its steps are {steps}")
+            raise SoakFailure(f"metrics.jsonl differs from the undisturbed run; its steps are {steps}")
         files, expected = command.files(), command.reference.files
         if different := sorted(name for name in files | expected if files.get(name) != expected.get(name)):
-            raise SoakFailure(f"the last checkpoint is not that of the undisturbed run: {', '.join(different)}")
+            raise SoakFailure(f"the last checkpoint differs from the undisturbed run: {', '.join(different)}")
         stay = (".lock", ".last-saves.json")
         if left := [name for name in command.names() if name.startswith(".") and name not in stay]:
-            raise SoakFailure(f"left in the directory of the checkpoints: {', '.join(left)}")
+            raise SoakFailure(f"files left in the checkpoint directory: {', '.join(left)}")
 
     def _check_resumed(self, ended: CommandOutcome, newest: str) -> None:
         """A run goes on from the newest checkpoint that was complete when the fault struck, or from a later one."""
         resumed = re.findall(r"^(?:resumed from|nothing to do:) (step-\d+)", ended.errors, re.MULTILINE)
         if newest and ended.code == 0 and (not resumed or resumed[0] < newest):
-            raise SoakFailure(f"{newest} was complete, and the run went on from {resumed[:1] or 'nothing'}")
+            raise SoakFailure(f"{newest} was complete, but the run resumed from {resumed[:1] or 'nothing'}")
 
     @contextmanager
     def _disk(self, place: Path, size: int) -> Iterator[Path]:
@@ -248,12 +248,12 @@ def main() -> None:
     parser.add_argument("--piece", default="0/1")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--result", type=Path, default=RESULTS / "soak.json")
-    parser.add_argument("--fresh", action="store_true", help="repeat trials that another version of the package ran")
+    parser.add_argument("--fresh", action="store_true", help="repeat trials of other versions of the package")
     options = parser.parse_args()
     piece, pieces = map(int, options.piece.split("/"))
     mounts = enter_namespace()
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["MESHWRIGHT_PROBE"] = "0"  # a first start would measure the machine while faults wait
+    os.environ["MESHWRIGHT_PROBE"] = "0"  # a first start would measure the machine and delay the faults
     load()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""What `soak.py` draws: configurations that can be trained on up to four ranks, and faults with their moments."""
+"""Random choices of `soak.py`: configurations for up to four ranks, and faults with their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One command of `soak.py`: started, struck by a fault at its moment, watched to its end, and what it left behind."""
+"""One command of `soak.py`: start, fault at a given time, end, and the files it leaves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from typing import Any
 from soak_cases import DISKS, RESTARTED, SIGNALS, STEPS, Fault
 from soak_forks import Forked, fork_command
 
-PATIENCE_SECONDS = 900.0  # for a command; on a busy machine ranks take their time
-LEFTOVER_SECONDS = 15.0  # after a command has ended, for its processes to be gone
-HANG_SECONDS = 20.0  # run.collective_timeout of commands of which a rank is stopped; on a busy machine nothing is quick
+PATIENCE_SECONDS = 900.0  # time limit of a command, long enough for a busy machine
+LEFTOVER_SECONDS = 15.0  # time for the processes of an ended command to disappear
+HANG_SECONDS = 20.0  # run.collective_timeout if a rank is stopped, long enough for a busy machine
 _LOOK_SECONDS = 0.003
 
 
@@ -46,7 +46,7 @@ class CommandOutcome:
 class Reference:
     """The undisturbed run of a configuration: the end that counts, and how long its parts took."""
 
-    files: dict[str, str]  # of the last checkpoint: SHA-256 by relative path
+    files: dict[str, str]  # last checkpoint: relative path -> SHA-256
     trace: list[list[Any]]  # per step: number, loss, gradient norm, learning rate, validation loss
     start_seconds: float
     step_seconds: float
@@ -102,12 +102,12 @@ class Command:
             self.end()
         ended.errors = output.read_text()
         if left:
-            raise SoakFailure(f"{len(left)} processes are left after exit code {ended.code}: {left[0]}")
+            raise SoakFailure(f"{len(left)} processes left after exit code {ended.code}: {left[0]}")
         if "Traceback" in ended.errors:
             raise SoakFailure(f"a traceback, exit code {ended.code}: {ended.errors.splitlines()[-1]}")
-        # What a launcher that was killed could not remove is removed by the next one.
+        # The next launcher removes files that a killed one left.
         if (names := sorted(os.listdir(temporary))) and ended.code != -signal.SIGKILL:
-            raise SoakFailure(f"temporary files are left after exit code {ended.code}: {', '.join(names)}")
+            raise SoakFailure(f"temporary files left after exit code {ended.code}: {', '.join(names)}")
         return ended
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ class Command:
             self._process.wait()
             self._process = None
 
-    # --- the moment
+    # --- time of the fault
 
     def _watch(
         self,
@@ -201,7 +201,7 @@ class Command:
                 time.sleep(0.003)
         ballast.unlink()
 
-    # --- what is there
+    # --- state of the directory
 
     def last_step(self) -> int:
         """The last step in metrics.jsonl, which is read again when its size has changed; 0 before the first."""

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer: `meshwright --help` and each command's `--help`, fresh processes.
+"""Response time of the command line: `meshwright --help` and each command's `--help`, fresh processes.
 
 python bench/startup.py [--repeats 15]
 """

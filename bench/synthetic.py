@@ -1,4 +1,4 @@
-"""Our real `Trainer` over generated tokens, so that a benchmark measures the step and not the reading of files."""
+"""The real `Trainer` on generated tokens, so that a benchmark measures the step and not the reading of files."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.training.optimizer import Optimizer
 
 SHAPE = {"layers": 3, "hidden": 1024, "heads": 16, "kv_heads": 16, "intermediate": 2816, "vocabulary": 8192}
-SEQUENCE, ROWS = 512, 1  # tokens in a sequence; sequences of a replica and step
+SEQUENCE, ROWS = 512, 1  # tokens per sequence; sequences per replica and step
 WARM = 2
 SEED = 0
 RATE = 1e-4
@@ -150,7 +150,7 @@ def clip(parameters: list[torch.nn.Parameter]) -> None:
 
 def race(layout_text: str, precision: str, pairs: int) -> dict[str, Any]:
     """On one rank: the seconds of every step of both sides (wall and of this process), and all losses."""
-    keep_freed_memory()  # as every rank of `meshwright train` does; it serves both sides
+    keep_freed_memory()  # as in every rank of `meshwright train`; the same for both contenders
     dtype, layout = DTYPES[precision], Layout.parse(layout_text)
     config = config_from_recipe(recipe().model, SEQUENCE, SHAPE["vocabulary"])
     sides = {"ours": ours(config, layout, dtype), "theirs": theirs(config, layout, dtype)}
@@ -181,7 +181,7 @@ def compare(name: str, races: dict[str, Race], pairs: int) -> dict[str, Any]:
         side: [sum(rank["processor_seconds"][side][pair] for rank in every) for pair in range(pairs)]
         for side in seconds
     }
-    # Only at first: both learn one batch by heart, and roundings grow on the way down.
+    # First steps only: both overfit one batch, and rounding differences grow.
     losses = zip(first["losses"]["ours"][:4], first["losses"]["theirs"][:4], strict=True)
     difference = max(abs(mine - other) for mine, other in losses)
     assert difference < {"fp32": 1e-4, "bf16": 2e-2}[precision], (name, first["losses"])
@@ -192,7 +192,7 @@ def compare(name: str, races: dict[str, Race], pairs: int) -> dict[str, Any]:
         "ours_seconds": round(statistics.median(seconds["ours"]), 4),
         "theirs_seconds": round(statistics.median(seconds["theirs"]), 4),
         "speed_ratio": paired_ratio(seconds["ours"], seconds["theirs"]),
-        "processor_seconds_ratio": paired_ratio(processor["ours"], processor["theirs"]),  # of all ranks together
+        "processor_seconds_ratio": paired_ratio(processor["ours"], processor["theirs"]),  # sum over ranks
         "largest_loss_difference_of_4_steps": difference,
     }
     print(name, result, file=sys.stderr)

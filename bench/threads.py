@@ -1,4 +1,4 @@
-"""Step time by number of OpenMP threads and by how they wait for each other, on a quiet machine and on a busy one.
+"""Step time by number of OpenMP threads and by their waiting policy, on an idle and on a busy machine.
 
 One process trains a Llama shape (float32, not compiled) with one thread, and with two under each waiting policy of
 libgomp: its default (spin for 300,000 rounds, then sleep), passive (sleep at once), and shorter spins. Contenders stay
@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
 TOKENS = {"256 tokens": {"sequence": 256, "batch": 1}, "2048 tokens": {"sequence": 256, "batch": 8}}
 CASES = {f"{size}, {tokens}": SHAPES[size] | TOKENS[tokens] for size in SHAPES for tokens in TOKENS}
 POLICIES: dict[str, dict[str, str]] = {
-    "default": {"GOMP_SPINCOUNT": "300000"},  # said, so that the ranks' own policy does not take its place
+    "default": {"GOMP_SPINCOUNT": "300000"},  # set explicitly, to override the ranks' policy
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "spin 1000": {"GOMP_SPINCOUNT": "1000"},
     "spin 10000": {"GOMP_SPINCOUNT": "10000"},
@@ -100,24 +100,24 @@ def measure(workers: dict[str, BenchmarkWorker], case: str, seconds: float, roun
     """Milliseconds a step of every contender, quiet and busy."""
     found: dict[str, Any] = {}
     for worker in workers.values():
-        worker.run(case, 0.0)  # builds and warms up
+        worker.run(case, 0.0)  # build and warm-up
     for load, burners in (("quiet", 0), ("busy", os.cpu_count() or 1)):
         times: dict[str, list[float]] = {name: [] for name in workers}
-        beside = [busy_cores()]
+        busy = [busy_cores()]
         with background_load(burners):
             for turn in range(rounds):
                 for name in sorted(workers, reverse=turn % 2 == 1):
                     times[name].append(workers[name].run(case, seconds))
-        beside.append(busy_cores())
+        busy.append(busy_cores())
         found[load] = {
-            "cores_busy_before_and_after": beside,
+            "cores_busy_before_and_after": busy,
             "milliseconds_a_step": {name: round(statistics.median(some) * 1e3, 2) for name, some in times.items()},
             "speed_ratio_of_one_thread_to": {
                 name: paired_ratio(times["1 thread"], some) for name, some in times.items() if name != "1 thread"
             },
         }
         line = ", ".join(f"{name} {value:g}" for name, value in found[load]["milliseconds_a_step"].items())
-        print(f"{case}, {load}: {line} ms a step; cores busy {beside}", file=sys.stderr, flush=True)
+        print(f"{case}, {load}: {line} ms per step; busy cores {busy}", file=sys.stderr, flush=True)
     return found
 
 
@@ -209,8 +209,10 @@ def contend(threads: int, ranks: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="WORDS", help="cases whose name begins so, such as '1 M'")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORDS", help="run only cases whose name begins with this text, such as '1 M'"
+    )
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--contender", type=int, help=argparse.SUPPRESS)

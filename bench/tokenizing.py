@@ -1,4 +1,4 @@
-"""How fast text becomes packed tokens: our encoding and our whole packing against bare `tokenizers.encode_batch`.
+"""Throughput from text to packed tokens: Meshwright's encoding and packing against bare `tokenizers.encode_batch`.
 
 The text: the standard library's sources and, where it is there, tiny Shakespeare, 4 MB. Each kind of tokenizer is
 trained on it, and one is as SentencePiece's models come, whose special tokens are pieces of the model. In turns:
@@ -100,7 +100,7 @@ def main() -> None:
         for repeat in range(options.repeats + 1):
             for way, run in ways.items():
                 took = seconds(run)
-                if repeat:  # the first turn fills caches
+                if repeat:  # the first round is warm-up
                     times[way].append(took)
         results[name] = {
             "megabytes_per_second": {

@@ -126,7 +126,7 @@ def study(text: str, per_host: int, place: Path) -> dict[str, Any]:
     wanted = recipe(text, place)
     layout = wanted.parsed_layout
     with hosts(2, "1gbit"), ranks_on(per_host, wanted) as ranks:
-        order(ranks, 2)  # connections are made, and what a program works out once
+        order(ranks, 2)  # warm-up: connections, and one-time work of a program
         time.sleep(0.5)
         before = sent_by_hosts(2)
         answers = order(ranks, STEPS)
@@ -166,7 +166,7 @@ def main() -> None:
     if not arguments.quick:
         write_result("traffic", {"mtu": MTU, "steps": STEPS, "largest_difference": worst, "rows": rows})
     if worst > 0.03:
-        raise SystemExit("more than 3 % apart")
+        raise SystemExit("difference above 3 %")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ CONTENDERS = ("meshwright", "plain", "trainer", "trainer-compiled")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=2, help="steps a turn")
+    parser.add_argument("--steps", type=int, default=2, help="steps per round")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS)
     options = parser.parse_args()
     script = str(Path(__file__).parent / "contenders.py")

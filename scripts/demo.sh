@@ -12,7 +12,7 @@ run() {
     "$@"
 }
 
-# The same once more as JSON, for the report; the seed makes the sample the same.
+# Again as JSON, for the report; the seed makes the samples equal.
 keep() {
     printf '\n$' && printf ' %q' "${@:2}" && printf ' > %s\n' "$1"
     "${@:2}" >"$1"

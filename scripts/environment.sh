@@ -1,11 +1,11 @@
 #!/bin/sh
-# Make the Python environment $1 and install Meshwright into it with the extras named by $2 ("run": none).
-# Safe to repeat: what is there stays. $PYTHON chooses the interpreter that makes a new environment.
+# Create the Python environment $1 and install Meshwright into it with the extras named by $2 ("run": none).
+# Safe to repeat: existing packages are kept. $PYTHON: interpreter that creates a new environment.
 set -eu
 cd "$(dirname "$0")/.."
 environment=$1
 extras=$2
-torch=2.13.0 # what the tests run on; `pip install torch` alone may bring gigabytes of CUDA libraries
+torch=2.13.0 # version of the tests; a plain `pip install torch` may install gigabytes of CUDA libraries
 
 say() { printf '%s\n' "$*" >&2; }
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }

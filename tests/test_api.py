@@ -259,7 +259,7 @@ def test_model_on_ranks_generates_and_streams_as_one_process(trained: Path):
         (lambda: mw.train("tiny.toml", layout="dp1 zreo1"), "zreo1"),
         (lambda: mw.plan("gpt3", "8xa100-40", sequence=1, batch=1), 'unknown model "gpt3"'),
         (lambda: mw.plan(8, "8xa100-40", sequence=1, batch=1), "model: takes a preset"),
-        (lambda: mw.plan("gpt2", "8xa100-40", batch=1), "sequence is missing: tokens in a sequence"),
+        (lambda: mw.plan("gpt2", "8xa100-40", batch=1), "sequence is missing: sequence length in tokens"),
         (lambda: mw.plan("gpt2", "8xa100-40", sequence="4", batch=1), "sequence: takes a whole number, at least 1"),
         (lambda: mw.plan("gpt2", "8xa100-40", sequence=4, batch=1, top=0), "top: takes a whole number from 1 to 100"),
         (

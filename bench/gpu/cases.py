@@ -45,7 +45,7 @@ class Cases:
             found = case()
             self.document.setdefault(section, {})[title] = found
             if holds is not None and not holds(found):
-                self.document["failed"][f"{section}: {title}"] = f"does not hold: {found}"
+                self.document["failed"][f"{section}: {title}"] = f"failed: {found}"
         except Exception as error:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"

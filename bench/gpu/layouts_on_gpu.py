@@ -114,7 +114,7 @@ def trainer(
 
 
 Answer = dict[str, Any]
-# A rate at which updates are far above the rounding of weights near 1.
+# Large enough for updates far above the rounding of weights near 1.
 SGD: dict[str, Any] = {
     "optimizer": "sgd",
     "learning_rate": 2.0,
@@ -134,7 +134,7 @@ def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool, 
     pieces = found.parallel.master_slices(owned=True)
     updates: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for piece, old in zip(pieces, before, strict=True):
-        # Where in the entry the piece lies: the entry's own element numbers, cut like the entry.
+        # Position of the slice in the parameter: its element indices, sharded like the parameter.
         numbers = piece.of(torch.arange(found.task.table.entry(piece.name).numel))
         updates.setdefault(piece.name, []).append((numbers, (piece.tensor - old).double().cpu()))
     found.mesh.close()
@@ -238,8 +238,10 @@ def error_of(answers: Checked, alone: Answer) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--only", default="", help="layouts whose notation has this in it; writes nothing")
-    parser.add_argument("--seconds", type=float, default=540.0, help="no case begins later")
+    parser.add_argument(
+        "--only", default="", help="run only layouts whose notation contains this text; write no results"
+    )
+    parser.add_argument("--seconds", type=float, default=540.0, help="start no case after this many seconds")
     options = parser.parse_args()
     cuda, models = options.device == "cuda", {"dense": DENSE, "mixture": MIXTURE}
     header = {"gpu": torch.cuda.get_device_name() if cuda else "cpu", "tolerance": TOLERANCE}

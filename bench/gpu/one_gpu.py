@@ -134,7 +134,7 @@ def check_resume(device: str, compiled: bool) -> bool:
             assert found is not None
             second.restore(saver.load(found, second.slices(owned=False)))
             for _ in range(3):
-                next(second.task.tokens._batches)  # the synthetic stream goes on where it stopped
+                next(second.task.tokens._batches)  # the synthetic stream continues where it stopped
                 second_step = None
             for _ in range(3):
                 second_step = second.step()

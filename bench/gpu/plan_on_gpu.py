@@ -1,9 +1,9 @@
-"""What `meshwright.planner` says of one GPU, beside what happens there: the peak of memory and the time of a step.
+"""Predicted against measured peak memory and step time on one GPU.
 
     python bench/gpu/plan_on_gpu.py [--device cuda] [--small]
 
 The GPU is probed first (one rank). Then a Llama of 0.4 B parameters trains under each way to recompute, with
-micro-batches, in bf16 and float32, eager and compiled; the ledger's peak is held against `max_memory_allocated` (limit
+micro-batches, in bf16 and float32, eager and compiled; the ledger's peak is compared with `max_memory_allocated` (limit
 3 %, compiled 5 %), the predicted time, from the probe and from the catalogue, against the median step. `--small`
 shrinks the model so that the script itself can be tried on a CPU, where no memory is measured. Writes
 `bench/results/gpu_plan.json`; exit code 1 when a peak is beyond its limit.
@@ -65,12 +65,12 @@ def run(layout: str, compiled: bool, shape: dict[str, int], device: str, where: 
     peak = torch.cuda.max_memory_allocated() if cuda else None
     line: dict[str, Any] = {"layout": layout, "compiled": compiled, "seconds": round(took, 5), "peak_bytes": peak}
     for name, each in where.items():
-        told = evaluate(
+        estimate = evaluate(
             trainer.task.config, each, layout, sequence=shape["sequence"], batch=shape["batch"], compile=compiled
         )
-        line[f"seconds_by_{name}"] = round(told.time.seconds, 5)
-        line[f"time_error_by_{name}"] = round(told.time.seconds / took - 1, 4)
-        line["predicted_peak_bytes"] = told.memory.peak_bytes
+        line[f"seconds_by_{name}"] = round(estimate.time.seconds, 5)
+        line[f"time_error_by_{name}"] = round(estimate.time.seconds / took - 1, 4)
+        line["predicted_peak_bytes"] = estimate.memory.peak_bytes
     if peak is not None:
         line["peak_error"] = round(line["predicted_peak_bytes"] / peak - 1, 4)
     return line

@@ -41,7 +41,7 @@ SMALL = {
     "sequence": 64, "batch": 4,
 }  # fmt: skip
 LEARNING_STEPS, SEARCHING_STEPS, SETTLED_STEPS, TURNS = 60, 40, 10, 12
-TF32_ERROR = 2.0**-10  # of a factor that is rounded to 10 bits, at most half of this; two factors
+TF32_ERROR = 2.0**-10  # rounding error of a factor with 10 bits is at most half of this; two factors
 
 
 def trainer_of(precision: str, device: str, shape: dict[str, int]) -> Trainer:
@@ -81,7 +81,7 @@ def measure(device: str, shape: dict[str, int], precisions: list[str]) -> dict[s
     trainers = {precision: trainer_of(precision, device, shape) for precision in precisions}
     for turn in range(TURNS + 2):
         for precision, trainer in trainers.items():
-            set_matmul_precision(precision, torch.device(device))  # of the process, not of a trainer
+            set_matmul_precision(precision, torch.device(device))  # set for the process, not for a trainer
             begun = time.perf_counter()
             trainer.step()
             if cuda:

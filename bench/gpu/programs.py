@@ -3,7 +3,7 @@
     python bench/gpu/programs.py [--device cuda] [--ranks 3]
 
 Checks, on whole numbers and so exactly: one algorithm after another of every operation against torch.distributed's own
-call; calls of a mesh whose axes programs serve, several under way at a time. With one GPU, NCCL has one rank: its
+call; calls of a mesh whose axes programs serve, several in flight at a time. With one GPU, NCCL has one rank: its
 programs have no transfers, and what is shown is that streams, buffers and handles work. `--device cpu` runs the same on
 gloo alone. Writes `bench/results/gpu_programs.json` on CUDA; exit code 1 when a check does not hold.
 """
@@ -45,12 +45,12 @@ def every_algorithm(device: str) -> dict[str, dict[str, Any]]:
     ranks, found = dist.get_world_size(), {}
     for operation, named in ALGORITHMS.items():
         if ranks == 1 and operation == "send-receive":
-            continue  # torch.distributed refuses messages to oneself
+            continue  # torch.distributed refuses messages to the own rank
         for name in named:
             try:
                 checked = check_collective(generate(operation, name, ranks))
             except UserError:
-                continue  # not for so many ranks
+                continue  # not possible for this number of ranks
             answer = measure_rank(checked, count_elements(checked, SIZE, 4), 5, "float32", 60.0, device)
             ours, theirs = (1e3 * sorted(answer[which])[2] for which in ("ours", "theirs"))
             found[f"{operation} {name}"] = {
@@ -112,7 +112,7 @@ def run(backend: str, ranks: int, device: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--ranks", type=int, default=3, help="of gloo")
+    parser.add_argument("--ranks", type=int, default=3, help="number of gloo ranks")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     cases = Cases("gpu_programs" if cuda else None, {"gpu": torch.cuda.get_device_name() if cuda else "cpu"})

@@ -154,7 +154,7 @@ def same_bits(small: bool, invariant: bool) -> dict[str, int]:
     found = {"alone": [answer(runner, limits, [each], count)["results"][0] for each in prompts]}
     chunked = dataclasses.replace(limits, token_budget=limits.token_budget // 4 + 3)
     found["in chunks"] = answer(runner, chunked, prompts, count)["results"]
-    engine = answer(runner, limits, prompts[:1], count)["engine"]  # its prefix cache has the first prompt now
+    engine = answer(runner, limits, prompts[:1], count)["engine"]  # now its prefix cache contains the first prompt
     again = list(run_requests(engine, [Request("0", tuple(prompts[0]), Sampling(max_tokens=count, logprobs=1))]))
     assert sum(output.cached_tokens for output in again) > 0, "no prefix hit"
     hit = [(each.token, each.logprob, each.top) for output in again for each in output.results]
@@ -218,7 +218,7 @@ def measure(config: ModelConfig, invariant: bool, bandwidth: float, small: bool)
         }
     decode = found["1 requests"]["decode_tokens_per_second"]
     found["share_of_bandwidth"] = round(decode * found["bytes_of_a_token"] / bandwidth, 4)
-    if CUDA:  # the device's work alone, without scheduling and sampling
+    if CUDA:  # without scheduling and sampling
         graph, _ = runner._graphs[1]
         found["graph_seconds"] = seconds_of(graph.replay, 20)
         found["share_of_bandwidth_of_graph"] = round(read / found["graph_seconds"] / bandwidth, 4)
@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     small = parser.parse_args().small
     torch.set_float32_matmul_precision("highest")
-    if not CUDA:  # the interpreter's products, in one order for all rows of a tile
+    if not CUDA:  # matrix products of the interpreter, in one order for all rows of a tile
         np.matmul = lambda a, b, dtype: np.add.reduce(a.astype(dtype)[:, :, None] * b.astype(dtype), axis=1)
     header = {"device": torch.cuda.get_device_name() if CUDA else "cpu", "versions": device_operations.VERSION,
               "torch": torch.__version__, "prompt_and_answer_tokens": TOKENS}  # fmt: skip
@@ -251,7 +251,7 @@ def main() -> int:
             for dtype, limit in ERRORS.items() if CUDA else [(torch.float32, 1e-4)]:
                 error = partial(logit_error, family, dtype, invariant)
                 cases.run("errors", f"{family} {dtype} {name}", error, lambda found, limit=limit: found < limit)
-        if CUDA:  # without it both runs are eager
+        if CUDA:  # else both runs are eager
             cases.run("checks", f"graphs equal eager, {name}", partial(graphs_equal_eager, small, invariant), bool)
     none = lambda found: not sum(count for what, count in found.items() if what != "of")  # noqa: E731
     cases.run("differing answers", "batch-invariant", partial(same_bits, small, True), none)

@@ -105,7 +105,8 @@ def test_unresponsive_rank_is_named(ranks):
 def test_hang_report_names_call_and_missing_rank(ranks):
     parted = (
         r"rank 1 has not entered call \d+ of ranks 0,1 \(all_reduce test\.lonely over data\), where rank 0 has been "
-        r"waiting for \d+\.\d s at .*test_local\.py:\d+ \(stay_away\); its last completed call was call \d+ \(.*test.first"
+        r"waiting for \d+\.\d s at .*test_local\.py:\d+ \(stay_away\); its last completed call was call \d+ "
+        r"\(.*test.first"
     )
     with pytest.raises(RankLost, match=f"did not answer within 4 s in .*stay_away; {parted}"):
         ranks.run(stay_away, timeout=4.0)

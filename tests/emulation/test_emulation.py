@@ -1,4 +1,4 @@
-"""Emulated ranks: torch.distributed on threads of one process, in an order that the program alone decides."""
+"""Emulated ranks: torch.distributed on threads of one process, in a deterministic order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def emulated() -> Iterator[EmulatedRanks]:
 
 
 def call_collectives() -> list[object]:
-    """Results of torch.distributed's collectives on one rank."""
+    """Call every collective of torch.distributed on one rank and return the results."""
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.arange(8.0, dtype=torch.float64) + 10 * rank
     found: list[object] = []
@@ -63,7 +63,7 @@ def call_collectives() -> list[object]:
     found.append(y.tolist())
     dist.all_to_all_single(y := x.new_empty(8), x)
     found.append(y.tolist())
-    sizes = [1, 2, 2, 3]  # to each rank
+    sizes = [1, 2, 2, 3]  # elements sent to each rank
     dist.all_to_all_single(y := x.new_empty(sizes[rank] * size), x, [sizes[rank]] * size, sizes)
     found.append(y.tolist())
     dist.scatter(y := x.new_empty(2), list(x.chunk(size)) if rank == 3 else None, src=3)
@@ -80,7 +80,7 @@ def call_collectives() -> list[object]:
 
 
 def call_messages_and_groups() -> list[object]:
-    """Results of messages and groups on one rank."""
+    """Exchange messages and use subgroups on one rank; return the results."""
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.tensor([float(rank)])
     arrived = [torch.zeros(1), torch.zeros(1)]
@@ -120,8 +120,8 @@ def test_order_of_events_repeats():
     ("layout", "model"),
     [("dp2 tp2 pp2", "qwen3-0.6b"), ("dp2 zero3", "gpt2"), ("cp2", "qwen3-0.6b"), ("dp2 ep2", "qwen1.5-moe-a2.7b")],
 )
-def test_layout_trains_as_one_device(layout: str, model: str):
-    """Training steps of the real trainer, compared as `meshwright verify` compares them."""
+def test_layout_on_emulated_ranks_matches_one_device(layout: str, model: str):
+    """The real trainer's steps, compared as in `meshwright verify`."""
     parsed = Layout.parse(layout)
     problem = replace(CaseBuilder(parsed, preset(model)).plain(), steps=2)
     with mw.emulate(parsed.world_size) as ranks:
@@ -131,7 +131,7 @@ def test_layout_trains_as_one_device(layout: str, model: str):
 
 
 def draw_numbers() -> list[float]:
-    """Numbers of this rank's generators, drawn while other ranks draw from theirs."""
+    """Draw numbers from this rank's generators, interleaved with other ranks' draws."""
     drawn = []
     for _ in range(3):
         drawn += [float(np.random.randn()), torch.randn(1).item(), random.random()]
@@ -139,7 +139,7 @@ def draw_numbers() -> list[float]:
     return drawn
 
 
-def test_each_rank_has_random_states_of_its_own(emulated: EmulatedRanks):
+def test_each_rank_has_its_own_random_states(emulated: EmulatedRanks):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     for rank, drawn in enumerate(emulated.run(draw_numbers)):
@@ -154,8 +154,8 @@ def test_each_rank_has_random_states_of_its_own(emulated: EmulatedRanks):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_ranks_have_environments_of_their_own_that_end_with_them():
-    read = ctypes.CDLL(None).getenv  # what child processes inherit
+def test_ranks_have_their_own_environments_that_end_with_them():
+    read = ctypes.CDLL(None).getenv  # the environment that child processes inherit
     read.restype = ctypes.c_char_p
 
     def name_rank() -> tuple[str, str]:
@@ -173,7 +173,7 @@ def test_ranks_have_environments_of_their_own_that_end_with_them():
 
 
 def train_with_ddp() -> list[float]:
-    """Gradients of a model under DistributedDataParallel."""
+    """Return the gradients of a model under DistributedDataParallel."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -193,8 +193,8 @@ def test_distributed_data_parallel_averages_gradients(emulated: EmulatedRanks, c
     assert capsys.readouterr().err.count("runs uncompiled") <= 1
 
 
-def test_forgotten_wait_delivers_nothing_on_any_rank(emulated: EmulatedRanks):
-    def forget() -> list[float]:
+def test_missing_wait_leaves_output_unchanged_on_every_rank(emulated: EmulatedRanks):
+    def omit_wait() -> list[float]:
         x = torch.ones(2)
         work = dist.all_reduce(x, async_op=True)
         dist.barrier()
@@ -202,7 +202,7 @@ def test_forgotten_wait_delivers_nothing_on_any_rank(emulated: EmulatedRanks):
         work.wait()
         return before + x.tolist()
 
-    assert emulated.run(forget) == [[1.0, 1.0, 4.0, 4.0]] * 4
+    assert emulated.run(omit_wait) == [[1.0, 1.0, 4.0, 4.0]] * 4
 
 
 # --- errors
@@ -226,7 +226,7 @@ def test_deadlock_names_who_waits_for_whom_and_where(emulated: EmulatedRanks):
     assert lines[3].endswith("ranks 0, 1, 3 have not called it") and lines[4] == "  rank 3 has ended"
 
 
-def test_both_sends_first_deadlock_as_they_do_with_large_messages():
+def test_blocking_sends_on_both_ranks_deadlock():
     def send_first() -> None:
         dist.send(torch.zeros(3), dst=1 - dist.get_rank())
         dist.recv(torch.zeros(3), src=1 - dist.get_rank())
@@ -236,10 +236,10 @@ def test_both_sends_first_deadlock_as_they_do_with_large_messages():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"), [((3, 4), r"rank 0 all_reduce SUM float32\[3\].*rank 1 all_reduce SUM float32\[4\]")]
+    ("sizes", "message"), [((3, 4), r"rank 0 all_reduce SUM float32\[3\].*rank 1 all_reduce SUM float32\[4\]")]
 )
-def test_different_calls_are_named(sizes: tuple[int, int], said: str):
-    with mw.emulate(2) as ranks, pytest.raises(EmulationFailed, match=said):
+def test_mismatched_calls_are_named(sizes: tuple[int, int], message: str):
+    with mw.emulate(2) as ranks, pytest.raises(EmulationFailed, match=message):
         ranks.run(lambda: dist.all_reduce(torch.zeros(sizes[dist.get_rank()])))
 
 
@@ -258,11 +258,11 @@ def test_error_of_one_rank_ends_the_others():
         with pytest.raises(KeyError, match="lost"):
             ranks.run(fail)
         assert ranks.failure is not None and ranks.failure.rank == 1
-        assert ended == [1, 0]  # rank 2 had not begun
+        assert ended == [1, 0]  # rank 2 had not started
         assert 'raise KeyError("lost")' in ranks.failure.text and "scheduler.py" not in ranks.failure.text
 
 
-def test_ranks_that_poll_let_others_run(emulated: EmulatedRanks):
+def test_polling_rank_lets_others_run(emulated: EmulatedRanks):
     arrived = threading.Event()
 
     def poll() -> int:
@@ -277,7 +277,7 @@ def test_ranks_that_poll_let_others_run(emulated: EmulatedRanks):
     assert max(emulated.run(poll)) <= 1
 
 
-def test_polling_a_rank_that_has_ended_is_a_deadlock(emulated: EmulatedRanks, monkeypatch: pytest.MonkeyPatch):
+def test_polling_for_message_of_ended_rank_is_a_deadlock(emulated: EmulatedRanks, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scheduler, "MOST_POLLS", 50)
 
     def poll() -> None:
@@ -291,7 +291,7 @@ def test_polling_a_rank_that_has_ended_is_a_deadlock(emulated: EmulatedRanks, mo
 
 
 class LoadedState:
-    """State of a process that notes which state was loaded last."""
+    """Fake process state that records which state was loaded last."""
 
     last = ""
 
@@ -304,16 +304,17 @@ class LoadedState:
         LoadedState.last = self.name
 
 
-def test_rank_that_computes_after_an_interrupt_leaves_the_program_its_state(monkeypatch: pytest.MonkeyPatch):
+def test_rank_that_computes_after_an_interrupt_does_not_change_process_state(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scheduler, "GRACE", 0.01)
     go_on = threading.Event()
 
     def compute() -> None:
+        time.sleep(0.2)  # until the main thread waits: a signal just before its lock call would not wake it
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         go_on.wait()
 
     ranks = scheduler.Scheduler([LoadedState("rank 0"), LoadedState("rank 1")], LoadedState("program"))
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that run tests may ignore it
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # the test process may ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
             ranks.run([compute, compute])
@@ -338,7 +339,7 @@ def test_second_emulation_inside_one_is_refused(emulated: EmulatedRanks):
 
 
 @pytest.mark.parametrize(
-    ("truth", "held", "said"),
+    ("truth", "returned", "message"),
     [
         ({}, {}, "one_device() returns no tensor"),
         (None, {}, "one_device() returns None: return a dictionary"),
@@ -347,9 +348,9 @@ def test_second_emulation_inside_one_is_refused(emulated: EmulatedRanks):
         ({"w": torch.ones(4)}, {"w": (torch.ones(1), 7)}, 'on rank 0 an index for "w" that does not fit shape [4]'),
     ],
 )
-def test_exercise_that_returns_no_tensors_is_refused(truth: Any, held: Any, said: str):
-    with pytest.raises(mw.UserError, match=re.escape(said)):
-        compare_ranks(truth, [held])
+def test_exercise_without_tensors_is_refused(truth: Any, returned: Any, message: str):
+    with pytest.raises(mw.UserError, match=re.escape(message)):
+        compare_ranks(truth, [returned])
 
 
 def test_docstring_example_runs(repository: Path):

@@ -1,4 +1,4 @@
-"""`meshwright run --emulate`: scripts written for torchrun, the debugger, what is shown, and the exercises."""
+"""`meshwright run --emulate`: scripts written for torchrun, the debugger, `--show`, and the exercises."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_script_runs_once_for_each_rank_with_prefixed_lines(script: Path, comman
     ]
 
 
-def test_show_prints_calls_in_order_and_who_holds_what(script: Path, command_line: Callable[..., Outcome]):
+def test_show_prints_calls_in_order_and_tensors_of_each_rank(script: Path, command_line: Callable[..., Outcome]):
     lines = command_line("run", "--emulate", 4, "--show", script).output.splitlines()
     calls = [line.split() for line in lines if line.startswith("#")]
     assert [(call[0], call[2]) for call in calls] == [(f"#{rank + 1}", str(rank)) for rank in range(4)]
@@ -74,23 +74,21 @@ def test_json_document_has_calls_and_holdings(script: Path, command_line: Callab
     assert "[rank 1] sum" in outcome.errors
 
 
-def test_modules_beside_the_script_are_imported_once_for_each_rank(
-    tmp_path: Path, command_line: Callable[..., Outcome]
-):
-    (tmp_path / "beside_state.py").write_text("rank = None\n")
+def test_modules_in_script_directory_are_imported_once_per_rank(tmp_path: Path, command_line: Callable[..., Outcome]):
+    (tmp_path / "script_state.py").write_text("rank = None\n")
     path = tmp_path / "stateful.py"
     path.write_text(
-        "import torch.distributed as dist, beside_state\ndist.init_process_group()\n"
-        "beside_state.rank = dist.get_rank()\ndist.barrier()\nimport beside_state as again\n"
-        "print(beside_state.rank, again is beside_state)\n"
+        "import torch.distributed as dist, script_state\ndist.init_process_group()\n"
+        "script_state.rank = dist.get_rank()\ndist.barrier()\nimport script_state as again\n"
+        "print(script_state.rank, again is script_state)\n"
     )
     outcome = command_line("run", "--emulate", 3, path)
     assert sorted(outcome.output.split("\n")) == ["", *(f"[rank {rank}] {rank} True" for rank in range(3))]
-    assert "beside_state" not in sys.modules
+    assert "script_state" not in sys.modules
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "message"),
     [
         ("if rank == 2: raise ValueError('no data')\ndist.barrier()", 1, "[rank 2] Traceback"),
         ("if rank == 2: raise SystemExit(5)\ndist.barrier()", 5, "[rank 2] the script ended with exit code 5"),
@@ -100,12 +98,12 @@ def test_modules_beside_the_script_are_imported_once_for_each_rank(
     ],
 )  # fmt: skip
 def test_error_of_a_rank_is_printed_once(
-    body: str, code: int, said: str, tmp_path: Path, command_line: Callable[..., Outcome]
+    body: str, code: int, message: str, tmp_path: Path, command_line: Callable[..., Outcome]
 ):
     path = tmp_path / "failing.py"
     path.write_text(f"import torch.distributed as dist\ndist.init_process_group()\nrank = dist.get_rank()\n{body}\n")
     outcome = command_line("run", "--emulate", 3, path)
-    assert outcome.code == code and outcome.errors.count(said) == 1 and outcome.errors.count("Traceback") <= 1
+    assert outcome.code == code and outcome.errors.count(message) == 1 and outcome.errors.count("Traceback") <= 1
 
 
 def test_debugger_opens_before_a_call_of_one_rank(
@@ -115,11 +113,11 @@ def test_debugger_opens_before_a_call_of_one_rank(
     outcome = command_line("run", "--emulate", 4, "--break", "2:1", script)
     assert outcome.code == 0, outcome.errors
     assert "(rank 2) (2, [2.0, 2.0])" in outcome.output  # before the call
-    assert "(rank 2) [6.0, 6.0]" in outcome.output  # after it: meanwhile the others made theirs
+    assert "(rank 2) [6.0, 6.0]" in outcome.output  # after the call, for which the other ranks ran
     assert outcome.output.count("] sum 6.0") == 4
 
 
-def test_breakpoint_stops_the_rank_that_meets_it(
+def test_breakpoint_stops_the_rank_that_reaches_it(
     tmp_path: Path, command_line: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / "stops.py"
@@ -134,7 +132,7 @@ def test_breakpoint_stops_the_rank_that_meets_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--show"], "need --emulate"),
         (["--emulate", "2", "--ranks", "2"], "no --ranks"),
@@ -144,19 +142,19 @@ def test_breakpoint_stops_the_rank_that_meets_it(
     ],
 )
 def test_wrong_options_are_one_line(
-    options: list[str], said: str, tmp_path: Path, command_line: Callable[..., Outcome]
+    options: list[str], message: str, tmp_path: Path, command_line: Callable[..., Outcome]
 ):
     path = tmp_path / "empty.py"
     path.write_text("")
     outcome = command_line("run", *options, path)
-    assert outcome.code == 2 and said in outcome.errors and outcome.errors.count("\n") == 1
+    assert outcome.code == 2 and message in outcome.errors and outcome.errors.count("\n") == 1
 
 
-# --- exercises: the first wrong tensor is the one that the planted mistake reaches first
+# --- exercises: the check names the first tensor that the planted bug affects
 
 PLANTED = {
     "data_parallel": ("loss", 0),
-    # Stage 3 goes backward in an order of its own: its gradient is right, and the first wrong one is that of stage 2.
+    # Stage 3 runs backward passes in its own order: its gradient is right, and that of stage 2 is the first wrong one.
     "pipeline": ("gradient of layers.2.weight", 2),
     "tensor_parallel": ("gradient of embedding.weight", 0),
     "zero": ("step 1: momentum", 0),
@@ -174,12 +172,12 @@ def test_exercise_fails_at_the_first_wrong_tensor(name: str, repository: Path, c
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_solution_computes_what_one_device_computes(name: str, repository: Path, command_line: Callable[..., Outcome]):
+def test_solution_matches_one_device(name: str, repository: Path, command_line: Callable[..., Outcome]):
     outcome = command_line("run", "--emulate", 4, "--check", repository / "examples/exercises/solutions" / f"{name}.py")
     assert outcome.code == 0 and outcome.output.startswith("passed: "), outcome.output + outcome.errors
 
 
-def test_exercise_that_returns_too_little_fails(tmp_path: Path, command_line: Callable[..., Outcome]):
+def test_exercise_with_missing_elements_fails(tmp_path: Path, command_line: Callable[..., Outcome]):
     path = tmp_path / "exercise.py"
     path.write_text(
         "import torch, torch.distributed as dist\n"

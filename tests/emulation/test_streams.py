@@ -1,5 +1,5 @@
-"""Streams simulated on emulated ranks: the engine's step is right there, and planted faults of its waits and buffers
-are not."""
+"""Simulated CUDA streams on emulated ranks: the engine's step is correct, and planted faults in waits and buffers are
+detected."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from meshwright.checkpoint.snapshot import Snapshot, SnapshotBuffers
 from meshwright.comm import backend, collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.emulation.ranks import EmulatedRanks
-from tests.emulation.streams import StreamFault, StreamRanks
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
-from tests.flight_recorder.circular_wait import find_circular_wait
 from meshwright.layout import Layout
 from meshwright.parallel import context, pipeline, zero
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -33,34 +31,36 @@ from meshwright.verification.grid import GRID
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, run_rank
 from tests.conftest import exhaustive
+from tests.emulation.streams import StreamFault, StreamRanks
+from tests.flight_recorder.circular_wait import find_circular_wait
 
-LAYOUTS = (  # every axis, ZeRO stage and way of recomputing, and each kind of schedule
+LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and each kind of schedule
     *("cp3 ac:full", "dp4 zero2 hs2 mb2", "dp2 zero1 cp2:ulysses", "dp2 zero3 tp2 ac:selective"),
     *("dp2 tp2 ep2 ac:selective", "dp2 zero3 pp2:zb-v mb4", "pp2:dualpipe mb4 tp2:nosp"),
 )
 
 
 def make_problem(layout: Layout) -> Problem:
-    """Two steps of a small model with a tied head, or with experts where the layout spreads them."""
+    """Return a problem of two steps of a small model, with experts under expert parallelism, else with a tied head."""
     model = "qwen1.5-moe-a2.7b" if layout.expert_parallel else "qwen3-0.6b"
     return replace(CaseBuilder(layout, preset(model)).plain(2), steps=2)
 
 
 def train(ranks: EmulatedRanks, layout: Layout) -> list[RankResult]:
-    """Results by rank of training on a layout."""
+    """Train on a layout; return the results, [rank]."""
     return [result for (result,) in ranks.run(run_rank, make_problem(layout), str(layout))]
 
 
 @cache
 def train_plain(text: str) -> list[RankResult]:
-    """Results by rank of training on a layout with calls that block."""
+    """Train on a layout with blocking calls; return the results, [rank]."""
     layout = Layout.parse(text)
     with EmulatedRanks(layout.world_size) as ranks:
         return train(ranks, layout)
 
 
 def find_difference(left: list[RankResult], right: list[RankResult]) -> str | None:
-    """First result that two runs do not have bit for bit alike."""
+    """Return the first result that is not bitwise equal in two runs, None if all are."""
     for rank, (one, other) in enumerate(zip(left, right, strict=True)):
         for step, mine in one.steps.items():
             theirs = other.steps[step]
@@ -76,12 +76,12 @@ def find_difference(left: list[RankResult], right: list[RankResult]) -> str | No
 
 
 def read_calls(ranks: EmulatedRanks) -> list[RankCalls]:
-    """Recorded calls by rank."""
+    """Return the recorded calls, [rank]."""
     return [replace(each, rank=rank) for rank, each in enumerate(ranks.run(lambda: get_process_writer().read()))]
 
 
 def check(text: str, seed: int) -> None:
-    """Assert that a layout on simulated streams computes the bits of one that blocks, in calls without a circle."""
+    """Assert that a layout on simulated streams gives bitwise the results of blocking calls, without circular wait."""
     layout, plain = Layout.parse(text), train_plain(text)
     with StreamRanks(layout.world_size, seed=seed) as ranks:
         assert find_difference(plain, train(ranks, layout)) is None, text
@@ -91,13 +91,13 @@ def check(text: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("text", [*LAYOUTS[::2], *exhaustive(*LAYOUTS[1::2])])
-def test_step_on_streams_has_the_bits_of_one_that_blocks(text: str):
+def test_step_on_streams_equals_blocking_step(text: str):
     check(text, seed=LAYOUTS.index(text))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-def test_step_on_streams_has_the_bits_of_one_that_blocks_for_the_whole_grid():
+def test_step_on_streams_equals_blocking_step_for_the_whole_grid():
     for seed, layout in enumerate(GRID):
         check(str(layout), seed)
 
@@ -105,16 +105,16 @@ def test_step_on_streams_has_the_bits_of_one_that_blocks_for_the_whole_grid():
 # --- planted faults
 
 FAULTS = {  # layout, owner, function, text, replacement
-    "ring computes with a block that has not arrived": (
+    "ring attention computes with a KV block that has not arrived": (
         *("cp2", context, "_kv_blocks", "handle.wait()", "pass"),
     ),
-    "ring receives into the block that it sends": (
+    "ring attention receives into the KV block that it sends": (
         *("cp3", context, "_kv_blocks", "spare[distance % 2]", "spare[0]"),
     ),
     "ZeRO-3 computes before the all-gather has ended": (
         *("dp2 zero3", zero.FsdpUnit, "unshard", "self.pending_all_gather.wait()", "pass"),
     ),
-    "ZeRO-3 frees the next unit while it is gathered": (
+    "ZeRO-3 frees the next unit during its all-gather": (
         *("dp2 zero3", zero.ParameterPrefetcher, "leave", "unit.reshard()"),
         "[u.parameters.untyped_storage().resize_(0) for u in self._sharded[self._next.get(name, name)]]",
     ),
@@ -122,7 +122,7 @@ FAULTS = {  # layout, owner, function, text, replacement
         *("dp2 zero2", zero.GradientReducer, "reduce", "output = unit.gradient if first"),
         "self._pool.release(gradient.buffer); output = unit.gradient if first",
     ),
-    "gradients are read before their reduction has ended": (
+    "gradients are read before their reduce-scatter has ended": (
         *("dp2 zero1", zero.GradientReducer, "_wait_for_oldest", "handle.wait()", "pass"),
     ),
     "replicas' sums are not waited for": (
@@ -132,10 +132,10 @@ FAULTS = {  # layout, owner, function, text, replacement
     "tied embedding's sum is not waited for": (
         *("pp2 mb2", zero.GradientReducer, "finish", "for handle in tied:", "for handle in ():"),
     ),
-    "forward begins before the parameters are gathered": (
+    "forward begins before the all-gather of parameters has ended": (
         *("dp2 zero1", zero.ParameterPrefetcher, "_unshard", "unit.unshard()", "pass"),
     ),
-    "optimizer updates parameters that are being gathered": (
+    "optimizer updates parameters during their all-gather": (
         *("dp2 zero1", trainer.Trainer, "step", "self.optimizer.step("),
         "self.parallel.all_gather_parameters(); self.optimizer.step(",
     ),
@@ -154,7 +154,7 @@ FAULTS = {  # layout, owner, function, text, replacement
 
 @contextmanager
 def edited(owner: Any, name: str, old: str, new: str) -> Iterator[None]:
-    """The function `owner.name` with a text of its source replaced."""
+    """Context manager in which `owner.name` is recompiled with `old` in its source replaced by `new`."""
     function = vars(owner)[name]
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{name} has changed: plant the fault anew"
@@ -177,7 +177,7 @@ def test_planted_fault_is_caught_on_streams(fault: str):
 
 
 def meet_others() -> list[tuple[float, float]]:
-    """Simulated times of this rank's host before and after barriers."""
+    """Return the simulated times of this rank's host before and after each of four barriers."""
     world = Mesh.create(Layout.parse("dp3")).world
     stream: Any = backend.current_stream(torch.device("cpu"))
     times = []
@@ -189,7 +189,7 @@ def meet_others() -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_barrier_holds_the_host_and_one_of_the_stream_alone_does_not(planted: bool):
+def test_barrier_blocks_the_host_and_not_only_the_stream(planted: bool):
     fault = edited(collectives, "barrier", "stream.synchronize()", "pass") if planted else nullcontext()
     with StreamRanks(3) as ranks, fault:
         barriers = list(zip(*ranks.run(meet_others), strict=True))
@@ -198,7 +198,7 @@ def test_barrier_holds_the_host_and_one_of_the_stream_alone_does_not(planted: bo
 
 
 def save_and_update() -> list[float]:
-    """Values that a checkpoint of eight weights would write, which the next step changes meanwhile."""
+    """Return the values that a checkpoint of eight weights would write while the next step changes them."""
     weights = torch.arange(8.0)
     snapshot = SnapshotBuffers().take([TensorSlice("master", "weights", 0, 8, weights)])
     weights.zero_()
@@ -221,7 +221,7 @@ def test_snapshot_is_read_after_its_event_has_passed(owner: Any, name: str, old:
     assert (written == list(range(8))) == (old == new)
 
 
-def test_reordered_calls_of_one_rank_are_a_circle_though_the_run_is_right():
+def test_reordered_calls_of_one_rank_are_a_circular_wait_although_results_are_right():
     text, reducer = "dp4 zero2 hs2", zero.GradientReducer
     plain = train_plain(text)
     late = (

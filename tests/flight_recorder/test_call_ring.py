@@ -1,4 +1,4 @@
-"""The ring of calls: what a process writes is what another reads, at any moment, however the writer ended."""
+"""Ring buffer of calls: another process reads every recorded call at any time, even if the writer was killed."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_calls_are_counted_by_group_of_equal_ranks(descriptor):
     assert seen.calls[3].group.members == (0, 2) and seen.calls[5].group.members == (2, 0)
 
 
-def test_the_oldest_calls_are_overwritten_and_the_counts_stay(descriptor):
+def test_oldest_calls_are_overwritten_and_counts_are_kept(descriptor):
     writer = CallWriter(descriptor)
     once, often = writer.group((0, 1)), writer.group((2, 3))
     first = post(writer, once)
     last = [post(writer, often, f"site {at % 7}", at) for at in range(CAPACITY + 100)][-1]
-    writer.wait(first)  # of a call whose record another has now
+    writer.wait(first)  # its record has been overwritten
     writer.done(first)
     seen = read_calls(descriptor)
     assert len(seen.calls) == CAPACITY and seen.torn == 0
@@ -83,7 +83,7 @@ def test_the_oldest_calls_are_overwritten_and_the_counts_stay(descriptor):
 
 @pytest.mark.parametrize("byte", [0, 8, 12, 16, 24, 32, 40])
 def test_torn_record_is_distinguished_from_complete_one(descriptor, byte):
-    """A writer that was killed within a record leaves some of its bytes new and others old."""
+    """A writer that is killed while writing a record leaves new and old bytes in it."""
     writer = CallWriter(descriptor)
     group = writer.group((0, 1, 2, 3))
     for at in range(CAPACITY + 5):
@@ -92,7 +92,7 @@ def test_torn_record_is_distinguished_from_complete_one(descriptor, byte):
         memory[call_ring._compute_records_offset(call_ring.GROUPS) + 64 * ((CAPACITY + 5) % CAPACITY) + byte] ^= 0x10
     seen = read_calls(descriptor)
     assert seen.torn == 1
-    assert seen.calls[-1].number == CAPACITY + 4, "the newest whole one"
+    assert seen.calls[-1].number == CAPACITY + 4, "the newest complete record"
     with mmap.mmap(descriptor, 0) as memory:
         memory[call_ring._compute_records_offset(call_ring.GROUPS) + 64 * ((CAPACITY + 1) % CAPACITY) + byte] ^= 0x10
     seen = read_calls(descriptor)
@@ -129,7 +129,7 @@ def test_concurrent_reader_sees_complete_calls_in_order(descriptor):
     finally:
         os.kill(writer_process, signal.SIGKILL)
         os.waitpid(writer_process, 0)
-    assert read_calls(descriptor).torn <= 1, "killed in the middle, its calls can still be read"
+    assert read_calls(descriptor).torn <= 1, "calls of a killed writer must stay readable"
 
 
 def test_full_name_heap_loses_only_names(descriptor):
@@ -143,11 +143,11 @@ def test_full_name_heap_loses_only_names(descriptor):
 
 
 def test_unbounded_shapes_leave_heap_space_for_other_names(descriptor):
-    """As in generation, where lengths are others at every call."""
+    """As in generation, where lengths differ from call to call."""
     writer = CallWriter(descriptor)
     for at in range(6000):
         writer.post(writer.group((0, 1)), "attention", "all_reduce", "tp", 4, FLOATS, (at, 64))
-    assert len(writer._forms) < 3000 and len(writer._numbers) < 3010, "nor does the writer's own memory grow"
+    assert len(writer._forms) < 3000 and len(writer._numbers) < 3010, "the writer's memory must not grow"
     known = max(writer._forms, key=lambda form: form[1])[1]
     writer.post(writer.group((0, 9)), "new.site", "all_gather", "dp", 4, FLOATS, known)
     seen = read_calls(descriptor).calls
@@ -161,7 +161,7 @@ def test_existing_ring_file_is_replaced_and_junk_rejected(tmp_path: Path):
     with path.open("rb") as junk:
         assert read_calls(junk.fileno()) is None
         made = create_named_file(path, 0, 2)
-        assert read_calls(junk.fileno()) is None, "who had the old one open still has that"
+        assert read_calls(junk.fileno()) is None, "readers of the old file keep it"
     writer = CallWriter(made)
     post(writer, writer.group((0, 1)))
     with path.open("rb") as file:
@@ -171,12 +171,12 @@ def test_existing_ring_file_is_replaced_and_junk_rejected(tmp_path: Path):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=20, unique=True), st.booleans())
-def test_groups_are_written_and_read_back(ranks, paired):
+def test_group_text_round_trips(ranks, paired):
     group = Group(tuple(ranks), (ranks[0], ranks[-1]) if paired else None)
     assert Group.from_text(group.to_text()) == group
 
 
-def test_ranks_are_written_briefly():
+def test_rank_ranges_are_abbreviated():
     assert (
         format_ranks(range(512)) == "0-511"
         and format_ranks((1, 5, 9, 13)) == "1-13/4"

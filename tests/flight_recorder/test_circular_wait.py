@@ -1,4 +1,4 @@
-"""NCCL's rule: no circle of ranks that wait for each other, over all communicators together."""
+"""NCCL's ordering rule: no circular wait of ranks over all communicators."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DATA, TENSOR = ((0, 2), (1, 3)), ((0, 1), (2, 3))
 
 
 def record(*ranks: Sequence[object]) -> list[RankCalls]:
-    """Calls of ranks, each a list: (site, ranks) is a collective, a list of (sender, receiver) messages posted as one
-    group."""
+    """Return the recorded calls of ranks. Each rank is a list of calls: (site, ranks) is a collective, a list of
+    (sender, receiver) pairs are messages posted as one group."""
     found = []
     for rank, calls in enumerate(ranks):
         ring = CallWriter()
@@ -32,16 +32,16 @@ def record(*ranks: Sequence[object]) -> list[RankCalls]:
 
 
 def on_two_axes(rank: int, first: str) -> list[object]:
-    """One call over each of two axes of 2 x 2 ranks. first: the axis whose call is posted first."""
+    """Return one call over each of two axes of 2 x 2 ranks. first: axis whose call is posted first."""
     calls = [("data", DATA[rank % 2]), ("tensor", TENSOR[rank // 2])]
     return calls if first == "data" else calls[::-1]
 
 
-def test_calls_in_one_order_on_all_axes_have_no_circle():
+def test_equal_call_order_on_all_ranks_has_no_circular_wait():
     assert find_circular_wait(record(*(on_two_axes(rank, "data") * 3 for rank in range(4)))) is None
 
 
-def test_reordered_calls_of_two_axes_are_a_circle_that_names_its_ranks():
+def test_circular_wait_of_two_axes_names_its_ranks():
     orders = ("data", "tensor", "tensor", "data")
     found = find_circular_wait(record(*(on_two_axes(rank, first) for rank, first in enumerate(orders))))
     assert found is not None and found.startswith("circular wait: rank 0 in call 1 (all_reduce data over data)")
@@ -50,20 +50,20 @@ def test_reordered_calls_of_two_axes_are_a_circle_that_names_its_ranks():
         assert f"rank {waiting} in " in found and f"for rank {awaited}" in found
 
 
-def test_other_call_order_within_one_communicator_is_named():
+def test_different_call_order_within_one_communicator_is_named():
     both = (0, 1)
     found = find_circular_wait(record([("a", both), ("b", both)], [("b", both), ("a", both)]))
     assert found is not None and "different calls" in found and "all_reduce a" in found and "all_reduce b" in found
 
 
-def test_messages_of_one_group_cross_and_single_ones_are_a_circle():
+def test_crossing_messages_are_a_circular_wait_unless_posted_as_group():
     there, back = (0, 1), (1, 0)
     assert find_circular_wait(record([[there, back]], [[back, there]])) is None
     found = find_circular_wait(record([[there], [back]], [[back], [there]]))
     assert found is not None and found.startswith("circular wait: rank 0 in call 1 (transfer pipeline over pp)")
 
 
-def test_group_matches_messages_that_its_peer_posts_one_after_the_other():
+def test_message_group_matches_messages_posted_one_by_one():
     first, second = (0, 1), (0, 2)
     assert find_circular_wait(record([[first], [second, (2, 0)]], [[first]], [[(2, 0), second]])) is None
     assert find_circular_wait(record([[first], [first]], [[first, first]])) is None
@@ -74,7 +74,7 @@ def test_call_that_one_rank_never_makes_is_named():
     assert found is not None and found.endswith("for rank 1, which makes no such call")
 
 
-def test_calls_that_fell_out_of_a_ring_are_left_out():
+def test_overwritten_calls_are_left_out():
     whole = record(*(on_two_axes(rank, "data") * 4 for rank in range(4)))
     cut = [RankCalls(each.rank, 4, 1, each.calls[each.rank :], each.counts) for each in whole]
     assert find_circular_wait(cut) is None

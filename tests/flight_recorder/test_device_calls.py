@@ -1,4 +1,4 @@
-"""Calls on a device: complete when it is through, waited for one at a time, reported when one takes too long."""
+"""Calls queued on a device: completed when the device has run them, waited for in order, reported when overdue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.flight_recorder.rank_report import Snapshot
 
 
 class Stream:
-    """A device's stream: `given` counts what was queued on it, `reached` how far it is."""
+    """Fake device stream. given: number of queued events; reached: number of events that the device has passed."""
 
     def __init__(self) -> None:
         self.given = self.reached = self.events = 0
@@ -37,7 +37,7 @@ class StreamEvent:
 
 
 class Rank:
-    """One rank's ring, device and the numbers of calls that were reported overdue."""
+    """One rank's ring buffer and fake device. reported: numbers of calls reported as overdue."""
 
     def __init__(self, rank: int, ranks: int, seconds: float = 10.0) -> None:
         self.descriptor = create_memory_file(rank, ranks)
@@ -47,7 +47,7 @@ class Rank:
         self.group = self.calls.group(tuple(range(ranks)))
 
     def call(self, site: str = "data.gradients") -> int:
-        """As a handle does: post, wait, done; the host goes on at once."""
+        """Post, wait and done, as a handle does on CUDA, where the host does not block."""
         number: int = self.calls.post(self.group, site, "all_reduce", "data", 48, "float32", (12,))
         self.calls.wait(number)
         self.calls.done(number)
@@ -67,7 +67,7 @@ def test_calls_are_done_when_the_device_has_passed_them(ranks: list[Rank]):
     first, second, third = (rank.call() for _ in range(3))
     assert rank.calls.find_overdue(0.0) is None
     assert [call.done for call in read_calls(rank.descriptor).calls] == [None] * 3
-    assert read_calls(rank.descriptor).waiting.number == first, "the device is in the oldest"
+    assert read_calls(rank.descriptor).waiting.number == first, "the device runs the oldest call"
 
     rank.stream.reached = 2
     assert rank.calls.find_overdue(1.0) is None
@@ -77,10 +77,10 @@ def test_calls_are_done_when_the_device_has_passed_them(ranks: list[Rank]):
     rank.stream.reached = 3
     assert rank.calls.find_overdue(99.0) is None and read_calls(rank.descriptor).waiting is None
     rank.call()
-    assert rank.stream.events == 3, "passed events are used again"
+    assert rank.stream.events == 3, "passed events are reused"
 
 
-def test_limit_counts_from_when_the_device_came_to_the_call(ranks: list[Rank]):
+def test_time_limit_starts_when_device_reaches_call(ranks: list[Rank]):
     rank, _ = ranks
     first, second = rank.call(), rank.call()
     assert rank.calls.find_overdue(0.0) is None and rank.calls.find_overdue(9.0) is None
@@ -90,7 +90,7 @@ def test_limit_counts_from_when_the_device_came_to_the_call(ranks: list[Rank]):
     assert rank.calls.find_overdue(21.5) == second
 
 
-def test_watch_gives_up_once_on_an_overdue_call(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
+def test_watch_reports_an_overdue_call_once(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_calls, "LOOK_SECONDS", 0.001)
     rank, _ = ranks
     rank.calls.seconds = 0.01
@@ -116,7 +116,7 @@ def test_watch_ends_when_closed_or_when_the_device_fails(ranks: list[Rank], monk
     assert not read_calls(closed.descriptor).gave_up and not read_calls(failing.descriptor).gave_up
 
 
-def test_rank_that_queued_less_is_named_with_the_call_its_peer_is_in(ranks: list[Rank]):
+def test_rank_that_queued_fewer_calls_is_blamed(ranks: list[Rank]):
     for rank in ranks:
         for _ in range(3):
             rank.call()

@@ -1,4 +1,4 @@
-"""Which rank is blamed, on calls as ranks would have written them: each case says what one of them did wrong."""
+"""Diagnosis of hangs from recorded calls: each test simulates one cause and checks which rank is blamed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from meshwright.flight_recorder.verdict import RankState, describe_position
 
 quickly = settings(deadline=None, max_examples=40)
 STEP = ["targets", *["gradients"] * 3, "norm", "verdict", *["parameters"] * 3]
-"""The sites of one step's calls, over one group."""
+"""Sites of the calls of one step, all over one group."""
 
 
 class Rank:
-    """Writes the calls of a rank, one a second."""
+    """Recorded calls of one rank, one per second."""
 
     def __init__(self, rank: int, ranks: int, clock: float = 0.0) -> None:
         self.rank, self.ranks, self.clock = rank, ranks, clock
@@ -56,7 +56,7 @@ class Rank:
 
 
 def in_step(count: int, calls: int, group: Group | None = None) -> list[Rank]:
-    """Ranks that have made the same first `calls` calls."""
+    """Return ranks that have made the same first `calls` calls."""
     group = group or Group(tuple(range(count)))
     ranks = [Rank(rank, count) for rank in range(count)]
     for at in range(calls):
@@ -75,7 +75,7 @@ def left_waiting(ranks: list[Rank], odd: int, calls: int, group: Group) -> None:
 @given(st.integers(2, 6), st.integers(0, 60), st.data())
 def test_absent_rank_is_named_with_missing_call(count, calls, data):
     odd = data.draw(st.integers(0, count - 1))
-    state, kind, said = data.draw(st.sampled_from([("T", "stopped", "(state T)"), ("R", "behind", "running")]))
+    state, kind, state_text = data.draw(st.sampled_from([("T", "stopped", "(state T)"), ("R", "behind", "running")]))
     group = Group(tuple(range(count)))
     ranks = in_step(count, calls, group)
     left_waiting(ranks, odd, calls, group)
@@ -83,26 +83,26 @@ def test_absent_rank_is_named_with_missing_call(count, calls, data):
     assert (verdict.kind, verdict.odd, verdict.group, verdict.index) == (kind, (odd,), group, calls + 1)
     site = STEP[calls % len(STEP)]
     assert verdict.line.startswith(f"rank {odd} has not entered call {calls + 1} of ranks ")
-    assert f"(all_reduce {site} over axis), where rank" in verdict.line and said in verdict.line
+    assert f"(all_reduce {site} over axis), where rank" in verdict.line and state_text in verdict.line
     if calls:
-        assert (
-            f"its last completed call was call {calls} (all_reduce {STEP[(calls - 1) % len(STEP)]} over axis), 29.5 s ago"
-            in verdict.line
-        )
+        last = f"call {calls} (all_reduce {STEP[(calls - 1) % len(STEP)]} over axis)"
+        assert f"its last completed call was {last}, 29.5 s ago" in verdict.line
 
 
 @quickly
 @given(st.integers(2, 5), st.integers(0, 26), st.integers(1, 4), st.booleans(), st.data())
 def test_rank_is_named_with_first_call_it_skipped(count, at, skipped, silent, data):
-    """Two ranks cannot outvote each other: what both did before says which of them is wrong. silent: calls of the same
-    shape come through although they are others'."""
+    """With two ranks there is no majority: earlier calls predict which rank is wrong. silent: mismatched calls of equal
+    shape complete without an error."""
     odd = data.draw(st.integers(0, count - 1))
     group = Group(tuple(range(count)))
-    steps = 3 * len(STEP)  # before: a whole step is known by what it was followed by
+    steps = 3 * len(STEP)  # earlier calls, from which the next ones are predicted
     ranks = in_step(count, steps + at, group)
     sequence = [STEP[n % len(STEP)] for n in range(steps + at, steps + at + 3 * len(STEP))]
     theirs = sequence[skipped:]
-    first = next(n for n, (a, b) in enumerate(zip(sequence, theirs, strict=False)) if a != b)  # what can be seen of it
+    first = next(
+        n for n, (a, b) in enumerate(zip(sequence, theirs, strict=False)) if a != b
+    )  # first visible difference
     for rank in ranks:
         mine = theirs if rank.rank == odd else sequence
         for n in range(first + 2 * silent + 1):
@@ -130,7 +130,7 @@ def test_rank_with_different_shape_is_named_with_both_shapes(count, at, data):
 @quickly
 @given(st.integers(2, 6), st.data())
 def test_agreeing_ranks_are_not_blamed_at_any_position(count, data):
-    """Different groups, uneven parts of an all-to-all, rings that reach back to different calls."""
+    """With several groups, and ring buffers that go back to different calls."""
     ranks = [Rank(rank, count) for rank in range(count)]
     world, low = Group(tuple(range(count))), Group(tuple(range(0, count, 2)))
     plan = data.draw(st.lists(st.sampled_from([world, low]), min_size=1, max_size=40))
@@ -138,7 +138,7 @@ def test_agreeing_ranks_are_not_blamed_at_any_position(count, data):
         for rank in ranks:
             if rank.rank in group.ranks:
                 rank.call("x", group)
-    ahead = data.draw(st.integers(0, count - 1))  # it has posted a call more, and computes
+    ahead = data.draw(st.integers(0, count - 1))  # it has posted one more call, and computes
     ranks[ahead].call("y", world, done=False, waits=False)
     keep = data.draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
     assert diagnose([rank.seen(keep=keep[rank.rank]) for rank in ranks], 99.0) is None
@@ -170,17 +170,16 @@ def test_call_name_lost_on_full_heap_matches_any_name(lost):
     ranks[0].calls[19] = replace(ranks[0].calls[19], **unknown)
     ranks[1].calls[19] = replace(ranks[1].calls[19], form="float32[5]")
     verdict = diagnose([rank.seen() for rank in ranks], 99.0)
-    assert verdict.is_call_mismatch and 0 not in verdict.odd, "the other two are compared all the same"
+    assert verdict.is_call_mismatch and 0 not in verdict.odd, "the other two ranks are still compared"
     ranks[0].calls[19] = replace(ranks[0].calls[19], site="other", operation="all_reduce", form="")
     assert diagnose([rank.seen() for rank in (ranks[0], ranks[2])], 99.0).is_call_mismatch, (
-        "another site is another call"
+        "calls of different sites must not match"
     )
 
 
 @pytest.mark.parametrize("stages", [2, 4, 7])
 def test_pipeline_hang_is_attributed_to_first_stopped_stage(stages):
-    """Stage s waits for stage s - 1, and so on down to the one that has stopped; the stages before it wait for it too,
-    for gradients."""
+    """Later stages wait for activations from the stopped stage, earlier ones for gradients, along a chain."""
     ranks = [Rank(rank, stages) for rank in range(stages)]
     everybody, stopped = tuple(range(stages)), stages // 2
     for rank in ranks:
@@ -237,7 +236,7 @@ def test_late_rank_is_distinguished_from_dead_network():
 
 @pytest.mark.parametrize("state, ended, kind", [("T", "", "stopped"), ("X", "", "dead"), ("S", "", "behind")])
 def test_rank_with_fewest_queued_calls_is_named(state, ended, kind):
-    """As on CUDA: rank 1 hangs; rank 0 queues on. Rank 3 would hear from rank 1 through rank 2, which is behind too."""
+    """As on CUDA: rank 1 hangs and rank 0 keeps queueing. Rank 3 depends on rank 1 through rank 2, which is behind."""
     ranks = [Rank(rank, 4) for rank in range(4)]
     groups = {pair: Group(pair) for pair in ((0, 1), (1, 2), (2, 3))}
     for pair, counts in (((0, 1), (9, 4)), ((1, 2), (4, 6)), ((2, 3), (3, 5))):
@@ -253,10 +252,10 @@ def test_rank_with_fewest_queued_calls_is_named(state, ended, kind):
         verdict.line,
     ), verdict.line
     assert Snapshot(seen, now=30.0).format_report(verdict.line)
-    assert diagnose([rank.seen() for rank in ranks], 30.0) is None, "nothing is wrong: some are faster"
-    assert diagnose([rank.seen("X") for rank in in_step(3, 5)], 30.0) is None, "all are as far"
+    assert diagnose([rank.seen() for rank in ranks], 30.0) is None, "some ranks are only faster"
+    assert diagnose([rank.seen("X") for rank in in_step(3, 5)], 30.0) is None, "all have made equally many calls"
     for rank in ranks:
-        rank.calls = []  # overwritten by those of other groups
+        rank.calls = []  # overwritten by calls of other groups
     short = diagnose([each.seen(state) for each, state in zip(ranks, "XTSS", strict=True)], 30.0)
     assert short.odd == (1,) and "has made 4 calls of ranks 0,1 and rank 0 9" in short.line
 
@@ -268,7 +267,7 @@ def test_ranks_of_another_host_are_reported_as_unknown():
     verdict = diagnose([rank.seen() for rank in ranks[:2]], 99.0)
     assert verdict.odd == (2, 3) and "ranks 2, 3, whose calls cannot be read on this host" in verdict.line
     left_behind = diagnose([ranks[0].seen(), ranks[2].seen("T")], 99.0)
-    assert left_behind.odd == (2,), "who is here and behind, before who is elsewhere"
+    assert left_behind.odd == (2,), "a readable rank that is behind is blamed first"
 
 
 def test_hang_report_lists_every_rank_up_to_diverging_calls():

@@ -126,7 +126,9 @@ def test_stopped_rank_outside_calls_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(launcher, "STOPPED_SECONDS", 0.2)
     begun = time.monotonic()
-    with pytest.raises(RankLost, match=r"^rank 0 is stopped \(state T\), in no call; its last completed call was call 1 \(all_reduce"):
+    with pytest.raises(
+        RankLost, match=r"^rank 0 is stopped \(state T\), in no call; its last completed call was call 1 \(all_reduce"
+    ):
         start(tmp_path, "stopped outside calls", collective_timeout=0.5)
     assert time.monotonic() - begun < 40, "rank 1 would have slept for a minute"
     assert not any(map(alive, processes(tmp_path)))

@@ -62,7 +62,8 @@ def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
     said, line = train(tmp_path, "dp3 zero1 fp32", rank=0, does="stop", site="data.targets", call=4)
     assert re.fullmatch(
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
-        r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(_sum_over_data\); its last completed call was call \d+ \(.*\), \d+\.\d "
+        r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(_sum_over_data\); its last completed call was "
+        r"call \d+ \(.*\), \d+\.\d "
         r"s ago, at training/trainer\.py:\d+ \(Trainer\._agree\); its process is stopped \(state T\); after step 3; "
         r"the same command goes on from step-000002",
         line,

@@ -1,4 +1,4 @@
-"""A made-up machine and made-up runs on it, for the tests of calibration."""
+"""A fake machine and fake runs on it, for the tests of calibration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE = "Example CPU"
 
 
 def cluster_file(place: Path, **more: Any) -> Path:
-    """The cluster file of a machine of two ranks, written as `meshwright probe` writes it."""
+    """Write the cluster file of a machine of two ranks in the format of `meshwright probe`; return its path."""
     tables = {
         "name": "host: 2 x Example CPU", "devices": 2, "devices_per_node": 2, "inside_gb_per_second": 2.0,
         "inside_latency_seconds": 3e-5,
@@ -35,7 +35,7 @@ def made_up_run(
     place: Path, predicted: float, measured: float | None, *, peak: int = 512 * MIB, unexplained: int = 64 * MIB,
     **more: Any,
 ) -> Path:  # fmt: skip
-    """The directory of a run that has ended; `more` goes into what it predicted."""
+    """Create the directory of a finished run; return it. more: further entries of its prediction."""
     place.mkdir(parents=True, exist_ok=True)
     result = {
         "step": 9, "layout": "dp2 fp32",

@@ -395,7 +395,7 @@ if __name__ == "__main__":
     def step(case: CudaStep) -> Measured:
         gc.collect()
         layout, config = Layout.parse(case.layout), configured(case)
-        said = ledger(
+        predicted = ledger(
             config, layout, batch=case.batch, sequence=case.sequence, optimizer=case.optimizer, rank=case.rank,
             documents=case.documents > 1, device="cuda", architecture="Hopper" if case.hopper else "Ampere",
         )  # fmt: skip
@@ -447,14 +447,14 @@ if __name__ == "__main__":
             peak, highest = allocator.peak, allocator.by_operator()
             del micro_batches, model, parallel, optimizer, passes
             kept = forward(case, config, layout) if case.saved else None
-        items = sorted(((each.bytes, f"{each.category} {each.name}") for each in said.items), reverse=True)
+        items = sorted(((each.bytes, f"{each.category} {each.name}") for each in predicted.items), reverse=True)
         unexpected, missing = difference(kept) if kept else ([], [])
         return Measured(
             peak,
             between,
-            said.peak_bytes,
-            said.between_steps,
-            said.moment,
+            predicted.peak_bytes,
+            predicted.between_steps,
+            predicted.moment,
             highest[:60],
             items[:60],
             unexpected,

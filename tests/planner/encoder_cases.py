@@ -1,4 +1,4 @@
-"""An encoder's forward and backward, watched: what a forward keeps, and the FLOPs of both."""
+"""Measurements of an encoder: saved activations of a forward, FLOPs of forward and backward, peak of a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.planner.saved_cases import Storages, Watched
 
 
 class EncoderCase(NamedTuple):
-    """A batch: `starts` says where documents begin in each row; None: one document a row."""
+    """Batch to measure. starts: document boundaries of each sequence; None: one document per sequence."""
 
     head: str = "masked"
     recompute: str = "none"
@@ -39,17 +39,17 @@ class EncoderCase(NamedTuple):
     sequence: int = 30
     dtype: str = "float32"
     starts: tuple[tuple[int, ...], ...] | None = None
-    backend: str | None = None  # of torch.compile; None: not compiled
+    backend: str | None = None  # backend of torch.compile; None: not compiled
 
 
 def small(head: str = "masked", **changes: Any) -> ModelConfig:
-    """Three layers, 97 tokens, and three classes where it has any."""
+    """Return a model with three layers, 97 tokens and, for classifiers, three classes."""
     labels = ("no", "maybe", "yes") if head == "classes" else ()
     return dataclasses.replace(preset("bert-tiny"), layers=3, vocabulary=97, head=head, labels=labels, **changes)
 
 
 def inputs(config: ModelConfig, case: EncoderCase) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Tokens, targets of as many places as the planner takes to be masked, documents."""
+    """Return (tokens, targets for as many tokens as the planner assumes to be masked, documents)."""
     make = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, config.vocabulary, (case.rows, case.sequence), generator=make)
     documents = Documents() if case.starts is None else Documents.from_starts(case.starts, case.sequence)
@@ -68,14 +68,14 @@ def build(config: ModelConfig, case: EncoderCase) -> Encoder:
 
 
 def loss_of(model: Encoder, batch: tuple[torch.Tensor, torch.Tensor, Documents]) -> torch.Tensor:
-    """The loss; of head "none" what the pooler gives."""
+    """Return the loss; for head "none", the output of the pooler."""
     if model.config.head == "none":
         return model.pooled(model.hidden(batch[0], batch[2]), batch[2])
     return model(*batch)
 
 
 def watch(case: EncoderCase) -> Watched:
-    """What lives on from a forward, what `saved_tensors_hooks` were given, and what the planner says."""
+    """Return the storages alive after a forward, those given to `saved_tensors_hooks`, and the prediction."""
     config = small(case.head)
     model, batch = build(config, case), inputs(config, case)
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -89,7 +89,7 @@ def watch(case: EncoderCase) -> Watched:
         return tensor
 
     storages = Storages()
-    watching = storages if case.backend is None else nullcontext()  # it would see into no compiled graph
+    watching = storages if case.backend is None else nullcontext()  # it does not see operators of compiled graphs
     if case.backend is not None:
         torch._dynamo.reset()
         model.compile_blocks(backend=case.backend)
@@ -118,7 +118,7 @@ CPU_FLASH = {
 
 
 def count(case: EncoderCase) -> tuple[int, int]:
-    """FLOPs of a forward and of its backward. The loss makes its head's gradients in the forward."""
+    """Return the FLOPs of a forward and of its backward. The loss computes gradients of the head in the forward."""
     config = small(case.head)
     model, batch = build(config, case), inputs(config, case)
     with FlopCounterMode(display=False, custom_mapping=CPU_FLASH) as forward:
@@ -129,7 +129,7 @@ def count(case: EncoderCase) -> tuple[int, int]:
 
 
 class EncoderStep(NamedTuple):
-    """A step to watch: `batch` rows over all ranks."""
+    """Step to measure. batch: global number of sequences."""
 
     config: ModelConfig
     layout: str = "dp1"
@@ -141,7 +141,7 @@ class EncoderStep(NamedTuple):
 
 
 def measure(step: EncoderStep) -> Measured:
-    """A step of data parallelism after two, which made what stays, as PyTorch's record of its allocator has it."""
+    """Measure a data-parallel step by PyTorch's record of its allocator, after two warm-up steps."""
     gc.collect()
     of_others = live_bytes()
     layout, dtype, table = Layout.parse(step.layout), getattr(torch, step.dtype), parameter_table(step.config)
@@ -179,8 +179,8 @@ def measure(step: EncoderStep) -> Measured:
     tensors = [tensor for kind in optimizer.state_tensors().values() for tensor in kind]
     states = parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
     mesh.close()
-    said = ledger(
+    predicted = ledger(
         step.config, layout, batch=step.batch, sequence=step.sequence, parameter_dtype=step.dtype, rank=mesh.rank,
         documents=step.starts or False, compile=step.compiled,
     )  # fmt: skip
-    return Measured(before + peak, before, states, said, where)
+    return Measured(before + peak, before, states, predicted, where)

@@ -1,4 +1,4 @@
-"""FLOPs of the real model as torch's FlopCounterMode counts them, our own operators included."""
+"""FLOPs of the engine's model, counted by torch's FlopCounterMode, including custom operators."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What each rank does in the tests of the ledger: a few steps of training, of which the last is watched by PyTorch's
-record of its allocator."""
+"""Functions that ranks run in tests of the ledger: a few training steps, of which the last is recorded by PyTorch's
+allocator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = 20_000
 
 
 class Step(NamedTuple):
-    """A step to watch: `batch` rows over all ranks."""
+    """Step to measure. batch: global number of sequences."""
 
     config: ModelConfig
     layout: str
@@ -46,11 +46,11 @@ class Step(NamedTuple):
     optimizer: str = "adamw"
     momentum: float = 0.0
     dtype: str = "float32"
-    pairs: bool = False  # of responses, one a row
+    pairs: bool = False  # preference pairs, one per sequence
     compiled: bool = False
     starts: tuple[tuple[int, ...], ...] | None = None
     """Where documents begin in the rows of each micro-batch; None: every row is one."""
-    told: bool = True  # whether the ledger knows where they begin, or only that rows pack several
+    known_documents: bool = True  # True if the ledger is given their boundaries
 
 
 class Measured(NamedTuple):
@@ -64,9 +64,11 @@ class Measured(NamedTuple):
 
 
 def measure(step: Step) -> Measured:
-    """Some steps of a run after the first two, which made what stays."""
+    """Measure steps of a run after the first two, which allocate persistent memory."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    place = Path(tempfile.gettempdir()) / f"meshwright-inductor-{rank}"  # a rank loads what no other is writing
+    place = (
+        Path(tempfile.gettempdir()) / f"meshwright-inductor-{rank}"
+    )  # no rank writes to the directory while another loads
     with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(place)}):
         return _measure(step)
 
@@ -141,13 +143,13 @@ def _measure(step: Step) -> Measured:
         came = dict(zip(layers, routed, strict=False)) if layout.micro_batches == 1 else {}
         return *highest(profile), came
 
-    def said(came: dict[int, Routed]) -> Ledger:
+    def predict(came: dict[int, Routed]) -> Ledger:
         halves = ((0, step.sequence // 2),) * rows if step.pairs else None
         known = step.starts or halves or False
         kind = step.optimizer if step.optimizer != "sgd" or not step.momentum else "momentum"
         return ledger(
             step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
-            rank=mesh.rank, routed=came, documents=known if step.told else bool(known), pairs=step.pairs,
+            rank=mesh.rank, routed=came, documents=known if step.known_documents else bool(known), pairs=step.pairs,
             compile=step.compiled,
         )  # fmt: skip
 
@@ -157,25 +159,25 @@ def _measure(step: Step) -> Measured:
     tensors = [tensor for kind in optimizer.state_tensors().values() for tensor in kind]
     states = engine.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
     mesh.close()
-    return Measured(before + peak, before, states, said(came), where)
+    return Measured(before + peak, before, states, predict(came), where)
 
 
 def check_states(found: Measured) -> None:
-    said = {"parameters": 0, "masters": 0, "gradients": 0, "gradient_buffers": 0, "optimizer": 0}
+    predicted = {"parameters": 0, "masters": 0, "gradients": 0, "gradient_buffers": 0, "optimizer": 0}
     for item in found.predicted.items:
         kind = item.name.rpartition(".")[2]
         if item.name.startswith("gradient_buffer."):
-            said["gradient_buffers"] += item.bytes
+            predicted["gradient_buffers"] += item.bytes
         elif item.first == "start" and item.category in ("parameters", "gradients"):
-            said[item.category] += item.bytes
+            predicted[item.category] += item.bytes
         elif item.category == "optimizer":
-            said["masters" if kind == "master" else "optimizer"] += item.bytes
-    assert said == found.states
+            predicted["masters" if kind == "master" else "optimizer"] += item.bytes
+    assert predicted == found.states
     assert abs(found.predicted.between_steps - found.before) < SMALL
 
 
 def live_bytes() -> int:
-    """Memory of all tensors that there are, each storage once; a compiler's fake ones have none."""
+    """Return the bytes of all tensors, each storage once, without fake tensors."""
     storages = {}
     for each in gc.get_objects():
         if not issubclass(type(each), torch.Tensor) or isinstance(each, FakeTensor | FunctionalTensor):
@@ -189,7 +191,7 @@ def live_bytes() -> int:
 
 
 def highest(profile: Any) -> tuple[int, str]:
-    """The most bytes above the beginning, and the operators around that time."""
+    """Return the peak bytes above the start, and the operators around the peak."""
     events = profile.profiler.kineto_results.events()
     changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
     now = highest = 0

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of saved activations: one forward of a stage as training runs it, watched."""
+"""Functions that ranks run in tests of saved activations: one forward of a stage is recorded."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Watched(NamedTuple):
 
 
 class Storages(TorchDispatchMode):
-    """Watches everything that operators make."""
+    """Record of all storages that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int, str]] = {}
-        self._before: dict[int, Any] = {}  # what was there already
+        self._before: dict[int, Any] = {}  # existing storages
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in _tensors([*args, *(kwargs or {}).values()]):
@@ -87,7 +87,7 @@ class Storages(TorchDispatchMode):
         return known is not None and not known[0].expired()
 
     def alive(self) -> dict[int, tuple[int, str]]:
-        """By address of the storage."""
+        """Return the live storages by address."""
         return {at: (size, name) for at, (storage, size, name) in self._made.items() if size and not storage.expired()}
 
 
@@ -100,7 +100,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def watch(case: Case) -> Watched:
-    """The second forward of one stage: the first made what stays (tables of positions)."""
+    """Record the second forward of a stage; the first allocates persistent tensors (rotary tables)."""
     layout, dtype, device = Layout.parse(case.layout), getattr(torch, case.dtype), case.device
     mesh, table = Mesh.create(layout, device), parameter_table(case.config)
     stages = stages_of(case.config, case.stages, case.sequence)
@@ -149,7 +149,7 @@ def watch(case: Case) -> Watched:
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        watching = storages if case.backend is None else nullcontext()  # it would see into no compiled graph
+        watching = storages if case.backend is None else nullcontext()  # it does not see operators of compiled graphs
         with mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", noted), watching, hooks:
             x = None
             if case.stage:
@@ -160,7 +160,7 @@ def watch(case: Case) -> Watched:
 
     forward()
     compute, storages, packed, counted = forward()
-    time.sleep(0.02 if mesh.world_size > 1 else 0)  # gloo's threads let go of what they sent a moment later
+    time.sleep(0.02 if mesh.world_size > 1 else 0)  # gloo's threads release sent tensors a little later
     alive = storages.alive()
     assert compute._kept
     stayed = set() if model._rotary is None else {each.untyped_storage()._cdata for each in model._rotary._table}
@@ -183,13 +183,13 @@ def watch(case: Case) -> Watched:
 
 def difference(found: Watched) -> tuple[list[tuple[int, str]], list[Saved]]:
     """What lives that was not predicted, and what was predicted and does not live, by size."""
-    live, said = sorted(found.alive), sorted(found.predicted, key=lambda each: (each.bytes, each.name))
-    said = [each for each in said if each.bytes]
+    live, predicted = sorted(found.alive), sorted(found.predicted, key=lambda each: (each.bytes, each.name))
+    predicted = [each for each in predicted if each.bytes]
     extra = []
     for size, name in live:
-        match = next((each for each in said if each.bytes == size), None)
+        match = next((each for each in predicted if each.bytes == size), None)
         if match is None:
             extra.append((size, name))
         else:
-            said.remove(match)
-    return extra, said
+            predicted.remove(match)
+    return extra, predicted

@@ -1,4 +1,4 @@
-"""Calibration: the factor of a closed form, kept in the cluster file, found once and not again on top of itself."""
+"""Calibration: the factor on predicted times in the cluster file; repeated calibration changes nothing."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def fold(path: Path, *runs: Path) -> Calibration:
     return found
 
 
-def test_the_files_of_a_run_are_those_that_training_leaves():
+def test_made_up_runs_have_the_files_of_training():
     assert (RESULT, METRICS) == (run_directory.RESULT, run_directory.METRICS)
 
 
-def test_the_factor_is_the_median_ratio_and_the_share_that_of_all_bytes_together(tmp_path):
+def test_factor_is_median_ratio_and_share_is_of_total_bytes(tmp_path):
     runs = [
         made_up_run(tmp_path / "a", 1.0, 1.5, peak=512 * MIB, unexplained=64 * MIB),
         made_up_run(tmp_path / "b", 2.0, 2.4, peak=1536 * MIB, unexplained=-16 * MIB),
-        made_up_run(tmp_path / "c", 4.0, 5.2, peak=8 * MIB, unexplained=400 * MIB),  # too small to say anything
+        made_up_run(tmp_path / "c", 4.0, 5.2, peak=8 * MIB, unexplained=400 * MIB),  # too small to count
         made_up_run(tmp_path / "d", 1.0, 1.1, unexplained=32 * MIB, compile=True),
     ]
     found = calibration_of([read_run(run) for run in runs])
@@ -45,19 +45,19 @@ def test_the_factor_is_the_median_ratio_and_the_share_that_of_all_bytes_together
     assert calibration_of([read_run(runs[2])]).unexplained_share is None
 
 
-def test_what_is_written_is_read_and_all_else_stays(tmp_path):
+def test_calibration_round_trips_and_keeps_rest_of_file(tmp_path):
     path = cluster_file(tmp_path)
     before = path.read_text()
     found = fold(path, made_up_run(tmp_path / "a", 1.0, 1.25))
     assert cluster(str(path)).calibration == found
     assert path.read_text().startswith(before)
     assert replace(cluster(str(path)), calibration=None) == cluster(parse_toml(before, ""), str(path))
-    anew = fold(path, made_up_run(tmp_path / "b", 1.0, 2.0))  # in place of what there was
+    anew = fold(path, made_up_run(tmp_path / "b", 1.0, 2.0))  # replaces the existing table
     assert anew.time_factor == 2 and path.read_text().count("[calibration]") == 1
     assert path.read_text().startswith(before)
 
 
-def test_a_table_in_the_middle_of_a_file_is_replaced_too(tmp_path):
+def test_calibration_table_in_the_middle_of_a_file_is_replaced(tmp_path):
     path = cluster_file(tmp_path)
     tables = parse_toml(path.read_text(), "") | {"calibration": Calibration(3.0, 3.0, 3.0, 1).table()}
     texts = [
@@ -74,7 +74,7 @@ def test_a_table_in_the_middle_of_a_file_is_replaced_too(tmp_path):
         assert found == {key: value for key, value in tables.items() if key != "calibration"}
 
 
-def test_the_same_runs_again_change_nothing(tmp_path):
+def test_repeated_calibration_changes_nothing(tmp_path):
     path = cluster_file(tmp_path)
     runs = [made_up_run(tmp_path / "a", 1.0, 1.5), made_up_run(tmp_path / "b", 1.0, 1.7)]
     fold(path, *runs)
@@ -83,14 +83,14 @@ def test_the_same_runs_again_change_nothing(tmp_path):
     assert path.read_text() == text
 
 
-def test_a_run_that_was_predicted_with_a_factor_gives_the_same_factor_again(tmp_path):
+def test_run_predicted_with_a_factor_gives_the_same_factor(tmp_path):
     path = cluster_file(tmp_path)
     found = fold(path, made_up_run(tmp_path / "a", 1.0, 1.5))
-    later = made_up_run(tmp_path / "b", 1.5, 1.5, calibration=found.table())  # predicted with it, and right
+    later = made_up_run(tmp_path / "b", 1.5, 1.5, calibration=found.table())  # predicted with the factor, and correct
     assert fold(path, later).time_factor == pytest.approx(1.5)
 
 
-def test_calibrated_times_and_memory_are_the_plain_ones_by_the_factor(tmp_path):
+def test_calibration_multiplies_times_and_memory(tmp_path):
     path = cluster_file(tmp_path)
     plain = cluster(str(path))
     found = Calibration(1.5, 1.2, 2.5, 3, 0.1, 2)
@@ -144,20 +144,20 @@ def damaged(place: Path, text: str) -> Path:
         (lambda place: made_up_run(place / "r", 1.0, 1.0, device=None), "predicted.device is missing"),
     ],
 )
-def test_what_is_no_run_is_a_line_that_names_it(tmp_path, make: Any, line: str):
+def test_invalid_run_is_one_line_error_with_its_name(tmp_path, make: Any, line: str):
     run = make(tmp_path)
     with pytest.raises(UserError) as caught:
         read_run(run)
     assert line in str(caught.value) and str(run) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_run_that_has_not_ended_and_one_of_another_device_are_refused(tmp_path):
+def test_unfinished_run_and_run_of_another_device_are_refused(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / METRICS).write_text(json.dumps({"step": 1}))
     with pytest.raises(UserError, match=r"the run has not ended: it has no result\.json yet"):
         read_run(tmp_path / "a")
     path, run = cluster_file(tmp_path), made_up_run(tmp_path / "b", 1.0, 1.0, device="h100-sxm")
-    with pytest.raises(UserError, match=f"the run was predicted for h100-sxm, but .* is for {DEVICE}"):
+    with pytest.raises(UserError, match=f"the run was predicted for h100-sxm, .* is for {DEVICE}"):
         cluster_file_with(path, [read_run(run)])
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_has_not_ended_and_one_of_another_device_are_refused(tmp_path
         ({"time_factor": 3.0, "time_low": 1.0, "time_high": 2.0, "runs": 1}, "is not between time_low and time_high"),
     ],
 )
-def test_a_damaged_calibration_is_a_line(table: Any, line: str):
+def test_damaged_calibration_is_one_line_error(table: Any, line: str):
     with pytest.raises(UserError) as caught:
         cluster({"device": "h100-sxm", "devices": 8, "calibration": table})
     assert line in str(caught.value) and "\n" not in str(caught.value)

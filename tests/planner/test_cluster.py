@@ -1,4 +1,4 @@
-"""A cluster is what was written: devices in nodes, with the links of their data sheet or of whoever says more."""
+"""Clusters: devices in nodes, with links of the catalogue or of the user."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from meshwright.planner.devices import DEVICES
         ("2x36xgb200", 72, 36, 900e9, 50e9),
         ("16xh800", 16, 8, 200e9, 50e9),
         ("8xmi300x", 8, 8, 448e9, 50e9),
-        ("4x2xmi300x", 8, 2, 64e9, 50e9),  # a full mesh: one of seven wires leads to the other
+        ("4x2xmi300x", 8, 2, 64e9, 50e9),  # a full mesh: one of seven links connects a pair
         ("2xa40", 2, 2, 56e9, 12.5e9),  # a bridged pair
-        ("8xa40", 8, 8, 31e9, 12.5e9),  # past the pair, PCIe
+        ("8xa40", 8, 8, 31e9, 12.5e9),  # PCIe beyond the pair
         ("2xa100-pcie", 2, 2, 300e9, 12.5e9),
-        ("8xl40s", 8, 8, 31e9, 12.5e9),  # no link of their own
-        ("8xgh200", 8, 1, 450e9, 50e9),  # alone in its node
+        ("8xl40s", 8, 8, 31e9, 12.5e9),  # no direct link
+        ("8xgh200", 8, 1, 450e9, 50e9),  # one device per node
     ],
 )
-def test_shorthands(text: str, devices: int, per_node: int, inside: float, across: float):
+def test_shorthand_gives_devices_and_nodes(text: str, devices: int, per_node: int, inside: float, across: float):
     found = cluster(text)
     assert (found.devices, found.devices_per_node) == (devices, per_node)
     assert found.nodes * per_node == devices
@@ -43,14 +43,14 @@ def test_shorthands(text: str, devices: int, per_node: int, inside: float, acros
     assert found.measured is None
 
 
-def test_every_device_makes_a_node():
+def test_every_device_forms_a_node():
     for device in DEVICES:
         assert cluster(f"1x{device.name}").device is device
         links = device.links
         assert cluster({"device": device.name, "devices": max(links.node, links.domain)}).nodes == 1
 
 
-def test_peaks_are_operations_a_second():
+def test_peaks_are_operations_per_second():
     assert cluster("8xh100-sxm").peak("bf16") == 989e12
     with pytest.raises(UserError, match="v100 has no known peak for bf16; it has fp32, fp16"):
         cluster("8xv100").peak("bf16")
@@ -58,7 +58,7 @@ def test_peaks_are_operations_a_second():
         cluster("8xv100").peak("bf61")
 
 
-def test_a_mapping_says_more_than_the_data_sheet():
+def test_mapping_overrides_catalogue():
     found = cluster({"device": "h100-sxm", "devices": 128, "devices_per_node": 4, "across_gb_per_second": 12.5})
     assert (found.devices_per_node, found.inside.bandwidth, found.across.bandwidth) == (4, 450e9, 12.5e9)
     assert found.across.latency == cluster("128xh100-sxm").across.latency
@@ -67,21 +67,21 @@ def test_a_mapping_says_more_than_the_data_sheet():
     assert cluster({"device": "h100-sxm", "devices": 4, "devices_per_node": 8}).devices_per_node == 4
 
 
-def test_a_file_is_a_mapping(tmp_path: Path):
+def test_file_equals_mapping(tmp_path: Path):
     file = tmp_path / "ours.toml"
     file.write_text('name = "ours"\ndevice = "h800"\ndevices = 2048\nacross_gb_per_second = 50\n')
     assert cluster(str(file)) == cluster({"name": "ours", "device": "h800", "devices": 2048})
     assert cluster(str(file)).name == "ours"
 
 
-def test_a_device_of_ones_own(tmp_path: Path):
+def test_device_table_defines_device(tmp_path: Path):
     own = {"name": "x1", "memory_bytes": 2**36, "memory_gb_per_second": 1000, "peaks": {"bf16": 200}}
-    said: dict[str, Any] = {"device": own, "devices": 16, "devices_per_node": 8}
+    fields: dict[str, Any] = {"device": own, "devices": 16, "devices_per_node": 8}
     links = {"inside_gb_per_second": 100, "across_gb_per_second": 10}
-    found = cluster({**said, **links})
+    found = cluster({**fields, **links})
     assert (found.peak("bf16"), found.device.memory_bytes, found.device.memory_bandwidth) == (200e12, 2**36, 1e12)
     with pytest.raises(UserError, match="across_gb_per_second is missing"):
-        cluster({**said, "inside_gb_per_second": 100})
+        cluster({**fields, "inside_gb_per_second": 100})
     found = cluster({"device": {"like": "h200", "memory_bytes": 150e9}, "devices": 8})
     assert (found.device.memory_bytes, found.device.bf16, found.device.name) == (150e9, 989, "h200")
 
@@ -156,14 +156,14 @@ def test_a_device_of_ones_own(tmp_path: Path):
         ({"device": "h100-sxm", "devices": 8, "measured": {}}, "damaged (backend is missing)"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_would_be_right(wanted: Any, line: str):
+def test_invalid_cluster_is_one_line_with_suggestion(wanted: Any, line: str):
     with pytest.raises(UserError) as caught:
         cluster(wanted)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path):
+def test_missing_or_damaged_file_is_named(tmp_path: Path):
     (tmp_path / "ours.toml").write_text("device = ")
     with pytest.raises(UserError, match=r"ours.toml:1: not valid TOML"):
         cluster(str(tmp_path / "ours.toml"))
@@ -174,9 +174,9 @@ def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path):
         cluster(str(tmp_path / "ours.toml"))
 
 
-def test_this_is_what_probe_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cluster_this_is_the_file_of_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # hardware profiles of first starts lie there
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # directory of the profiles of first starts
     with pytest.raises(UserError, match=r'no hardware profile of this machine .*run "meshwright probe"'):
         cluster("this")
     this_machine().parent.mkdir()

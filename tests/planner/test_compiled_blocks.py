@@ -1,5 +1,4 @@
-"""What compiled blocks keep is what torch's partitioner keeps of them, and the peak of a compiled step is the
-allocator's."""
+"""Compiled blocks: saved activations match torch's partitioner, and the peak of a step matches the allocator."""
 
 from __future__ import annotations
 
@@ -42,11 +41,15 @@ class Sums:
 
 
 def check(case: Case, found: Watched) -> None:
-    of_functions = [name for name in NOT_HOOKED if name != "attention.first_visible"]  # a graph's own argument
-    if "full" in case.layout:  # what all layers share is not given to autograd
+    of_functions = [name for name in NOT_HOOKED if name != "attention.first_visible"]  # an argument of the graph
+    if "full" in case.layout:  # tensors shared by all layers are not passed to autograd
         of_functions.append("rotation.")
-    said = [each for each in found.predicted if not each.name.startswith(tuple(of_functions))]
-    assert Counter(each.bytes for each in said) == Counter(size for size, _ in found.packed), (case, said, found.packed)
+    predicted = [each for each in found.predicted if not each.name.startswith(tuple(of_functions))]
+    assert Counter(each.bytes for each in predicted) == Counter(size for size, _ in found.packed), (
+        case,
+        predicted,
+        found.packed,
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +60,7 @@ def check(case: Case, found: Watched) -> None:
         *exhaustive(*((name, again) for name in DENSE[1:] for again in (" ac:selective", " ac:full"))),
     ],
 )
-def test_a_compiled_forward_keeps_what_was_said(name: str, recompute: str) -> None:
+def test_saved_activations_of_compiled_forward_match_prediction(name: str, recompute: str) -> None:
     config = dataclasses.replace(model(name), layers=2)
     for dtype, starts in (("bfloat16", DOCUMENTS), *([] if recompute else [("float32", None)])):
         case = Case(config, f"dp1{recompute}", dtype=dtype, starts=starts, backend=PARTITIONED)
@@ -65,8 +68,8 @@ def test_a_compiled_forward_keeps_what_was_said(name: str, recompute: str) -> No
 
 
 @pytest.mark.parametrize("recompute", ["", *exhaustive(" ac:selective", " ac:full")])
-def test_split_backwards_keep_and_queue_what_was_said(recompute: str) -> None:
-    """Between the halves there is what the queue holds, each storage once."""
+def test_saved_and_queued_tensors_of_split_backward_match_prediction(recompute: str) -> None:
+    """Between the two passes, memory is that of the queue, each storage once."""
     config = dataclasses.replace(model("llama-tiny"), layers=2)
     case = Case(config, f"dp1{recompute}", dtype="bfloat16", backend=PARTITIONED, queued=True)
     check(case, watch(case))
@@ -88,7 +91,7 @@ def test_split_backwards_keep_and_queue_what_was_said(recompute: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-def test_ranks_keep_their_parts_of_compiled_blocks() -> None:
+def test_saved_activations_of_compiled_blocks_match_on_ranks() -> None:
     names = ("llama-tiny", "qwen3-tiny")
     layouts = (
         "tp2",
@@ -109,54 +112,54 @@ def test_ranks_keep_their_parts_of_compiled_blocks() -> None:
 
 SMALL_HEAD = dataclasses.replace(
     preset("llama-tiny"), tied=False, vocabulary=256, hidden=128, layers=2
-)  # then memory is highest in a layer, not in the loss
+)  # so that the peak is in a layer, not in the loss
 
 
 SMALL_MIXTURE = dataclasses.replace(
     preset("mixtral-tiny"), tied=False, vocabulary=256, layers=2, intermediate=384, expert_intermediate=384
-)  # then it is highest where experts' gradients are
+)  # so that the peak is at the gradients of experts
 
 
 @pytest.mark.exhaustive
-def test_the_peak_of_a_compiled_mixture_is_what_the_allocator_saw() -> None:
+def test_peak_of_compiled_mixture_matches_allocator() -> None:
     found = measure(Step(SMALL_MIXTURE, "dp1", 4, 128, dtype="bfloat16", compiled=True))
-    passing, said = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
-    assert said == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    passing, predicted = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
+    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
     assert found.predicted.compiled
 
 
 @pytest.mark.slow
-def test_the_peak_of_a_compiled_step_is_what_the_allocator_saw() -> None:
-    """`bench/compiled_memory.py` does so in every way."""
+def test_peak_of_compiled_step_matches_allocator() -> None:
+    """`bench/compiled_memory.py` checks all configurations."""
     step = Step(SMALL_HEAD, "dp1", 4, 128, dtype="bfloat16", compiled=True)
     found = measure(step)
-    passing, said = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
-    assert said == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
+    passing, predicted = found.peak - found.before, found.predicted.peak_bytes - found.predicted.between_steps
+    assert predicted == pytest.approx(passing, rel=0.01), (found.where, found.predicted.moment)
     assert found.predicted.compiled
 
 
-def told(model: str, layout: str, compile: bool = True) -> tuple[float, tuple[str, ...]]:
+def memory_and_warnings(model: str, layout: str, compile: bool = True) -> tuple[float, tuple[str, ...]]:
     one = evaluate(model, "8xh100-sxm", layout, sequence=4096, batch=16, compile=compile)
     return one.memory.peak_bytes, one.warnings
 
 
-def test_a_plan_says_where_compiled_blocks_are_priced_as_others() -> None:
+def test_warning_if_compiled_blocks_are_priced_as_uncompiled() -> None:
     warning = ("memory is that of uncompiled blocks",)
-    eager, compiled = (told("llama-3-8b", "dp8 zero3 bf16", compile)[0] for compile in (False, True))
+    eager, compiled = (memory_and_warnings("llama-3-8b", "dp8 zero3 bf16", compile)[0] for compile in (False, True))
     assert compiled < 0.75 * eager
-    assert told("llama-3-8b", "dp8 zero3 bf16")[1] == ()
+    assert memory_and_warnings("llama-3-8b", "dp8 zero3 bf16")[1] == ()
     for schedule in ("1f1b", "zb-h1", "dualpipe-v"):
-        assert told("llama-3-8b", f"dp4 zero1 pp2:{schedule} mb4 bf16")[1] == ()
+        assert memory_and_warnings("llama-3-8b", f"dp4 zero1 pp2:{schedule} mb4 bf16")[1] == ()
     for layout in ("dp8 zero3 bf16", "dp8 zero3 ep8 bf16"):
-        eager, compiled = (told("mixtral-8x7b-v0.1", layout, compile) for compile in (False, True))
+        eager, compiled = (memory_and_warnings("mixtral-8x7b-v0.1", layout, compile) for compile in (False, True))
         assert compiled[1] == () and compiled[0] < eager[0]
     name, layout = "mixtral-8x7b-v0.1", "dp4 zero1 pp2:zb-h1 mb4 bf16"
-    assert told(name, layout) == (told(name, layout, False)[0], warning)
+    assert memory_and_warnings(name, layout) == (memory_and_warnings(name, layout, False)[0], warning)
 
 
-def test_a_layer_of_llama_in_bfloat16_keeps_what_its_products_give() -> None:
-    """Results of three of its four products (the gradient of the last one's is the layer's own), attention's, and its
-    input: two bytes a number. Eager it keeps 3.5 times as much (`test_saved`)."""
+def test_compiled_llama_layer_saves_results_of_products() -> None:
+    """The layer saves the results of three of its four products (the last one's gradient is the layer's own) and of
+    attention, and its input, two bytes per element. Eager, it saves 3.5 times as much (`test_saved`)."""
     config = preset("llama-3-8b")
     saved = saved_activations(config, Layout(), 1, 8192, parameter_dtype="bfloat16", compiled=True)
     layer = sum(each.bytes for each in saved if each.name.startswith("layers.7."))

@@ -1,4 +1,4 @@
-"""The ledger of a CUDA device is what the engine holds on one, storage by storage, at the sizes of real models."""
+"""Ledgers of CUDA devices match the engine, storage by storage, at the sizes of real models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def title(case: CudaStep) -> str:
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[str, Measured]]:
-    """All cases in one process."""
+    """Measure all cases in one process."""
     try:
         yield {title(case): each for case, each in zip(CASES, measured(CASES), strict=True)}
     except NoCompiler as reason:
@@ -36,7 +36,7 @@ def found() -> Iterator[dict[str, Measured]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=title)
-def test_a_step_on_a_cuda_device_holds_what_was_said(case: CudaStep, found: dict[str, Measured]) -> None:
+def test_peak_of_cuda_step_matches_prediction(case: CudaStep, found: dict[str, Measured]) -> None:
     here = found[title(case)]
     assert here.predicted == pytest.approx(here.peak, rel=0.005), (here.moment, here.alive[:20], here.items[:20])
     assert here.predicted - here.predicted_between == pytest.approx(here.peak - here.between, rel=0.01)
@@ -44,6 +44,6 @@ def test_a_step_on_a_cuda_device_holds_what_was_said(case: CudaStep, found: dict
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.saved], ids=title)
-def test_a_forward_on_a_cuda_device_keeps_what_was_said(case: CudaStep, found: dict[str, Measured]) -> None:
+def test_saved_activations_of_cuda_forward_match_prediction(case: CudaStep, found: dict[str, Measured]) -> None:
     here = found[title(case)]
     assert not here.unexpected and not here.missing

@@ -18,7 +18,7 @@ def test_llama_3_8b_in_bfloat16_has_the_published_sizes_on_a_gpu():
     (rank,) = ledger.stages
     assert (rank.weights, rank.packed, ledger.front) == (2 * 8_030_261_248, 0, 0)
     assert rank.kv_block == 16 * 2 * 32 * 8 * 128 * 2 == 2 * MIB
-    assert rank.logits == 4 * (256 + 2 * 32) * 128256  # of a step, and of graphs for 1, 2, 4 ... 32 sequences
+    assert rank.logits == 4 * (256 + 2 * 32) * 128256  # for a step, and for CUDA graphs of 1, 2, 4 ... 32 sequences
     assert 0 < rank.workspace - SCRATCH_BYTES - rank.kv_block < 2 * MIB
     assert CONTEXT_BYTES < rank.slack < CONTEXT_BYTES + 128 * MIB
 

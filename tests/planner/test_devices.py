@@ -1,4 +1,4 @@
-"""Peaks are found by what drivers call a device, and are the dense ones."""
+"""The device catalogue: names as reported by drivers, dense peaks, sources."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from meshwright.planner.devices import DEVICES, Device, find_device, peak_flops
         ("AMD Instinct MI250X / MI250", "mi250x"),
     ],
 )
-def test_a_driver_name_finds_its_device(name: str, device: str):
+def test_driver_name_finds_device(name: str, device: str):
     found = find_device(name)
     assert found is not None
     assert found.name == device
@@ -63,11 +63,11 @@ def test_a_driver_name_finds_its_device(name: str, device: str):
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
     ],
 )
-def test_a_relative_with_other_peaks_is_unknown_rather_than_wrong(name: str):
+def test_similar_device_with_other_peaks_is_unknown(name: str):
     assert peak_flops(name, "bf16") is None
 
 
-def test_every_device_is_found_by_its_catalogue_name_and_says_its_source():
+def test_every_device_has_catalogue_name_and_source():
     for device in DEVICES:
         assert find_device(device.name) is device
         assert device.source
@@ -76,7 +76,7 @@ def test_every_device_is_found_by_its_catalogue_name_and_says_its_source():
             assert peak is None or 1e13 < peak < 1e16
 
 
-def test_dense_peaks_that_are_often_printed_twice_as_large():
+def test_peaks_are_dense():
     assert peak_flops("NVIDIA H200", "bf16") == 989e12
     assert peak_flops("NVIDIA H100 80GB HBM3", "fp8") == 1979e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
@@ -84,7 +84,7 @@ def test_dense_peaks_that_are_often_printed_twice_as_large():
     assert peak_flops("Tesla V100-SXM2-32GB", "fp16") == 125e12
 
 
-def test_peaks_are_those_of_the_collected_table(shared_data):
+def test_peaks_match_collected_table(shared_data):
     with (shared_data / "measured" / "hardware.csv").open(newline="") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
     names = {
@@ -105,9 +105,9 @@ def test_peaks_are_those_of_the_collected_table(shared_data):
                 assert peak == pytest.approx(float(text) * 1e12), (device, precision)
 
 
-# --- the catalogue against the table that it was made from
+# --- the catalogue against its source table
 
-PARTS = {"mi250x": 2}  # devices that the published part is to a program
+PARTS = {"mi250x": 2}  # devices that a program sees for one published part
 GH200 = {"gh200": 0, "gh200-141": 1}  # two memories in one row: "96/141"
 COLUMNS = {
     "peak_fp8_dense_tflops": ("fp8", 1, 1),
@@ -138,7 +138,7 @@ def parts_of(device: Device, row: dict[str, str]) -> bool:
     return device.published == row["name"]
 
 
-def test_the_catalogue_has_every_accelerator_of_the_table_figure_by_figure(shared_data: Path):
+def test_catalogue_matches_table_figure_by_figure(shared_data: Path):
     with open(shared_data / "measured" / "hardware.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     compared = 0
@@ -162,16 +162,16 @@ def test_the_catalogue_has_every_accelerator_of_the_table_figure_by_figure(share
                 compared += 1
             prices = [float(number) for number in re.findall(r"[\d.]+", row["ondemand_usd_per_gpu_hour"].split("(")[0])]
             assert device.price == ((prices[0], prices[-1]) if prices else None), device.name
-            said = row["measured_allreduce_busbw_node_gbs"].split("/")
-            ring = re.match(r"[\d.]+", said[0])
+            reported = row["measured_allreduce_busbw_node_gbs"].split("/")
+            ring = re.match(r"[\d.]+", reported[0])
             assert device.all_reduce_ring == (float(ring[0]) * 1e9 if ring else None), device.name
-            switch = re.match(r" ([\d.]+)", said[1]) if len(said) > 1 and "NVLS" in said[1] else None
+            switch = re.match(r" ([\d.]+)", reported[1]) if len(reported) > 1 and "NVLS" in reported[1] else None
             assert device.all_reduce_switch == (float(switch[1]) * 1e9 if switch else None), device.name
     assert compared > 400
     assert find_device("v100").fp16 == 125  # "n/a (fp16 TC 125)" in the column of bf16
 
 
-def test_figures_from_memory_say_so(shared_data: Path):
+def test_unverified_figures_are_marked(shared_data: Path):
     with open(shared_data / "measured" / "hardware.csv", newline="") as file:
         for row in csv.DictReader(file):
             for device in DEVICES:
@@ -188,14 +188,14 @@ def test_every_figure_has_a_source():
             assert len(device.sources.get(field, device.source)) > 4, (device.name, field)
 
 
-def test_links_are_those_of_one_direction():
-    """NVLink of an H100: 900 GB/s are both directions together; its network adapter, 400 Gbit/s, is 50 GB/s."""
+def test_links_are_one_direction():
+    """NVLink of an H100: 900 GB/s is the sum of both directions; its network adapter of 400 Gbit/s has 50 GB/s."""
     links = find_device("h100-sxm").links
     assert (links.scaleup, links.across) == (450e9, 50e9)
 
 
-def test_memory_is_what_the_driver_shows_which_is_near_the_data_sheet():
-    """Data sheets' GB are GiB for some and 10^9 bytes for others: an H100's 80 are 79.6 GiB, a B300's 288 are 268.6."""
+def test_memory_is_that_of_the_driver():
+    """In data sheets, GB may be GiB or 10^9 bytes: an H100's 80 GB are 79.6 GiB, a B300's 288 GB are 268.6 GiB."""
     for device in DEVICES:
         assert 0.97 * device.memory_gb * 1e9 < device.memory_bytes < 1.08 * device.memory_gb * 1e9, device.name
     assert find_device("h100-sxm").memory_bytes == 81559 * 2**20

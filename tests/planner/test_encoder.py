@@ -1,4 +1,4 @@
-"""An encoder's price is what the real one does: tensors that it keeps, FLOPs, states, the peak of a step."""
+"""Encoder models: predicted saved activations, FLOPs, states and peak match the engine."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ NOT_HOOKED = ("head.hidden.gradient", "head.weight.gradient", "head.bias.gradien
     ],
     ids=lambda case: f"{case.head} {case.recompute} {case.dtype} {case.rows}x{case.sequence} {case.starts is not None}",
 )  # fmt: skip
-def test_what_a_forward_keeps_is_what_was_said(case: EncoderCase) -> None:
+def test_saved_activations_match_prediction(case: EncoderCase) -> None:
     found = watch(case)
     unexpected, missing = difference(found)
     assert not unexpected and not missing, (unexpected, missing)
     if case.recompute == "none":
-        said = Counter(each.bytes for each in found.predicted if not each.name.startswith(NOT_HOOKED))
+        predicted = Counter(each.bytes for each in found.predicted if not each.name.startswith(NOT_HOOKED))
         hooked = Counter(size for size, _ in found.packed)
-        assert said <= hooked if case.head == "classes" else said == hooked  # beside them: what the loss is a part of
+        assert (
+            predicted <= hooked if case.head == "classes" else predicted == hooked
+        )  # hooks also see tensors of the loss
 
 
 @pytest.mark.parametrize(
@@ -64,14 +66,14 @@ def test_what_a_forward_keeps_is_what_was_said(case: EncoderCase) -> None:
     ],
     ids=lambda case: case.recompute,
 )  # fmt: skip
-def test_a_compiled_forward_keeps_what_was_said(case: EncoderCase) -> None:
+def test_saved_activations_of_compiled_forward_match_prediction(case: EncoderCase) -> None:
     found = watch(case)
-    said = Counter(each.bytes for each in found.predicted if not each.name.startswith(NOT_HOOKED))
-    assert said == Counter(size for size, _ in found.packed), (found.predicted, found.packed)
+    predicted = Counter(each.bytes for each in found.predicted if not each.name.startswith(NOT_HOOKED))
+    assert predicted == Counter(size for size, _ in found.packed), (found.predicted, found.packed)
 
 
 def halves(case: EncoderCase) -> tuple[float, float]:
-    """FLOPs of what the engine does in its forward (the head's gradients among them) and in its backward."""
+    """Return the FLOPs of the engine's forward (including gradients of the head) and backward."""
     config = small(case.head)
     layout = Layout(recompute=case.recompute)
     found = operations(config, layout, case.rows, case.sequence, whole_model(config), OURS)
@@ -82,16 +84,16 @@ def halves(case: EncoderCase) -> tuple[float, float]:
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("head", HEADS)
-def test_flops_are_those_that_torch_counts(head: str, recompute: str) -> None:
+def test_flops_match_torch_counter(head: str, recompute: str) -> None:
     case = EncoderCase(head, recompute, rows=4, sequence=40)
     assert halves(case) == count(case)
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_they_add_up_to_the_closed_forms(head: str) -> None:
+def test_operations_add_up_to_closed_forms(head: str) -> None:
     config, rows, sequence = small(head), 4, 40
     forward = forward_flops_per_token(config, sequence)
-    assert forward["attention.scores"] == config.layers * 2 * sequence * config.hidden  # every token sees all
+    assert forward["attention.scores"] == config.layers * 2 * sequence * config.hidden  # bidirectional attention
     found = operations(config, Layout(), rows, sequence, whole_model(config), OURS)
     assert total_flops(found, "forward") == pytest.approx(rows * sequence * sum(forward.values()))
     core = forward["attention.scores"] + forward["attention.values"]
@@ -100,7 +102,7 @@ def test_they_add_up_to_the_closed_forms(head: str) -> None:
 
 
 @pytest.mark.parametrize("config", [*map(small, HEADS), preset("bert-large-cased")], ids=lambda config: config.head)
-def test_a_search_counts_the_parameters_of_the_table(config: ModelConfig) -> None:
+def test_closed_form_parameters_match_parameter_table(config: ModelConfig) -> None:
     dense, spread = held(config, Layout()).of_stage(config, whole_model(config))
     assert (dense, spread) == (parameter_table(config).numel, 0.0)
 
@@ -118,13 +120,13 @@ LARGE_HEAD = dataclasses.replace(small(), vocabulary=8192)
     ids=lambda each: f"{each.config.head} {each.config.vocabulary} {each.layout} {each.dtype}"
     if isinstance(each, EncoderStep) else str(each),
 )  # fmt: skip
-def test_the_peak_of_a_step_is_what_the_allocator_saw(step: EncoderStep, near: float) -> None:
+def test_peak_of_step_matches_allocator(step: EncoderStep, near: float) -> None:
     found = measure(step)
     check_states(found)
     assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), (found.where, found.predicted.moment)
 
 
-def test_a_plan_says_what_it_takes_to_be_masked_and_who_trains_it() -> None:
+def test_warnings_name_masked_share_and_unsupported_training() -> None:
     problem = problem_of("bert-large-uncased", "8xa100-40", sequence=512, batch=256)
     found = search(problem, 3)
     assert found.best
@@ -132,14 +134,14 @@ def test_a_plan_says_what_it_takes_to_be_masked_and_who_trains_it() -> None:
         assert (each.layout.tp, each.layout.cp, each.layout.pp) == (1, 1, 1) and each.fits
         assert "assumed that 15% of the tokens are masked: the head computes only these" in each.warnings
         assert any("train it as a module of its own" in warning for warning in each.warnings)
-    assert max(map(abs, found.differences)) < 0.02  # closed forms from the simulator
+    assert max(map(abs, found.differences)) < 0.02  # closed form against simulator
     with pytest.raises(UserError, match="sequence 1024 is longer than the model's 512 positions"):
         search(problem_of("bert-large-uncased", "8xa100-40", sequence=1024, batch=256), 3)
     with pytest.raises(UserError, match="runs on dp with any zero; leave tp2 out"):
         evaluate("bert-large-uncased", "8xa100-40", "dp4 tp2", sequence=512, batch=256)
 
 
-def test_a_masked_model_predicts_a_part_of_its_tokens_and_a_classifier_a_row() -> None:
+def test_head_computes_masked_tokens_or_one_label_per_sequence() -> None:
     masked, classes = small(), small("classes")
     assert count_predictions(masked, 4, 512) == round(0.15 * 4 * 512) and count_predictions(classes, 4, 512) == 4
     hidden = masked.hidden
@@ -148,8 +150,8 @@ def test_a_masked_model_predicts_a_part_of_its_tokens_and_a_classifier_a_row() -
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_closed_forms_of_memory_are_near_the_ledgers(head: str) -> None:
-    """What a search screens by, against what it then decides by, where memory is the model's and not a context's."""
+def test_closed_form_memory_is_near_ledger(head: str) -> None:
+    """Compare the memory used for screening with the ledger, for models larger than the CUDA context."""
     labels = ("no", "yes") if head == "classes" else ()
     config = dataclasses.replace(preset("bert-large-uncased"), head=head, labels=labels)
     problem = problem_of(config, "8xa100-40", sequence=512, batch=256)

@@ -1,4 +1,4 @@
-"""One layout's price: its parts add up, published models fit where they did, and mistakes are answered in a line."""
+"""Estimates of one layout: components add up, published memory is matched, invalid input is a one-line error."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 
 
-def told(layout: str = "dp8 zero1 tp8", **options: Any) -> Estimate:
+def estimate(layout: str = "dp8 zero1 tp8", **options: Any) -> Estimate:
     wanted: dict[str, Any] = {"sequence": 4096, "batch": 128, **options}
     return evaluate(wanted.pop("model", "llama-3-8b"), wanted.pop("cluster", "64xh100-sxm"), layout, **wanted)
 
 
-def test_the_document_has_what_others_rely_on_and_adds_up():
-    one = told("dp4 zero1 tp4 pp4 mb8 ac:selective")
+def test_document_has_its_keys_and_adds_up():
+    one = estimate("dp4 zero1 tp4 pp4 mb8 ac:selective")
     found = one.document()
     assert found["layout"] == "dp4 zero1 tp4 pp4 mb8 ac:selective bf16" and found["fits"] is True
     memory = found["memory_gib"]
@@ -45,8 +45,8 @@ def test_the_document_has_what_others_rely_on_and_adds_up():
     json.dumps(found)
 
 
-def test_memory_is_the_ledgers_of_the_fullest_rank():
-    one = told("dp4 zero1 tp4 pp4 mb8")
+def test_memory_is_ledger_of_fullest_rank():
+    one = estimate("dp4 zero1 tp4 pp4 mb8")
     by_rank = [
         ledger(
             preset("llama-3-8b"),
@@ -60,17 +60,17 @@ def test_memory_is_the_ledgers_of_the_fullest_rank():
         for rank in range(4)
     ]
     assert one.memory.peak_bytes == max(by_rank)
-    assert one.memory.device_bytes > one.memory.peak_bytes  # the framework's own, and what the allocator cannot fill
+    assert one.memory.device_bytes > one.memory.peak_bytes  # CUDA context, and fragmentation of the allocator
 
 
 @pytest.mark.parametrize("engine", ["meshwright", "megatron", "torchtitan", "llm-foundry", "deepspeed"])
 def test_every_engine_is_priced(engine: str):
-    one = told("dp64 zero3 mb2" if engine not in ("megatron",) else "dp8 zero1 tp8", engine=engine)
+    one = estimate("dp64 zero3 mb2" if engine not in ("megatron",) else "dp8 zero1 tp8", engine=engine)
     assert one.memory.peak_bytes > 0 and 0.1 < one.mfu < 0.75
     assert sum(item.bytes for item in one.memory.items) == one.memory.peak_bytes
 
 
-def test_published_memory_of_other_engines_is_met():
+def test_memory_of_other_engines_matches_publications():
     """Korthikanti et al. 2022 (arXiv:2205.05198, section 4): 22B, tp 8, micro-batch 4: 34 s b h / t bytes a layer with
     selective recomputation and sequence parallelism; 16 bytes a parameter, gradients in float32 two more."""
     config = dataclasses.replace(preset("gpt3-175b"), hidden=6144, heads=64, kv_heads=64, head_dim=96, layers=48)
@@ -83,31 +83,33 @@ def test_published_memory_of_other_engines_is_met():
     assert states == pytest.approx(18 * 22.1e9 / 8, rel=0.02)
 
 
-def test_what_does_not_fit_is_said():
-    one = told("dp8", cluster="8xa100-40", model="llama-3-8b", batch=8)
+def test_layout_that_does_not_fit_is_reported():
+    one = estimate("dp8", cluster="8xa100-40", model="llama-3-8b", batch=8)
     assert not one.fits and one.memory.peak_bytes / GIB > 100
 
 
-def test_stages_have_their_own_bills():
-    one = told("dp4 zero1 tp4 pp4 mb8")
+def test_stages_have_their_own_ledgers():
+    one = estimate("dp4 zero1 tp4 pp4 mb8")
     first, last = (memory_of(one.problem, one.layout, rank) for rank in (0, 3))
     assert any(item.name.startswith("embedding") for item in first.items)
     assert any(item.name.startswith("head") for item in last.items)
-    assert first.by_category()["activations"] > 2 * last.by_category()["activations"]  # 4 micro-batches wait, and 1
+    assert (
+        first.by_category()["activations"] > 2 * last.by_category()["activations"]
+    )  # 4 micro-batches in flight, and 1
 
 
-def test_utilisation_counts_what_documents_see():
-    whole, many = (told("dp64 zero3 mb2", sequence=32768, documents=count) for count in (1.0, 32.0))
+def test_mfu_counts_attention_within_documents():
+    whole, many = (estimate("dp64 zero3 mb2", sequence=32768, documents=count) for count in (1.0, 32.0))
     assert many.time.seconds < whole.time.seconds and many.mfu < 0.5  # counted as one sequence: 0.69
 
 
-def test_an_engine_without_an_axis_is_priced_with_a_warning():
-    assert any("llm-foundry is not known to have tp" in line for line in told(engine="llm-foundry").warnings)
+def test_unsupported_axis_of_engine_is_priced_with_a_warning():
+    assert any("llm-foundry is not known to have tp" in line for line in estimate(engine="llm-foundry").warnings)
 
 
 @pytest.mark.parametrize("precision", ["", " fp8"])
-def test_operations_add_up_to_the_time_that_is_computed(precision: str):
-    one = told(f"dp64 zero0 mb2{precision}")
+def test_operations_add_up_to_compute_time(precision: str):
+    one = estimate(f"dp64 zero0 mb2{precision}")
     rows = explain(one.problem, one.layout)
     assert sum(row.seconds for row in rows) * 2 == pytest.approx(one.time.breakdown["compute"], rel=1e-6)
     assert sum(row.share for row in rows) == pytest.approx(1.0)
@@ -115,14 +117,14 @@ def test_operations_add_up_to_the_time_that_is_computed(precision: str):
     assert bound["mlp.up"] == "compute" and bound["residual"] == "memory"
 
 
-def test_python_calls_are_the_rooms_own():
+def test_python_call_equals_internal_call():
     assert meshwright.planner.evaluate is evaluate
     with pytest.raises(AttributeError):
         _ = meshwright.planner.evaluates  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model": "llama-3-8bb"}, 'unknown model "llama-3-8bb"; did you mean "llama-3-8b"'),
         ({"cluster": "64xh100"}, 'unknown device "h100"; did you mean h100-'),
@@ -136,61 +138,61 @@ def test_python_calls_are_the_rooms_own():
         ({"cluster": "64xv100", "layout": "dp8 tp8 bf16"}, "has no known peak for bf16"),
     ],
 )
-def test_mistakes_are_answered_in_a_line(changes: dict[str, Any], said: str):
+def test_invalid_arguments_are_one_line_errors(changes: dict[str, Any], message: str):
     with pytest.raises(UserError) as error:
-        told(**{"layout": "dp8 zero1 tp8", **changes})
-    assert said in str(error.value) and "\n" not in str(error.value)
+        estimate(**{"layout": "dp8 zero1 tp8", **changes})
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_configuration_that_nobody_can_price_is_refused(tmp_path: Path):
+def test_unsupported_configuration_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 64}))
     with pytest.raises(UserError, match="mamba"):
-        told(model=str(tmp_path))
+        estimate(model=str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "names LlamaForSequenceClassification"),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}},
             "is never run; treated as",
         ),
-        ({"architectures": ["LLaMAForCausalLM"]}, None),  # as the first of them spelled it
+        ({"architectures": ["LLaMAForCausalLM"]}, None),  # in the spelling of the first one
         ({}, None),
     ],
 )
 @pytest.mark.filterwarnings("ignore::meshwright.errors.ModelWarning")
-def test_a_configuration_of_another_architecture_is_priced_with_a_warning(changes: dict[str, Any], said: str | None):
+def test_configuration_of_another_architecture_is_priced_with_a_warning(changes: dict[str, Any], message: str | None):
     data = {**config_to_huggingface(preset("llama-tiny")), **changes}
     one = evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
-    assert any(said in line for line in one.warnings) if said else one.warnings == ()
+    assert any(message in line for line in one.warnings) if message else one.warnings == ()
 
 
 @pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "gemma3_text"])
-def test_an_unknown_architecture_says_that_nothing_of_it_is_priced(name: str):
-    """And not first of all that it is quantised."""
+def test_unknown_architecture_is_named_first(name: str):
+    """Its quantization is not reported instead."""
     data = {"model_type": name, "quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(UserError, match=f"'{name}' is not a known family; .* nothing of it can be priced or run"):
         evaluate(data, "1xa100-80", "dp1", sequence=64, batch=1)
 
 
 def test_more_documents_than_tokens_are_refused():
-    with pytest.raises(UserError, match="documents 65: a row of 64 tokens"):
+    with pytest.raises(UserError, match="documents 65: a sequence of 64 tokens"):
         evaluate("llama-tiny", "1xa100-80", "dp1", sequence=64, batch=1, documents=65)
 
 
-def test_what_cannot_run_is_priced_with_a_warning():
-    assert any("cannot run" in line or "refuses" in line for line in told("dp8 tp8 fp8").warnings)
+def test_layout_that_cannot_run_is_priced_with_a_warning():
+    assert any("cannot run" in line or "refuses" in line for line in estimate("dp8 tp8 fp8").warnings)
 
 
-def test_jobs_answer_line_by_line():
+def test_jobs_are_answered_line_by_line():
     request = {"model": "llama-3-8b", "cluster": "8xh100-sxm", "sequence": 4096, "batch": 16, "layout": "dp8 zero3 mb2"}
     found = answer(json.dumps(request))
     assert found["layouts"][0]["layout"] == "dp8 zero3 mb2 bf16" and found["model"]["parameters"] == 8030261248
     as_object = {**request, "cluster": {"device": "h100-sxm", "devices": 8, "inside_gb_per_second": 450}}
     assert answer(json.dumps(as_object))["layouts"][0]["step_seconds"] > 0
-    for line, said in (
+    for line, message in (
         ("{", "not JSON"), ("[]", "a request is a JSON object"),
         (json.dumps({**request, "layouts": "dp8"}), 'unknown field "layouts"; did you mean "layout"'),
         (json.dumps({**request, "batch": "16"}), "batch: takes a whole number"),
@@ -204,7 +206,7 @@ def test_jobs_answer_line_by_line():
         ("[" * 100_000, "not JSON"), (json.dumps({**request, "model": "a\0b"}), "unknown model"),
         (json.dumps({**request, "top": 0, "layout": None}), "top: takes a whole number from 1 to 100"),
     ):  # fmt: skip
-        assert set(found := answer(line)) == {"error"} and said in found["error"], line
+        assert set(found := answer(line)) == {"error"} and message in found["error"], line
     kept_free = [
         answer(json.dumps({**request, "reserve": reserve}))["layouts"][0]["fits"] for reserve in (0.1, "60GiB")
     ]
@@ -213,8 +215,8 @@ def test_jobs_answer_line_by_line():
     assert len(searched["layouts"]) == 2 and searched["searched"] > 100
 
 
-def test_jobs_answer_their_own_warnings():
-    """Two requests with the same fault both say so: neither hears what was printed for the other."""
+def test_each_job_has_its_own_warnings():
+    """Two requests with the same fault both have the warning."""
     model = config_to_huggingface(preset("llama-tiny")) | {"unheard_of": 1}
     line = json.dumps({"model": model, "cluster": "1xa100-80", "sequence": 64, "batch": 1, "layout": "dp1"})
     for _ in range(2):
@@ -224,13 +226,13 @@ def test_jobs_answer_their_own_warnings():
     assert '"unheard_of"' in refused["warnings"][0] and "error" in refused
 
 
-def test_layouts_may_be_objects():
+def test_layout_objects_are_accepted():
     one = evaluate("gpt2", "8xa100-40", Layout(dp=8), sequence=1024, batch=64)
     assert one.layout.precision == "bf16"
 
 
-def test_matrix_products_keep_workspaces_of_their_architecture():
-    """By torch's rule: 32 MiB on Hopper alone, for the forward's thread and for the backward's."""
+def test_cublas_workspace_depends_on_architecture():
+    """As in torch: 32 MiB on Hopper only, for the threads of forward and backward."""
 
     def peak(architecture: str) -> int:
         layout = Layout.parse("dp8 zero1 bf16")

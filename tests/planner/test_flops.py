@@ -1,4 +1,4 @@
-"""FLOPs against published closed forms and against sums by hand."""
+"""FLOPs against published closed forms and calculations by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.presets import preset
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "gpt3-175b"])
 @pytest.mark.parametrize("sequence", [1024, 2048])
-def test_gpt_models_follow_the_formula_of_megatron(name: str, sequence: int):
+def test_gpt_flops_match_megatron_formula(name: str, sequence: int):
     """Narayanan et al. 2021 (arXiv:2104.04473, eq. 3): full attention, full recomputation."""
     config = preset(name)
     h, layers, vocabulary = config.hidden, config.layers, config.vocabulary
@@ -22,7 +22,7 @@ def test_gpt_models_follow_the_formula_of_megatron(name: str, sequence: int):
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "qwen3-0.6b", "gemma-2-9b", "llama-3.1-405b"])
-def test_training_is_six_times_the_matrices_and_twelve_times_the_attention(name: str):
+def test_training_flops_match_palm_formula(name: str):
     """Chowdhery et al. 2022 (arXiv:2204.02311, appendix B): 6 N + 12 L H Q T, N without the embedding lookup."""
     config = dataclasses.replace(preset(name), sliding_window=None, windowed_layers=None)
     vectors = sum(entry.numel for entry in parameter_table(config).entries if not entry.decay)
@@ -47,19 +47,19 @@ def test_llama_3_8b_forward_by_hand():
 
 
 @pytest.mark.parametrize(("sequence", "window"), [(1, None), (7, None), (7, 1), (7, 3), (7, 7), (7, 100)])
-def test_keys_are_counted_as_the_mask_shows_them(sequence: int, window: int | None):
+def test_attention_flops_count_visible_keys(sequence: int, window: int | None):
     seen = [sum(1 for key in range(query + 1) if window is None or query - key < window) for query in range(sequence)]
     assert keys_per_token(sequence, window) == pytest.approx(sum(seen) / sequence)
 
 
-def test_a_window_counts_in_the_layers_that_have_it():
+def test_sliding_window_counts_in_its_layers():
     config = preset("gemma-2-2b")
     forward = forward_flops_per_token(config, 8192)
     keys = 13 * keys_per_token(8192, 4096) + 13 * keys_per_token(8192)
     assert forward["attention.scores"] == pytest.approx(2 * keys * 8 * 256)
 
 
-def test_recomputation_adds_the_forward_operations_that_it_repeats():
+def test_recomputation_adds_repeated_forward_flops():
     config = preset("llama-2-7b")
     forward = forward_flops_per_token(config, 4096)
     plain = training_flops_per_token(config, 4096)

@@ -1,5 +1,4 @@
-"""What the closed forms say is under way in a pipeline is what its program has under way, and the memory by which they
-screen layouts is near the ledger's."""
+"""Micro-batches in flight in closed form match the pipeline programs, and the screened memory is near the ledger."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def held(program: PipelineProgram, rank: int) -> Iterator[tuple[float, float]]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_under_way_is_what_the_program_has(
+def test_micro_batches_in_flight_match_program(
     schedule: str, pipelines: tuple[int, ...], micro_batches: tuple[int, ...]
 ) -> None:
     looked_at = 0
@@ -63,7 +62,7 @@ def test_what_is_under_way_is_what_the_program_has(
                 name = schedule if chunks == 1 else f"{schedule}:{chunks}"
                 try:
                     program = program_for(Layout.parse(f"pp{ranks}:{name} mb{micro}"), MODEL, 64)
-                except UserError:  # it needs more micro-batches, or an even number of them
+                except UserError:  # the schedule needs more micro-batches, or an even number
                     continue
                 points = {point for rank in range(ranks) for point in held(program, rank)}
                 replicas = 2 if schedule in BIDIRECTIONAL_SCHEDULES else 1
@@ -72,7 +71,7 @@ def test_what_is_under_way_is_what_the_program_has(
                     real = max(waits + share * left for waits, left in points)
                     ratio = float((waiting + share * queued).max()) / real
                     most = 1.3 if schedule == "dualpipe" else 1.15
-                    # Just more micro-batches than V-Half and V-Min hold at once: their queues are guessed too short.
+                    # V-Half and V-Min have nearly all micro-batches in flight: their queues are estimated too short.
                     least = 0.75 if schedule in ("v-half", "v-min") and micro in (5, 7) else 0.9
                     assert least <= ratio <= most, (schedule, chunks, ranks, micro, share, ratio)
                     looked_at += 1
@@ -87,10 +86,10 @@ def test_what_is_under_way_is_what_the_program_has(
         pytest.param("gpt2-xl", 1024, (4, 6), (1, 4, 6, 12, 24), id="gpt2", marks=pytest.mark.exhaustive),
     ],
 )
-def test_screened_memory_of_pipelines_is_near_the_ledgers(
+def test_screened_pipeline_memory_is_near_ledger(
     model: str, sequence: int, pipelines: tuple[int, ...], micro_batches: tuple[int, ...]
 ) -> None:
-    """Of the rank that needs most, in every way to recompute."""
+    """For the rank with the highest peak, with every kind of activation checkpointing."""
     looked_at = 0
     for ranks in pipelines:
         for micro in micro_batches:
@@ -108,7 +107,7 @@ def test_screened_memory_of_pipelines_is_near_the_ledgers(
     assert looked_at >= 30
 
 
-def test_schedules_whose_backwards_are_split_are_those_whose_programs_split_them() -> None:
+def test_split_backward_schedules_match_programs() -> None:
     for name in EVERY_SCHEDULE:
         if name not in ASYNCHRONOUS_SCHEDULES:
             program = program_for(Layout.parse(f"pp4:{name} mb8"), dataclasses.replace(MODEL, layers=8), 64)

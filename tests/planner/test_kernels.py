@@ -1,4 +1,4 @@
-"""What memory holds while kernels run is what inductor's rule of reuse gives, by hand and by its own listings."""
+"""Buffers of compiled kernels follow inductor's reuse rule, checked by hand and against its listings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sizes(kernels: list[Kernel], given: dict[str, int], stay: set[str]) -> list[
     return [held.bytes for held in run(kernels, given, stay)]
 
 
-def test_a_buffer_is_there_from_the_kernel_that_makes_it_to_the_last_that_reads_it() -> None:
+def test_buffer_lives_from_first_write_to_last_read() -> None:
     kernels = [
         Kernel("1", ("x",), (buffer("a", 4),)), Kernel("2", ("a",), (buffer("b", 10),)),
         Kernel("3", ("a", "b"), (buffer("c", 100),)), Kernel("4", ("c",), (buffer("d", 1000),)),
@@ -31,8 +31,8 @@ def test_a_buffer_is_there_from_the_kernel_that_makes_it_to_the_last_that_reads_
     assert sizes(kernels, {"x": 1}, {"d"}) == [4, 4 + 10 - 1, 4 + 10 + 100 - 1, 100 + 1000 - 1]
 
 
-def test_what_is_taken_over_waits_for_it() -> None:
-    """a is freed after the second kernel, and d takes its place: until then nobody gets its bytes back."""
+def test_reused_buffer_stays_allocated_until_reuse() -> None:
+    """a is freed after the second kernel and reused by d; until then its bytes stay allocated."""
     kernels = [
         Kernel("1", (), (buffer("a", 4), buffer("high", 9))), Kernel("2", ("a", "high"), (buffer("b", 2),)),
         Kernel("3", ("b",), (buffer("c", 3),)), Kernel("4", ("c",), (buffer("d", 4),)),
@@ -46,7 +46,7 @@ def test_what_is_taken_over_waits_for_it() -> None:
     assert sizes(from_an_operator, {}, {"d"}) == [13, 15, 2 + 3, 3 + 4]
 
 
-def test_the_last_one_freed_is_taken_over() -> None:
+def test_last_freed_buffer_is_reused_first() -> None:
     kernels = [
         Kernel("1", (), (buffer("a", 4), buffer("high", 20))), Kernel("2", ("a", "high"), (buffer("b", 4),)),
         Kernel("3", ("b",), (buffer("c", 1),)), Kernel("4", ("c",), (buffer("d", 2),)),
@@ -54,11 +54,11 @@ def test_the_last_one_freed_is_taken_over() -> None:
     ]  # fmt: skip
     held = run(kernels, {}, {"e"})
     assert [each.bytes for each in held] == [24, 28, 4 + 1, 4 + 1 + 2, 2 + 4]
-    assert "b (its place)" in held[3].buffers  # and a's place was b's before
+    assert "b (its place)" in held[3].buffers  # a's memory was b's before
 
 
-def test_what_waits_already_counts_for_the_next_that_would() -> None:
-    """Either of two might wait below the peak, both together not."""
+def test_waiting_buffers_count_towards_peak() -> None:
+    """Each of two buffers may wait below the peak, both together may not."""
     kernels = [
         Kernel("1", (), (buffer("a", 5), buffer("b", 4))), Kernel("2", ("a", "b"), (buffer("c", 1),)),
         Kernel("3", ("c",), (buffer("d", 2),)), Kernel("4", ("d",), (buffer("e", 5), buffer("f", 4))),
@@ -66,7 +66,7 @@ def test_what_waits_already_counts_for_the_next_that_would() -> None:
     assert sizes(kernels, {}, {"e", "f"}) == [9, 10, 5 + 3, 2 + 9]
 
 
-def test_nothing_waits_where_that_would_raise_the_peak() -> None:
+def test_buffer_is_not_reused_if_that_raises_the_peak() -> None:
     kernels = [
         Kernel("1", (), (buffer("a", 4),)), Kernel("2", ("a",), (buffer("b", 2),)),
         Kernel("3", ("b",), (buffer("c", 30),)), Kernel("4", ("c",), (buffer("d", 4),)),
@@ -76,7 +76,7 @@ def test_nothing_waits_where_that_would_raise_the_peak() -> None:
     assert sizes(higher, {}, {"e"}) == [4, 6, 4 + 32, 34, 94]
 
 
-def test_a_result_in_place_of_what_is_read_takes_no_more() -> None:
+def test_in_place_result_needs_no_memory() -> None:
     kernels = [Kernel("1", (), (buffer("a"),)), Kernel("2", ("a",), (buffer("b"),), over={"b": "a"})]
     assert sizes(kernels, {}, {"b"}) == [4, 4]
 
@@ -100,7 +100,7 @@ def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: 
         ("qwen3-tiny", {"hidden": 128}, "bfloat16", 4, 128, 1_159_168),
     ],
 )  # fmt: skip
-def test_buffers_at_attentions_backward_are_those_of_inductors_listing(
+def test_buffers_at_attention_backward_match_inductor(
     name: str, changes: dict[str, int], dtype: str, rows: int, sequence: int, listed: int
 ) -> None:
     """TORCH_LOGS=output_code, torch 2.13: bytes of the buffers that the backward of a block has when it calls the
@@ -119,9 +119,7 @@ def test_buffers_at_attentions_backward_are_those_of_inductors_listing(
         ("gpt2-tiny", {"hidden": 128, "intermediate": 512, "head_dim": 16}, 128, 2_097_152),
     ],
 )
-def test_buffers_of_the_mlps_gradient_are_those_of_inductors_listing(
-    name: str, changes: dict[str, int], sequence: int, listed: int
-) -> None:
+def test_buffers_of_mlp_gradient_match_inductor(name: str, changes: dict[str, int], sequence: int, listed: int) -> None:
     """Gated, the gradients of gate and up stand beside that of their product; else one is in the other's place."""
     held = next(
         each
@@ -148,7 +146,7 @@ WIDE = {"expert_intermediate": 256, "shared_intermediate": 256}
         ("qwen3-moe-tiny", {}, "dp1", "bfloat16", 4, 128, 837_752),
     ],
 )  # fmt: skip
-def test_the_most_buffers_of_a_mixtures_backward_are_those_of_inductors_listing(
+def test_peak_buffers_of_mixture_backward_match_inductor(
     name: str, changes: dict[str, int], layout: str, dtype: str, rows: int, sequence: int, listed: int
 ) -> None:
     """Bytes of buffers above those that the backward is given, which are freed as they have been read."""

@@ -1,4 +1,4 @@
-"""The ledger's states are those of the engine exactly, and its peak is that of PyTorch's allocator within a percent."""
+"""The ledger's states equal the engine's, and its peak matches PyTorch's allocator within 1 %."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.planner.ledger_cases import SMALL, Step, check_states, measure
 from tests.planner.test_measured_rates import here
 
 LLAMA = dataclasses.replace(preset("llama-tiny"), tied=False)
-SMALL_HEAD = dataclasses.replace(LLAMA, vocabulary=256)  # then memory is highest in a layer, not in the loss
+SMALL_HEAD = dataclasses.replace(LLAMA, vocabulary=256)  # so that the peak is in a layer, not in the loss
 WINDOWED = dataclasses.replace(preset("mistral-tiny"), tied=False, vocabulary=256)
 UNEQUAL = ((0,), (0, 37), (0, 11, 100, 150, 230), (0, 130, 131))
 DEEP = dataclasses.replace(SMALL_HEAD, layers=8)
@@ -27,7 +27,7 @@ MIXTURE = dataclasses.replace(
 )
 MANY_COPIES = dataclasses.replace(
     MIXTURE, intermediate=32, expert_intermediate=32, hidden=256, experts_per_token=4
-)  # what travels is more than what experts make of it
+)  # dispatched tokens need more memory than activations of experts
 SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
 
 
@@ -37,7 +37,7 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         Step(LLAMA, "dp1", 4, 128), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16"), Step(LLAMA, "ac:full", 4, 128),
         Step(LLAMA, "ac:selective", 4, 128), Step(LLAMA, "dp1", 4, 128, optimizer="sgd", momentum=0.9),
         Step(LLAMA, "dp1", 4, 128, pairs=True), Step(LLAMA, "mb2", 4, 128, dtype="bfloat16", pairs=True),
-        *(Step(SMALL_HEAD, "dp1", 4, length) for length in (192, 272)),  # no multiple of a tile's 128 queries
+        *(Step(SMALL_HEAD, "dp1", 4, length) for length in (192, 272)),  # not a multiple of a tile (128 queries)
         Step(SMALL_HEAD, "dp1", 4, 256, dtype="bfloat16", starts=((0, 128),) * 4),
         Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL), Step(WINDOWED, "dp1", 4, 256, starts=UNEQUAL),
         Step(SMALL_HEAD, "dp1", 4, 256, pairs=True),
@@ -45,18 +45,18 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
     ids=lambda step: f"{step.config.family} {step.layout} {step.dtype} {step.optimizer} {step.sequence}"
     f"{' pairs' * step.pairs}{' documents' * (step.starts is not None)}",
 )  # fmt: skip
-def test_the_peak_of_a_step_is_what_the_allocator_saw(step: Step) -> None:
+def test_peak_of_step_matches_allocator(step: Step) -> None:
     found = measure(step)
     check_states(found)
     assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=0.01), (found.where, found.predicted.moment)
 
 
-def test_rows_of_documents_that_are_not_known_take_no_more_than_was_said() -> None:
-    found = measure(Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL, told=False))
+def test_unknown_documents_need_at_most_predicted_memory() -> None:
+    found = measure(Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL, known_documents=False))
     assert found.peak <= found.predicted.peak_bytes + SMALL <= 1.1 * found.peak
 
 
-def test_a_plan_that_knows_no_documents_says_that_its_memory_is_the_most() -> None:
+def test_warning_if_memory_is_maximum_over_documents() -> None:
     one, several = (evaluate(SMALL_HEAD, here(), "dp2", sequence=256, batch=8, documents=each) for each in (1.0, 2.0))
     warning = "memory is the maximum over all document boundaries within sequences"
     assert warning in several.warnings and warning not in one.warnings
@@ -108,7 +108,7 @@ SOME = [
         ),
     ],
 )
-def test_ranks_hold_what_was_said(steps: list[Step]) -> None:
+def test_states_and_peak_of_ranks_match_prediction(steps: list[Step]) -> None:
     with LocalRanks(4) as ranks:
         for step in steps:
             for rank, found in enumerate(ranks.run(measure, step)):
@@ -117,7 +117,7 @@ def test_ranks_hold_what_was_said(steps: list[Step]) -> None:
                 assert found.predicted.peak_bytes == pytest.approx(found.peak, rel=near), (step, rank, found.where)
 
 
-def test_what_the_engine_has_constants_for_is_the_same_here() -> None:
+def test_engine_constants_match_planner() -> None:
     assert states.STATE_KINDS["adamw"] == optimizer.STATE_KINDS["adamw"]
     assert states.STATE_KINDS["momentum"] == optimizer.STATE_KINDS["sgd"]
     from meshwright.model import loss, tiled_attention
@@ -137,14 +137,14 @@ def of(layout: str, batch: int = 64, rank: int = 0) -> Ledger:
 @pytest.mark.parametrize(
     "layout", ["dp8 zero3 mb2 bf16", "tp8 bf16", "pp8:zb-h1 mb16 bf16", "tp2 pp4 mb8 ac:full bf16"]
 )
-def test_the_items_are_the_peak(layout: str) -> None:
+def test_ledger_items_add_up_to_peak(layout: str) -> None:
     found = of(layout)
     by_category = found.by_category()
     assert list(by_category) == list(CATEGORIES)
     assert sum(by_category.values()) == found.peak_bytes + by_category["framework"]
 
 
-def test_the_first_stage_of_1f1b_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+def test_1f1b_stage_has_published_micro_batches_in_flight() -> None:
     """Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1: at most p, stage i at most p - i."""
     kept = []
     for rank in range(4):
@@ -156,12 +156,12 @@ def test_the_first_stage_of_1f1b_keeps_as_many_micro_batches_as_there_are_stages
     assert kept == [4, 3, 2, 1]
 
 
-def test_zero_makes_a_rank_hold_less() -> None:
+def test_zero_reduces_memory_of_a_rank() -> None:
     peaks = [of(f"dp8 zero{zero} mb2 ac:full bf16").peak_bytes for zero in range(4)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
 
 
-def test_unknown_names_are_answered_with_the_nearest() -> None:
+def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(UserError, match='unknown optimizer "adamq"; did you mean "adam"'):
         ledger(LLAMA, Layout(), batch=1, sequence=8, optimizer="adamq")
     with pytest.raises(UserError, match='unknown engine "mesh"'):

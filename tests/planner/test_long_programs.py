@@ -1,5 +1,4 @@
-"""Long programs: a pipeline that is full does the same again and again, so a few rounds show every moment of its
-memory, to the byte and to the tensor."""
+"""Long programs: a full pipeline repeats, so a few rounds contain every memory snapshot, to the byte and tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def step(model: str, layout: Layout, pp_rank: int) -> Ledger:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("schedule", REPEATING)
-def test_a_few_rounds_show_every_moment(schedule: str, ranks: int, monkeypatch: pytest.MonkeyPatch):
+def test_few_rounds_contain_every_memory_snapshot(schedule: str, ranks: int, monkeypatch: pytest.MonkeyPatch):
     if ranks == 1 and schedule != "1f1b":
         return
     for chunks in CHUNKS.get(schedule, (None,)):
@@ -43,7 +42,7 @@ def test_a_few_rounds_show_every_moment(schedule: str, ranks: int, monkeypatch: 
                     assert short == step(model, layout, place), f"{layout} {place}"
 
 
-def test_what_does_not_repeat_is_walked_to_its_end():
+def test_irregular_program_is_walked_completely():
     for text in ("pp4:gpipe mb64", "pp4:interleaved:2 mb65", "pp2:looped-bfs:2 mb32", "pp4:zb-v mb16"):
         layout = Layout.parse(text)
         assert repeating(layout) == layout

@@ -1,5 +1,4 @@
-"""A short measurement of this machine is kept for its processor, torch, ranks and threads alone, and a damaged one is
-none."""
+"""Hardware profiles of first starts: one for each CPU, torch version, ranks and threads; damaged ones are ignored."""
 
 from __future__ import annotations
 
@@ -54,12 +53,12 @@ def test_profile_of_another_machine_is_not_read(profile: HardwareProfile, other:
     write_profile(KEY, profile)
     elsewhere = replace(KEY, **other)
     assert read_profile(elsewhere) is None
-    elsewhere.path.write_bytes(KEY.path.read_bytes())  # by another's name
+    elsewhere.path.write_bytes(KEY.path.read_bytes())  # under the name of another machine
     assert read_profile(elsewhere) is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"version": 0}', b"\xff\xfe"])
-def test_profile_that_is_damaged_is_none(profile: HardwareProfile, damage: bytes):
+def test_damaged_profile_is_ignored(profile: HardwareProfile, damage: bytes):
     write_profile(KEY, profile)
     KEY.path.write_bytes(damage)
     assert read_profile(KEY) is None
@@ -67,19 +66,19 @@ def test_profile_that_is_damaged_is_none(profile: HardwareProfile, damage: bytes
         cluster("this")
 
 
-def test_profile_of_another_version_is_none(profile: HardwareProfile):
+def test_profile_of_another_version_is_ignored(profile: HardwareProfile):
     write_profile(KEY, profile)
     KEY.path.write_text(json.dumps(json.loads(KEY.path.read_text()) | {"version": 0}))
     assert read_profile(KEY) is None
 
 
-def test_profile_covers_its_precisions_and_axes_alone(profile: HardwareProfile):
+def test_profile_covers_only_its_precisions_and_axes(profile: HardwareProfile):
     assert profile.covers(["bf16"], ()) and profile.covers(["bf16"], ("tp",))
     assert not profile.covers(["fp32", "bf16"], ()) and not profile.covers(["bf16"], ("tp", "cp"))
 
 
-def test_profile_is_whole_while_many_write_it(profile: HardwareProfile):
-    """Readers see one of the files that were written, and nothing else is left."""
+def test_concurrent_writes_leave_one_complete_profile(profile: HardwareProfile):
+    """Readers see one of the written files, and no other file is left."""
     write_profile(KEY, profile)
     others = [replace(profile, axes=axes) for axes in ((), ("cp",), ("cp", "tp"))]
     writers = [
@@ -92,7 +91,7 @@ def test_profile_is_whole_while_many_write_it(profile: HardwareProfile):
     assert len(list(profile_directory().iterdir())) == 1
 
 
-def test_this_is_the_profile_of_the_most_ranks_that_this_machine_has_cores_for(profile: HardwareProfile, monkeypatch):
+def test_cluster_this_is_profile_with_most_ranks_within_cores(profile: HardwareProfile, monkeypatch):
     monkeypatch.setattr("meshwright.planner.machine_profile.count_available_cores", lambda: 2)
     with pytest.raises(UserError, match="no hardware profile of this machine"):
         cluster("this")
@@ -101,7 +100,7 @@ def test_this_is_the_profile_of_the_most_ranks_that_this_machine_has_cores_for(p
         write_profile(replace(KEY, **key), replace(profile, cluster={**profile.cluster, "name": name}))
 
     keep("too many", ranks=4)
-    assert cluster("this").name == "too many"  # better than none
+    assert cluster("this").name == "too many"  # used if there is no better one
     keep("alone", ranks=1)
     assert cluster("this").name == "alone"
     keep("both", ranks=2)
@@ -111,7 +110,7 @@ def test_this_is_the_profile_of_the_most_ranks_that_this_machine_has_cores_for(p
     assert cluster("this").name == "both"
 
 
-def test_damaged_tables_are_passed_over(profile: HardwareProfile, monkeypatch):
+def test_damaged_tables_are_skipped(profile: HardwareProfile, monkeypatch):
     monkeypatch.setattr("meshwright.planner.machine_profile.count_available_cores", lambda: 2)
     write_profile(KEY, replace(profile, cluster={"device": 7}))
     with pytest.raises(UserError, match="no hardware profile of this machine"):
@@ -120,7 +119,7 @@ def test_damaged_tables_are_passed_over(profile: HardwareProfile, monkeypatch):
     assert cluster("this").name == profile.cluster["name"]
 
 
-def test_measurement_lock_gives_up_on_one_that_never_ends():
+def test_measurement_lock_times_out():
     lines: list[str] = []
     with measurement_lock(lines.append), pytest.raises(UserError, match="still holds"):
         with measurement_lock(lines.append, seconds=0.2):

@@ -1,4 +1,4 @@
-"""What was measured is kept as it was, and between measured sizes the times are those of what the machine would do."""
+"""Measured rates: they round-trip through files, and times between measured sizes are interpolated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def of_line(latency: float, rate: float) -> Curve:
     return Curve(SIZES, tuple(latency + size / rate for size in SIZES))
 
 
-def test_a_curve_of_latency_and_rate_is_met_between_its_points():
+def test_curve_interpolates_latency_and_bandwidth():
     curve = of_line(2e-5, 1e9)
     for size in (1024, 3000, 5e5, 1e7, 2**24):
         assert curve.at(size) == pytest.approx(2e-5 + size / 1e9, rel=1e-9)
@@ -28,7 +28,7 @@ def test_a_curve_of_latency_and_rate_is_met_between_its_points():
     assert curve.at(2**26) == pytest.approx(4 * curve.at(2**24))
 
 
-def test_a_curve_never_falls():
+def test_curve_is_monotonic():
     curve = Curve((1.0, 2.0, 4.0, 8.0), (5.0, 3.0, 4.0, 9.0))
     times = [curve.at(size / 10) for size in range(1, 200)]
     assert times == sorted(times)
@@ -36,7 +36,7 @@ def test_a_curve_never_falls():
 
 
 def machine(tokens: float, out: float, inner: float) -> float:
-    """A device that takes a while to begin, then is limited by arithmetic or by memory."""
+    """Fake device with a launch overhead that is limited by arithmetic or by memory."""
     flops, moved = 2.0 * tokens * out * inner, 4.0 * (tokens * inner + out * inner + tokens * out)
     return 3e-6 + max(flops / 1e11, moved / 2e10)
 
@@ -48,7 +48,7 @@ def products(precision: str = "fp32", ranks: int = 2, threads: int = 1, slower: 
     return Products(precision, "forward", ranks, threads, SHAPES, tuple(slower * machine(*shape) for shape in SHAPES))
 
 
-def test_products_are_met_at_measured_shapes_and_near_between_them():
+def test_products_are_exact_at_measured_shapes_and_near_between_them():
     found = products()
     assert all(found.at(*shape) == machine(*shape) for shape in SHAPES)
     between = list(itertools.product((64, 512, 1024), (128, 192, 512), (128, 512, 768)))
@@ -57,14 +57,14 @@ def test_products_are_met_at_measured_shapes_and_near_between_them():
     assert sum(errors) / len(errors) < 0.05
 
 
-def test_beyond_the_measured_shapes_a_start_and_the_rates_go_on():
+def test_products_beyond_measured_shapes_are_extrapolated():
     found = products()
-    assert found.at(1, 16, 16) == pytest.approx(machine(1, 16, 16), rel=0.25)  # nearly all of it the start
+    assert found.at(1, 16, 16) == pytest.approx(machine(1, 16, 16), rel=0.25)  # mostly launch overhead
     assert found.at(8192, 4096, 4096) == pytest.approx(machine(8192, 4096, 4096), rel=0.05)
 
 
-def test_products_of_constant_costs_are_met_everywhere():
-    """A start, operations and bytes with a price each: then that is what is found, beyond the measured shapes too."""
+def test_products_of_constant_costs_are_exact_everywhere():
+    """With constant costs per launch, FLOP and byte, times are exact beyond the measured shapes too."""
 
     def priced(tokens: float, out: float, inner: float) -> float:
         moved = 2.0 * (tokens * inner + out * inner + tokens * out)
@@ -75,14 +75,14 @@ def test_products_of_constant_costs_are_met_everywhere():
         assert found.at(*shape) == pytest.approx(priced(*shape), rel=1e-6)
 
 
-def test_no_product_takes_less_than_nothing_where_large_ones_are_slow():
-    """Times that grow faster than operations: a line through them begins below zero."""
+def test_extrapolated_product_times_are_positive():
+    """Times that grow faster than FLOPs: a linear fit would be negative for small products."""
     slow = tuple(1e-14 * (2.0 * tokens * out * inner) ** 1.2 for tokens, out, inner in SHAPES)
     found = Products("fp32", "forward", 1, 1, SHAPES, slow)
     assert all(found.at(tokens, side, side) > 0 for tokens in (1, 8, 64, 300) for side in (8, 50, 100, 500))
 
 
-def test_a_shape_that_is_slow_makes_its_neighbours_slow_and_no_others():
+def test_slow_shape_affects_only_its_neighbours():
     plain = products()
     seconds = tuple(
         4 * took if shape == (256, 256, 256) else took for shape, took in zip(SHAPES, plain.seconds, strict=True)
@@ -93,7 +93,7 @@ def test_a_shape_that_is_slow_makes_its_neighbours_slow_and_no_others():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_few_products_are_enough(count: int):
+def test_few_measured_products_suffice(count: int):
     found = replace(products(), shapes=SHAPES[:count], seconds=tuple(machine(*shape) for shape in SHAPES[:count]))
     assert 0 < found.at(64, 64, 64) < 1
 
@@ -112,12 +112,12 @@ def example() -> Measured:
     )
 
 
-def test_what_is_written_is_read_back_equal():
+def test_measurements_round_trip():
     assert read(tomllib.loads(format_toml(example().tables())), "here") == example()
     assert read(replace(example(), collectives=(), copies=()).tables(), "here").collectives == ()
 
 
-def test_what_was_measured_is_found_by_how_many_compute_at_once():
+def test_measurements_are_selected_by_number_of_busy_ranks():
     found = example()
     assert found.product("fp32").ranks == 2
     assert (found.product("fp32", ranks=1).ranks, found.product("fp32", ranks=1).threads) == (1, 2)
@@ -134,7 +134,7 @@ def test_what_was_measured_is_found_by_how_many_compute_at_once():
         (("products", 0, "seconds"), [1.0], "27 shapes, 1 times"),
         (("products", 0, "seconds", 3), -1.0, "-1.0 is not a number above 0"),
         (("products", 0, "form"), "backward", 'unknown form "backward"'),
-        (("products", 0, "shapes", 1), [3, 4], "a shape is tokens, out, in"),
+        (("products", 0, "shapes", 1), [3, 4], "a shape is (tokens, out, in)"),
         (("passes", 1, "bytes", 0), math.inf, "inf is not a number above 0"),
         (("passes", 1, "bytes", 0), 1e12, "sizes are not ascending"),
         (("collectives", 0, "ranks"), "2", "'2' is not a whole number above 0"),
@@ -142,7 +142,7 @@ def test_what_was_measured_is_found_by_how_many_compute_at_once():
         (("backend",), 3, "3 is not text"),
     ],
 )
-def test_a_damaged_file_says_where(path: tuple[object, ...], value: object, reason: str):
+def test_damaged_file_error_names_the_place(path: tuple[object, ...], value: object, reason: str):
     tables = example().tables()
     inner = tables
     for step in path[:-1]:

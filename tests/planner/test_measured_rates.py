@@ -1,4 +1,4 @@
-"""Where a machine was measured, its operations and collectives take what the curves say."""
+"""Times of operations and collectives on a probed machine follow the measured curves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def here(what: Measured | None = None, devices: int = 2) -> Cluster:
     return Cluster("here", device, devices, devices, Link(1e9, 1e-5), Link(1e9, 1e-5), what or measured())
 
 
-def test_a_product_takes_what_one_of_its_shape_and_form_took():
+def test_product_time_is_that_of_measured_shape_and_form():
     rates, (tokens, out, inner) = Rates.of(here(), "fp32"), SHAPE
     shapes = {
         "forward": (tokens, out, inner), "again": (tokens, out, inner), "input": (tokens, inner, out),
@@ -69,18 +69,18 @@ def test_a_product_takes_what_one_of_its_shape_and_form_took():
         assert rates.seconds(one) == pytest.approx(3 * (seconds + start))
 
 
-def test_elementwise_work_takes_what_the_same_work_took_else_a_sum():
+def test_elementwise_time_is_that_of_same_kernel_else_of_addition():
     rates = Rates.of(here(), "fp32")
     norm = Operation("norm", "elementwise", "forward", 0.0, 1e5, None, 7.0)
     assert rates.seconds(norm) == pytest.approx(7 * (2e-5 + 2e-9 * 1e5))
     assert rates.seconds(norm._replace(phase="input")) == pytest.approx(7 * (4e-5 + 4e-9 * 1e5))
     other = norm._replace(name="mlp.copies")
     assert rates.seconds(other) == pytest.approx(7 * (1e-5 + 1e-9 * 1e5 + 3e-6))
-    # What was measured are eager kernels.
+    # the measured kernels are eager
     assert Rates.of(here(), "fp32", "compiled").seconds(norm) == rates.seconds(other)
 
 
-def test_fused_activation_takes_what_exponentials_took():
+def test_fused_activation_time_is_that_of_silu_pass():
     found = measured()
     silu = Pass("silu", "fp32", 2, 1, curve(3e-5, 6e-9))
     rates = Rates.of(here(replace(found, passes=(*found.passes, silu))), "fp32", "compiled")
@@ -89,7 +89,7 @@ def test_fused_activation_takes_what_exponentials_took():
     assert rates.seconds(one._replace(name="norm")) == pytest.approx(2 * (1e-5 + 1e-9 * 1e5 + 3e-6))
 
 
-def test_attention_takes_what_its_scores_took():
+def test_attention_time_is_that_of_its_scores():
     rates, tokens, heads, row = Rates.of(here(), "fp32"), 2048, 6, 256
     scores = SCORE_BYTES * attention_scores(tokens * heads, 128.5, row)
     assert scores == 4 * tokens * heads * (128.5 + 64)
@@ -101,7 +101,7 @@ def test_attention_takes_what_its_scores_took():
         assert rates.seconds(back) == pytest.approx(2 * 2e-9 * size * scores)
 
 
-def test_a_ring_of_smaller_pieces_costs_more_for_each_score():
+def test_ring_attention_with_smaller_blocks_costs_more_per_score():
     passes = list(measured().passes)
     for piece, byte in ((32, 8e-9), (128, 2e-9)):
         passes += [Pass(attention_name(size, piece), "fp32", 2, 1, curve(0, byte)) for size in HEAD_SIZES]
@@ -113,18 +113,18 @@ def test_a_ring_of_smaller_pieces_costs_more_for_each_score():
     assert per_score == pytest.approx([8e-9, 4e-9, 2e-9])
 
 
-def test_attention_that_was_not_measured_falls_back_on_what_was_published():
+def test_unmeasured_attention_uses_published_rates():
     bare = measured(passes=tuple(each for each in measured().passes if not each.name.startswith("attention")))
     one = Operation("attention.core", "attention", "forward", 1e9, 0.0, (256, 128.5, 64))
     assert Rates.of(here(bare), "fp32").seconds(one) > 1e9 / 50e9
 
 
-def test_a_collective_takes_what_its_vector_took():
+def test_collective_time_is_that_of_its_vector():
     collectives = Collectives(here())
     for size in (1e3, 5e4, 1e6):
         assert collectives.seconds("all-reduce", Group(2, 2), size) == pytest.approx(1e-4 + 1e-9 * size)
         assert collectives.seconds("send", Group(2, 2), size) == pytest.approx(1e-4 + 1e-9 * size)
-    assert collectives.seconds("all-reduce", Group(2, 2), 10.0) == pytest.approx(1e-4 + 1e-6)  # as the smallest
+    assert collectives.seconds("all-reduce", Group(2, 2), 10.0) == pytest.approx(1e-4 + 1e-6)  # like the smallest one
     assert collectives.seconds("all-reduce", Group(2, 2), 2e7) == pytest.approx(2 * (1e-4 + 1e-2))
     assert collectives.seconds("all-reduce", Group(2, 2), 0.0) == 0.0
     assert collectives.seconds("all-reduce", Group(1, 1), 1e6) == 0.0
@@ -134,7 +134,7 @@ def test_a_collective_takes_what_its_vector_took():
     )
 
 
-def test_other_numbers_of_ranks_send_more_and_what_was_not_measured_is_priced_by_its_links():
+def test_collectives_of_unmeasured_groups_are_scaled_or_priced_by_links():
     collectives = Collectives(here(devices=4))
     two = collectives.seconds("all-reduce", Group(2, 2), 1e6)
     assert collectives.seconds("all-reduce", Group(4, 4), 1e6) == pytest.approx(two * (3 / 4) / (1 / 2))
@@ -142,22 +142,22 @@ def test_other_numbers_of_ranks_send_more_and_what_was_not_measured_is_priced_by
     assert collectives.seconds("all-to-all", Group(2, 2), 1e6) == bare.seconds("all-to-all", Group(2, 2), 1e6) > 0
 
 
-def test_processors_cannot_compute_while_they_communicate():
+def test_cpus_do_not_overlap_communication():
     assert Collectives(here()).tax(Group(2, 2)) == 1.0
     assert Collectives(here()).tax(Group(1, 1)) == 0.0
     assert Collectives(here(measured(backend="nccl"))).tax(Group(2, 2)) < 0.5
 
 
-def test_each_way_is_given_the_cost_of_its_group():
+def test_vectorized_collective_costs_match_single_ones():
     collectives, which = Collectives(here(devices=4)), np.array([0, 1, 0])
     groups = [Group(2, 2), Group(4, 4)]
     chosen = Chosen([collectives.costs("all-reduce", group)[0] for group in groups], which)
     sizes = np.array([[1e4, 1e4, 1e6], [0.0, 1e6, 2e7]])
-    told = [[collectives.seconds("all-reduce", groups[at], size) for at, size in zip(which, row)] for row in sizes]  # noqa: B905
-    assert chosen.at(sizes) == pytest.approx(np.array(told))
+    expected = [[collectives.seconds("all-reduce", groups[at], size) for at, size in zip(which, row)] for row in sizes]  # noqa: B905
+    assert chosen.at(sizes) == pytest.approx(np.array(expected))
     assert chosen.at(1e5).shape == (3,)
 
 
-def test_a_precision_that_was_not_measured_is_not_guessed():
+def test_unmeasured_precision_is_refused():
     with pytest.raises(UserError, match="no known peak for bf16"):
         Rates.of(here(), "bf16")

@@ -1,4 +1,4 @@
-"""Where nothing fits, what comes nearest."""
+"""The nearest layouts if none fits."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from meshwright.planner.text import found_text, nearest_text
 WANTED = {"sequence": 2048, "batch": 64}
 
 
-def test_what_needs_the_least_is_told_and_how_many_devices_are_enough():
+def test_nearest_reports_least_memory_and_sufficient_devices():
     found = search(problem_of("llama-3-70b", "8xa100-40", **WANTED))
-    told = nearest(found)
-    assert told is not None and not found.best and not told.least.fits and told.enough is not None
+    closest = nearest(found)
+    assert closest is not None and not found.best and not closest.least.fits and closest.enough is not None
     room = found.problem.cluster.device.memory_bytes
-    # By closed forms, which err by a fifth at most where it is small, nothing needs much less.
+    # By closed forms, which are at most a fifth off here, no layout needs much less.
     assert (
-        on_device(found.problem, screen(found.problem).bytes).min() > 0.8 * told.least.memory.device_bytes > 0.8 * room
+        on_device(found.problem, screen(found.problem).bytes).min()
+        > 0.8 * closest.least.memory.device_bytes
+        > 0.8 * room
     )
-    # Followed, the advice fits; with half of the devices nothing does.
-    assert evaluate("llama-3-70b", f"{told.devices}xa100-40", told.enough.layout, **WANTED).fits
-    half = problem_of("llama-3-70b", f"{told.devices // 2}xa100-40", **WANTED)
+    # The suggested number of devices suffices; half of it does not.
+    assert evaluate("llama-3-70b", f"{closest.devices}xa100-40", closest.enough.layout, **WANTED).fits
+    half = problem_of("llama-3-70b", f"{closest.devices // 2}xa100-40", **WANTED)
     assert on_device(half, screen(half).bytes).min() > 0.9 * room
-    text = f"{found_text(found)}\n{nearest_text(told)}"
-    assert f"{told.devices} devices would suffice: {told.enough.layout}, " in text and "none of them fits" in text
-    assert told.document()["enough"]["devices"] == told.devices
+    text = f"{found_text(found)}\n{nearest_text(closest)}"
+    assert f"{closest.devices} devices would suffice: {closest.enough.layout}, " in text and "none of them fits" in text
+    assert closest.document()["enough"]["devices"] == closest.devices
 
 
-def test_more_devices_are_connected_as_these_are_or_as_the_catalogue_says():
+def test_larger_cluster_has_same_links_or_those_of_catalogue():
     assert of_devices(cluster("2xh100-sxm"), 16) == cluster({"device": "h100-sxm", "devices": 16})
     slow = cluster({"device": "h100-sxm", "devices": 16, "across_gb_per_second": 1})
     more = of_devices(slow, 32)
     assert more is not None and (more.devices, more.nodes, more.across) == (32, 4, slow.across)
     mine = cluster({"device": {"like": "h100-sxm", "memory_bytes": 1e9}, "devices": 8})
-    assert of_devices(mine, 16) is None  # nobody knows how
+    assert of_devices(mine, 16) is None  # unknown links

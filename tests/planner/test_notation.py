@@ -1,4 +1,4 @@
-"""Legend of the notation: every part of every layout is explained, and the recipe block is a recipe's."""
+"""Legend of the layout notation, and recipe keys of a layout."""
 
 from __future__ import annotations
 

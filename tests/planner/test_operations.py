@@ -1,4 +1,4 @@
-"""The work of a stage: FLOPs are those that torch counts in the real model, and those of the closed forms."""
+"""Operations of a stage: FLOPs match torch's counter on the engine's model and the closed forms."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def work(config: ModelConfig, layout: Layout, **options: object) -> list[Operati
 
 
 def halves(config: ModelConfig, layout: Layout, **options: object) -> tuple[float, float]:
-    """FLOPs of what our engine calls forward (with the head's gradients, which its loss makes there) and backward."""
+    """Return the FLOPs of the engine's forward (including gradients of the head) and backward."""
     found = work(config, layout, **options)
     early = [one for one in found if one.name == "head" and one.phase in ("input", "weight")]
     forward = total_flops(found, "forward") + total_flops(early)
     return forward, total_flops(found) - forward
 
 
-def test_every_family_has_a_tiny_preset_here():
+def test_every_family_has_a_tiny_preset():
     assert {preset(name).family for name in TINY} == set(FAMILIES)
 
 
@@ -48,18 +48,18 @@ MODES = [(name, "full") for name in TINY] + [
 
 
 @pytest.mark.parametrize(("name", "recompute"), MODES)
-def test_flops_are_those_that_torch_counts(name: str, recompute: str):
+def test_flops_match_torch_counter(name: str, recompute: str):
     config = small(name)
     assert halves(config, Layout(recompute=recompute)) == count(config, recompute)
 
 
 @pytest.mark.parametrize("window", [1, 5, 24])
-def test_a_window_hides_what_torch_does_not_touch(window: int):
+def test_flops_with_sliding_window_match_torch_counter(window: int):
     config = small("qwen2-tiny", sliding_window=window, windowed_layers=(True, False, True))
     assert halves(config, Layout()) == count(config)
 
 
-def test_documents_hide_each_other():
+def test_flops_with_documents_match_torch_counter():
     ids = torch.arange(SEQUENCE) // (SEQUENCE // 3)
     documents = Documents.from_ids(ids.expand(ROWS, -1))
     config = small("llama-tiny")
@@ -67,8 +67,8 @@ def test_documents_hide_each_other():
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen2-moe-tiny"])
-def test_written_scores_are_counted_as_torchs_math_kernel_does(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Every query with every key, though half of them are hidden."""
+def test_unfused_attention_flops_match_math_kernel(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Every query with every key, although half of them are masked."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: object) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
@@ -96,18 +96,18 @@ def ranks() -> Iterator[LocalRanks]:
         ("dots1-tiny", "tp2 dp2 ep2:etp2 ac:full"),
     ],
 )
-def test_each_rank_has_the_flops_that_torch_counts_there(ranks: LocalRanks, name: str, layout: str):
-    """What routers choose differs; over all ranks it is what even choices would be."""
+def test_flops_of_each_rank_match_torch_counter(ranks: LocalRanks, name: str, layout: str):
+    """Routing differs between ranks; the sum over ranks equals that of balanced routing."""
     config, parsed = small(name), Layout.parse(layout)
-    told = halves(config, parsed)
+    expected = halves(config, parsed)
     found = ranks.run(count_on_rank, layout, config)
     if not parsed.expert_parallel:
-        assert set(found) == {told}
-    assert tuple(map(sum, zip(*found, strict=True))) == (4 * told[0], 4 * told[1])
+        assert set(found) == {expected}
+    assert tuple(map(sum, zip(*found, strict=True))) == (4 * expected[0], 4 * expected[1])
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt3-175b", "gemma-2-9b", "qwen3-30b-a3b", "mixtral-8x7b-v0.1"])
-def test_they_add_up_to_the_closed_forms(name: str):
+def test_operations_add_up_to_closed_forms(name: str):
     config = preset(name)
     found = operations(config, Layout(), 2, 4096, whole_model(config), OURS)
     forward = forward_flops_per_token(config, 4096)
@@ -115,12 +115,12 @@ def test_they_add_up_to_the_closed_forms(name: str):
     gates = config.layers * 2 * config.hidden if config.shared_gate else 0
     assert total_flops(found, "forward") == pytest.approx(tokens * (sum(forward.values()) + gates))
     core = forward["attention.scores"] + forward["attention.values"]
-    # A flash kernel forms the scores once more, which model FLOPs leave out.
+    # FlashAttention recomputes the scores, which model FLOPs do not count.
     executed = training_flops_per_token(config, 4096) + (FLASH_BACKWARD - 2) * core
     assert total_flops(found) == pytest.approx(tokens * executed)
 
 
-def test_stages_add_up_to_the_model():
+def test_operations_of_stages_add_up_to_the_model():
     config = preset("gemma-2-2b")
     whole = operations(config, Layout(), 1, 8192, whole_model(config), OURS)
     parts: list[Stage] = list(stages_of(config, 5, 8192))
@@ -129,7 +129,7 @@ def test_stages_add_up_to_the_model():
     assert sum(one.bytes * one.count for one in found) == pytest.approx(sum(one.bytes * one.count for one in whole))
 
 
-def test_a_head_whose_backward_comes_later_makes_its_logits_twice():
+def test_head_with_later_backward_computes_logits_twice():
     config = preset("llama-3-8b")
     once, twice = (work(config, Layout(pp=2, micro_batches=2), at_once=kept) for kept in (True, False))
     head = ROWS * SEQUENCE * 2.0 * config.hidden * config.vocabulary
@@ -145,7 +145,7 @@ def of(config: ModelConfig, whose: Engine, layout: str = "dp1") -> list[Operatio
 
 
 def test_elementwise_bytes_by_hand():
-    """GPT-2's hidden 768, 1,024 tokens in bf16: a norm reads and writes, an activation reads and writes 3,072 wide."""
+    """GPT-2: hidden 768, 1,024 tokens, bf16; a norm and an activation (width 3,072) read and write once."""
     config, megatron = preset("gpt2"), ENGINES["megatron"]
     found = of(config, megatron)
     assert moved(found, "norm", "forward") == (2 * 12 + 1) * 2 * 2 * 1024 * 768
@@ -155,7 +155,7 @@ def test_elementwise_bytes_by_hand():
     assert moved(found, "loss", "forward", "input") == 60 * 1024 * 50257
 
 
-def test_fusion_moves_less_and_sequence_parallelism_divides_what_is_outside_the_products():
+def test_fusion_and_sequence_parallelism_reduce_elementwise_bytes():
     config = preset("llama-3-8b")
     eager, compiled = (
         sum(o.bytes * o.count for o in of(config, engine("torchtitan", compile=c))) for c in (False, True)
@@ -166,7 +166,7 @@ def test_fusion_moves_less_and_sequence_parallelism_divides_what_is_outside_the_
     assert moved(split, "mlp.activation", "forward") == moved(alone, "mlp.activation", "forward")
 
 
-def test_a_product_adds_to_its_sum_itself_where_the_engine_does():
+def test_fused_gradient_accumulation_needs_no_extra_bytes():
     config = dataclasses.replace(preset("gpt2"), layers=1)
     fused, added = of(config, ENGINES["megatron"]), of(config, ENGINES["nanotron"])
     weights = 768 * 3072
@@ -176,12 +176,12 @@ def test_a_product_adds_to_its_sum_itself_where_the_engine_does():
     assert moved(fused, "mlp.up", "weight") - plain == (2 * 4 - 2) * weights
 
 
-def test_an_unknown_engine_names_the_nearest():
+def test_unknown_engine_suggests_the_nearest():
     with pytest.raises(Exception, match='did you mean "megatron"'):
         engine("megatrn")
 
 
-def test_every_second_product_is_computed_again():
+def test_torchtitan_selective_recomputes_every_second_product():
     """torchtitan's selective recomputation: keys, the output of attention and half of the way up, beside what lies
     between products; attention itself is kept."""
     config, layout = preset("llama-3-8b"), Layout.parse("ac:selective")
@@ -192,7 +192,7 @@ def test_every_second_product_is_computed_again():
     assert not any(one.kind == "attention" for one in again) and any(one.name == "norm" for one in again)
 
 
-def test_fp8_casts_what_products_of_blocks_read():
+def test_fp8_casts_operands_of_block_products():
     config, stage = preset("llama-3-8b"), Stage(1, range(1, 2), first=False, last=True)
     plain, narrow = (
         operations(config, Layout(), 1, 1024, stage, ENGINES["torchtitan"], eight_bit=flag) for flag in (False, True)
@@ -202,6 +202,6 @@ def test_fp8_casts_what_products_of_blocks_read():
     assert {one.name for one in casts} == {f"{part}.cast" for part in (
         "attention.qkv", "attention.output", "mlp.up", "mlp.down"
     )}  # fmt: skip
-    read = 1024 * (6144 + 4096 + 28672 + 4096)  # gradients of results; on the way there, operands
+    read = 1024 * (6144 + 4096 + 28672 + 4096)  # output gradients; in forward, operands
     back = sum(one.bytes * one.count for one in casts if one.phase == "input")
-    assert back == 8 * read  # looked at, and read and written once for each way round
+    assert back == 8 * read  # scanned, and read and written once per orientation

@@ -1,4 +1,4 @@
-"""What the closed forms say is kept of a forward is what lives on in the real engine, storage by storage."""
+"""Predicted saved activations match the engine's, storage by storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_HOOKED = ("head.hidden.gradient", "head.weight.gradient", "loss", "balance",
 
 def model(name: str) -> ModelConfig:
     changes = {"sliding_window": 8} if name == "mistral-tiny" else {}
-    return dataclasses.replace(preset(name), layers=3, vocabulary=97, **changes)  # an odd vocabulary: tp pads it
+    return dataclasses.replace(preset(name), layers=3, vocabulary=97, **changes)  # an odd vocabulary, which tp pads
 
 
 def check(case: Case, found: Watched) -> None:
@@ -64,14 +64,14 @@ def cases(name: str, recompute: str, every: bool) -> list[Case]:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["some", "all"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_forward_keeps_is_what_was_said(name: str, recompute: str, every: bool) -> None:
+def test_saved_activations_match_prediction(name: str, recompute: str, every: bool) -> None:
     for case in cases(name, recompute, every):
         check(case, watch(case))
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny"])
-def test_a_loss_of_pairs_keeps_its_heads_input_and_two_numbers_a_token(name: str) -> None:
-    """Beside that, some numbers of each pair."""
+def test_preference_loss_saves_head_input_and_two_values_per_token(name: str) -> None:
+    """In addition, a few values per pair."""
     for dtype, stages, stage in (("float32", 1, 0), ("bfloat16", 2, 1)):
         case = Case(model(name), dtype=dtype, stages=stages, stage=stage, starts=DOCUMENTS, pairs=True)
         found = watch(case)
@@ -97,7 +97,7 @@ MIXED = ("mixtral-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny", "dots1-tiny")
 
 
 def spread_cases(every: bool) -> list[Case]:
-    """Each layout with a model or two, or with all of them in every way."""
+    """Return each layout with one or two models, or all combinations."""
     found = []
     for names, layouts in ((DENSE, LAYOUTS), (MIXED, EXPERT_LAYOUTS)):
         for at, layout in enumerate(layouts):
@@ -123,7 +123,7 @@ def spread_cases(every: bool) -> list[Case]:
     [False, pytest.param(True, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)])],
     ids=["some", "all"],
 )
-def test_ranks_keep_their_parts(every: bool) -> None:
+def test_saved_activations_of_ranks_match_prediction(every: bool) -> None:
     with LocalRanks(4) as ranks:
         for case in spread_cases(every):
             for found in ranks.run(watch, case):
@@ -134,27 +134,27 @@ def bytes_of(saved: list[Saved]) -> int:
     return sum(each.bytes for each in saved)
 
 
-def test_a_layer_of_llama_in_bfloat16_counted_by_hand() -> None:
+def test_saved_activations_of_llama_layer_match_count_by_hand() -> None:
     """Rows of T tokens, H hidden, N + 2K heads of D, F columns; two bytes a number, four of what is summed."""
     config = preset("llama-3-8b")
     rows, sequence = 1, 8192
     saved = saved_activations(config, Layout(), rows, sequence, parameter_dtype="bfloat16")
     layer = [each for each in saved if each.name.startswith("layers.7.")]
     t, h, f, q, kv = rows * sequence, 4096, 14336, 4096, 1024
-    norms = 2 * (4 * t * h + 4 * t + 4 * t * h)  # in float32: the input, one over its root mean square, both multiplied
+    norms = 2 * (4 * t * h + 4 * t + 4 * t * h)  # in float32: the input, 1 / root mean square, and their product
     attention = 2 * t * (h + (q + 2 * kv) + (q + kv) + q)
     mlp = 2 * t * (h + 2 * f + f + f)
     assert bytes_of(layer) == norms + attention + mlp
 
 
-def test_computing_all_again_keeps_a_layers_input_alone() -> None:
+def test_full_recomputation_saves_only_layer_input() -> None:
     config = preset("llama-3-8b")
     saved = saved_activations(config, Layout(recompute="full"), 2, 4096, parameter_dtype="bfloat16")
     layers = [each for each in saved if each.name.startswith("layers.")]
     assert [each.bytes for each in layers] == [2 * 2 * 4096 * 4096] * config.layers  # 2 s b h
 
 
-def test_sequence_parallelism_cuts_what_tensor_parallelism_leaves_whole() -> None:
+def test_sequence_parallelism_divides_unsharded_activations() -> None:
     """Korthikanti et al. 2022, section 4.2.2: with it everything in a layer but gathered inputs is 1/t."""
     config, sequence = preset("llama-2-70b"), 4096
     for name in ("norm.input", "norm.scale", "norm.scaled"):
@@ -169,7 +169,7 @@ def test_sequence_parallelism_cuts_what_tensor_parallelism_leaves_whole() -> Non
         assert cut == [size // 8 for size in whole] and cut
 
 
-def test_tokens_that_experts_get_are_what_the_rank_was_sent() -> None:
+def test_expert_memory_follows_routed_tokens() -> None:
     config, layout = preset("mixtral-8x7b-v0.1"), Layout.parse("dp8 ep8")
     even = saved_activations(config, layout, 1, 4096, parameter_dtype="bfloat16")
     twice = Routed(2 * 4096 * 2, 2 * 4096 * 2)

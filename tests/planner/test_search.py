@@ -1,4 +1,4 @@
-"""Searches: closed forms are those of single layouts, the simulator agrees, what is found trains, why others lose."""
+"""The search: closed forms against single layouts and simulator; results train; suggested changes fit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def searched(name: str) -> Found:
 
 
 def layouts(name: str, count: int) -> list[tuple[int, Layout]]:
-    """Some of what was priced, spread over all."""
+    """Return a sample of the priced layouts."""
     every = screened(name)
     chosen = np.random.default_rng(7).choice(len(every.way), count, replace=False)
     return [
@@ -66,7 +66,7 @@ def layouts(name: str, count: int) -> list[tuple[int, Layout]]:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_all_at_once_is_each_by_itself(name: str):
+def test_vectorized_prices_match_single_layouts(name: str):
     problem, every = PROBLEMS[name], screened(name)
     for at, layout in layouts(name, 60):
         alone = step_time(
@@ -76,8 +76,8 @@ def test_all_at_once_is_each_by_itself(name: str):
         assert every.seconds[at] == pytest.approx(alone.seconds, rel=1e-9), str(layout)
 
 
-def test_pairs_are_searched_as_they_are_priced():
-    """Their logits are made twice."""
+def test_preference_loss_is_priced_alike_in_search():
+    """Their logits are computed twice."""
     problem = Problem(preset("gpt2-xl"), cluster("8xa100-40"), 1024, 64, precision="fp16", pairs=True)
     alone = step_time(
         problem.config, (one := search(problem, 1).best[0]).layout, problem.cluster, 1024, 64, pairs=True
@@ -90,9 +90,9 @@ def test_pairs_are_searched_as_they_are_priced():
 
 
 @pytest.mark.parametrize("name", ["dense", "mixture", "one node"])
-def test_memory_in_closed_form_is_near_the_ledgers(name: str):
-    """Where it is further off (few micro-batches, queues of weight gradients), the search corrects it by the ledger of
-    the first layout of a kind that it asks for."""
+def test_closed_form_memory_is_near_ledger(name: str):
+    """Larger errors (few micro-batches, queues of weight gradients) are corrected by the ledger of the first priced
+    layout of a kind."""
     problem, every = PROBLEMS[name], screened(name)
     errors = [
         abs(float(every.bytes[at]) / fullest(problem, layout).peak_bytes - 1)
@@ -104,7 +104,7 @@ def test_memory_in_closed_form_is_near_the_ledgers(name: str):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_what_is_found_fits_trains_and_is_in_order(name: str):
+def test_results_fit_train_and_are_sorted(name: str):
     problem, found = PROBLEMS[name], searched(name)
     assert len(found.best) == 8 == len(found.reasons) and found.searched == len(screened(name).way)
     times = [one.time.seconds for one in found.best]
@@ -119,7 +119,7 @@ def test_what_is_found_fits_trains_and_is_in_order(name: str):
 
 
 def test_search_lists_the_fastest_of_each_kind():
-    """Against every decided layout: none of a listed kind is faster, and no two are of one kind."""
+    """No decided layout of a listed kind is faster, and no two listed layouts are of one kind."""
     problem = PROBLEMS["one node"]
     found = search(problem, 4)
     every = screened("one node")
@@ -167,15 +167,15 @@ def test_total_communication_is_at_least_what_is_exposed(layout: str):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_the_simulator_and_closed_forms_agree_about_the_best(name: str):
+def test_simulator_and_closed_forms_agree_on_the_best(name: str):
     differences = searched(name).differences[:FINAL]
     assert len(differences) == FINAL
     assert max(map(abs, differences)) < 0.02
 
 
 @pytest.mark.parametrize("name", ["dense", "megatron"])
-def test_nothing_that_was_looked_at_beats_the_best(name: str):
-    """Every layout of the space whose closed form is near the best one's, priced exactly."""
+def test_no_candidate_beats_the_best(name: str):
+    """All layouts whose closed form is near the best one's are priced exactly."""
     problem, every, first = PROBLEMS[name], screened(name), searched(name).best[0]
     near = np.flatnonzero(
         (every.seconds < 1.03 * first.time.seconds) & (every.bytes < problem.cluster.device.memory_bytes)
@@ -189,16 +189,16 @@ def test_nothing_that_was_looked_at_beats_the_best(name: str):
         assert not one.fits or one.time.seconds >= first.time.seconds * 0.999, str(layout)
 
 
-def test_the_schedules_that_training_runs_are_looked_at():
-    """But for the one that keeps every micro-batch of several chunks, and the one that is itself searched for."""
+def test_search_covers_schedules_of_training():
+    """Except `looped-bfs`, which keeps all micro-batches of several chunks, and `auto`, which is itself a search."""
     looked_at = {pipe.schedule for pipe in screened("dense").pipes}
     assert looked_at == {*SCHEDULES} - {*ASYNCHRONOUS_SCHEDULES, "looped-bfs", "auto"}
 
 
 @pytest.mark.parametrize("micro", [4, 8, 32])
 @pytest.mark.parametrize("ranks", ["dp4 zero1 tp4 pp4", "dp8 zero3 tp2 pp4", "dp4 tp2 pp8"])
-def test_breadth_first_pipelines_are_never_the_fastest_and_keep_no_less(ranks: str, micro: int):
-    """Which is why no search looks at them."""
+def test_looped_bfs_is_never_best(ranks: str, micro: int):
+    """Therefore the search leaves it out."""
     problem = PROBLEMS["dense"]
 
     def seconds(schedule: str) -> float:
@@ -215,8 +215,8 @@ def test_breadth_first_pipelines_are_never_the_fastest_and_keep_no_less(ranks: s
     assert kept[0] >= kept[1]
 
 
-def test_a_small_space_is_searched_as_by_hand():
-    """Two devices: every layout that can be written down, priced one by one."""
+def test_search_matches_exhaustive_pricing_of_small_space():
+    """Two devices: every possible layout is priced separately."""
     config = preset("gpt2-tiny")
     problem = Problem(config, cluster("2xa100-80"), 64, 4)
     best: list[Estimate] = []
@@ -230,7 +230,7 @@ def test_a_small_space_is_searched_as_by_hand():
     assert search(problem, 1).best[0].time.seconds <= fastest * (1 + 1e-9)
 
 
-def test_what_does_not_fit_says_what_would():
+def test_suggested_change_makes_faster_layout_fit():
     problem = dataclasses.replace(PROBLEMS["dense"], cluster=cluster("8xa100-40"), batch=64, sequence=8192)
     found = search(problem, 3)
     assert found.advice
@@ -242,14 +242,12 @@ def test_what_does_not_fit_says_what_would():
             assert one.change
             parts = f" {one.instead} sequence-parallel norms "
             assert all(change == "mb1" or f" {change}" in parts for change in one.change.split(" and ")), one
-    assert any(one.change and " and " in one.change for one in found.advice)  # where one change is not enough
+    assert any(one.change and " and " in one.change for one in found.advice)  # if one change is not enough
 
 
 @pytest.mark.parametrize("erring", [1.0, 0.1])
-def test_what_does_not_fit_would_be_faster_and_is_not_among_what_was_found(
-    erring: float, monkeypatch: pytest.MonkeyPatch
-):
-    """Whatever closed forms say of the time of what is too large."""
+def test_layouts_that_do_not_fit_are_faster_and_not_listed(erring: float, monkeypatch: pytest.MonkeyPatch):
+    """Even if closed forms of their times are wrong."""
     problem = Problem(preset("gpt2-xl"), cluster("8xv100"), 1024, 256, precision="fp16")
     every = screen(problem)
     too_large = search_room.on_device(problem, every.bytes) > problem.cluster.device.memory_bytes
@@ -266,8 +264,8 @@ def test_what_does_not_fit_would_be_faster_and_is_not_among_what_was_found(
             assert one.instead_seconds == pytest.approx(priced(problem, one.instead).time.seconds)
 
 
-def test_what_fits_by_the_ledger_alone_is_found_and_not_said_to_be_too_large():
-    """Memory for a layout by its ledger, and less than its closed form asks for."""
+def test_layout_that_fits_by_ledger_alone_is_found():
+    """The memory limit is above the ledger of a layout and below its closed form."""
     problem, found = PROBLEMS["one node"], search(PROBLEMS["one node"], 20)
     every = screened("one node")
     needed = search_room.on_device(problem, every.bytes)
@@ -286,12 +284,12 @@ def test_what_fits_by_the_ledger_alone_is_found_and_not_said_to_be_too_large():
     assert one.layout not in [each.layout for each in again.advice]
 
 
-def test_where_nothing_fits_nothing_is_promised():
+def test_no_suggestions_if_nothing_fits():
     found = search(dataclasses.replace(PROBLEMS["megatron"], cluster=cluster("8xa100-40"), batch=8), 3)
     assert found.best == () and found.searched > 0
 
 
-def test_a_search_that_stops_before_its_end_says_what_it_leaves_open(monkeypatch: pytest.MonkeyPatch):
+def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatch):
     problem, whole = PROBLEMS["megatron"], searched("megatron")
     assert whole.undecided == 0 and "stopped" not in found_text(whole)
     assert document(problem, whole.best, whole)["undecided"] == 0
@@ -300,7 +298,7 @@ def test_a_search_that_stops_before_its_end_says_what_it_leaves_open(monkeypatch
     some = search(problem, 4)
     shown, slowest = {one.layout for one in some.best}, some.best[-1].time.seconds
     better = [one for one in longer.best if one.layout not in shown and one.time.seconds < slowest]
-    assert len(some.best) == 4 and better  # it stopped too soon indeed
+    assert len(some.best) == 4 and better  # the search did stop early
     assert len(better) <= some.undecided < 100
     assert f"{some.undecided:,} more layouts may be better than the last one listed" in found_text(some)
     assert f"{some.undecided:,} more layouts" in page(problem, "gpt3-175b", some.best, some)
@@ -312,13 +310,13 @@ def test_a_search_that_stops_before_its_end_says_what_it_leaves_open(monkeypatch
     assert nothing_fits(none).startswith("none of the")
 
 
-def test_a_batch_that_no_layout_can_share_is_answered():
+def test_indivisible_batch_is_refused():
     with pytest.raises(UserError, match="each of dp replicas needs a sequence"):
         search(dataclasses.replace(PROBLEMS["dense"], cluster=cluster("8192xh100-sxm"), batch=1, sequence=509))
 
 
-def test_what_an_engine_gathers_once_for_a_pipeline_does_not_hide_what_fits():
-    """torchtitan keeps the parameters of ZeRO-3 gathered from the first micro-batch to the last one."""
+def test_layouts_of_engine_that_keeps_gathered_parameters_are_found():
+    """torchtitan keeps ZeRO-3 parameters all-gathered from the first micro-batch to the last."""
     problem = Problem(preset("llama-2-70b"), cluster("64xa100-80"), 4096, 512, engine=engine("torchtitan"))
     every = screen(problem)
     long = np.array([pipe.ranks > 1 for pipe in every.pipes])[every.pipe] & (every.zero == 3)

@@ -1,4 +1,4 @@
-"""The serving ledger against closed forms, and the number of KV blocks that it gives."""
+"""The serving ledger and its number of KV blocks against closed forms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_llama_3_8b_in_bfloat16_has_the_published_sizes():
     assert rank.communication == 0
 
 
-def test_tied_matrix_is_held_once_on_one_stage_and_twice_on_two():
+def test_tied_embedding_is_held_once_on_one_stage_and_twice_on_two():
     config = preset("llama-3.2-1b")
     whole = serving_ledger(config, Layout(), SIZES).stages
     first, last = serving_ledger(config, Layout(pp=2), SIZES).stages
@@ -61,14 +61,14 @@ def test_experts_are_split_over_expert_parallel_ranks():
 
 
 def test_padding_counts():
-    """llama-tiny-like sizes that are no multiples of 16 rows and 32 columns."""
+    """Sizes like llama-tiny that are not multiples of 16 rows and 32 columns."""
     config = preset("llama-tiny")
     (rank,) = serving_ledger(config, Layout(), SIZES).stages
     (wide,) = serving_ledger(config, Layout(), ServingSizes(512, 32, 2048, "float32")).stages
     assert rank.packed >= wide.packed / 2
 
 
-def test_blocks_fill_the_memory_of_all_ranks():
+def test_kv_blocks_fill_the_memory_of_all_ranks():
     config = preset("llama-3.2-1b")
     ledger = fill_memory(serving_ledger(config, Layout(dp=2, tp=2), SIZES), 20 * 2**30)
     assert ledger.total <= 20 * 2**30 < ledger.total + ledger.kv_block
@@ -80,7 +80,7 @@ def test_blocks_fill_the_memory_of_all_ranks():
     assert len(bill_text(ledger)) == len(ledger.items()) + 1
 
 
-def test_a_window_in_half_of_the_layers_makes_room_for_more_sequences():
+def test_sliding_window_in_half_of_the_layers_allows_more_sequences():
     full = dataclasses.replace(preset("qwen2.5-1.5b"), max_positions=32768)
     mixed = dataclasses.replace(full, sliding_window=4096, windowed_layers=(True, False) * 14)
     sizes = dataclasses.replace(SIZES, max_length=32768)
@@ -92,7 +92,7 @@ def test_a_window_in_half_of_the_layers_makes_room_for_more_sequences():
     assert after.longest_within(2337) == 32768 and after.longest_within(2336) == 32752
 
 
-def test_memory_for_less_than_one_request_is_refused_with_what_would_do():
+def test_memory_below_one_request_is_refused_with_sufficient_size():
     config = preset("llama-3-8b")
     ledger = serving_ledger(config, Layout(), SIZES)
     with pytest.raises(UserError, match=r"memory 16 GiB: one request of 2048 tokens.*fit.*--memory 16\.\d\dGiB"):

@@ -1,4 +1,4 @@
-"""Step times: parts add up, clock and closed forms agree, published layers and runs are met, classic figures."""
+"""Step times: components add up, simulator and closed forms agree, published layers and runs are predicted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshwright.spec.stages import Stage, stages_of, whole_model
 from tests.planner.test_rates import of
 
 
-def told(model: str, layout: str, device: str = "h100-sxm", batch: int = 64, **options: object) -> StepTime:
+def step_time_of(model: str, layout: str, device: str = "h100-sxm", batch: int = 64, **options: object) -> StepTime:
     parsed = Layout.parse(layout)
     cluster = of(device, parsed.world_size, across=50e9)
     return step_time(preset(model), parsed, cluster, 4096, batch, **options)  # type: ignore[arg-type]
@@ -47,8 +47,8 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_add_up_to_the_step(layout: str):
-    found = told("llama-3-8b", layout)
+def test_components_add_up_to_the_step(layout: str):
+    found = step_time_of("llama-3-8b", layout)
     assert set(found.breakdown) == set(PARTS)
     assert all(seconds >= 0 for seconds in found.breakdown.values())
     assert sum(found.breakdown.values()) == pytest.approx(found.seconds)
@@ -61,8 +61,8 @@ def test_parts_add_up_to_the_step(layout: str):
 @pytest.mark.parametrize(
     "layout", ["pp4 mb16", "pp8 mb32", "pp4:gpipe mb16", "pp4:interleaved:2 mb16", "pp4:zb-h1 mb16"]
 )
-def test_the_clock_and_the_closed_form_agree(layout: str):
-    config = dataclasses.replace(preset("gpt3-175b"), layers=32, vocabulary=1024)  # stages alike
+def test_simulator_and_closed_form_agree(layout: str):
+    config = dataclasses.replace(preset("gpt3-175b"), layers=32, vocabulary=1024)  # equal stages
     parsed = Layout.parse(f"{layout} tp8")
     cluster = of("a100-80", parsed.world_size)
     clock, closed = (
@@ -72,7 +72,7 @@ def test_the_clock_and_the_closed_form_agree(layout: str):
     assert closed == pytest.approx(clock, rel=0.02)
 
 
-def test_a_pipelines_throughput_grows_with_micro_batches_as_published():
+def test_pipeline_throughput_grows_with_micro_batches_as_published():
     """Qi et al. 2023 (arXiv:2401.10241, table 4), 1F1B on 8 stages with 24, 32 and 64 micro-batches: 11.8, 12.5 and
     13.6 samples a second."""
     config = dataclasses.replace(preset("gpt2-xl"), layers=22, hidden=2304, heads=24, kv_heads=24, head_dim=96)
@@ -85,7 +85,7 @@ def test_a_pipelines_throughput_grows_with_micro_batches_as_published():
     assert rates[2] / rates[0] == pytest.approx(13.6 / 11.8, rel=0.02)
 
 
-def test_layers_take_what_was_measured(shared_data: Path):
+def test_layer_times_match_publication(shared_data: Path):
     """Korthikanti et al. 2022 (arXiv:2205.05198, table 4): one layer of the 22B model on 8 A100, forward and backward,
     in five modes."""
     config = dataclasses.replace(preset("gpt3-175b"), hidden=6144, heads=64, kv_heads=64, head_dim=96)
@@ -110,7 +110,7 @@ def test_layers_take_what_was_measured(shared_data: Path):
     assert seen == 10
 
 
-def test_published_runs_are_met(shared_data: Path, tmp_path: Path):
+def test_published_runs_are_predicted(shared_data: Path, tmp_path: Path):
     with (shared_data / "measured" / "training_runs.csv").open() as file:
         lines = file.readlines()
     chosen = tmp_path / "runs.csv"
@@ -124,7 +124,7 @@ def test_published_runs_are_met(shared_data: Path, tmp_path: Path):
     assert found["refused"] == [] and found["bounds_hold"] >= 0.9
 
 
-def test_runs_that_nothing_was_chosen_by_lie_between_the_bounds():
+def test_held_out_runs_lie_between_the_bounds():
     """322 runs of twelve projects, none of which any constant was chosen by (bench/data/published_runs.csv): between
     the planner's bounds, and between bounds around what the other projects' runs alone say."""
     runs, refused = priced(PUBLISHED, verbose=False)
@@ -137,7 +137,7 @@ def test_runs_that_nothing_was_chosen_by_lie_between_the_bounds():
     assert all(source["median_high_to_low"] <= 1.4 for source in found["sources"].values())
 
 
-def test_the_table_of_runs_adds_up():
+def test_table_of_runs_is_consistent():
     """Ranks of the axes are the devices, a batch is whole micro-batches, and every row says where it is from."""
     with PUBLISHED.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -151,7 +151,7 @@ def test_the_table_of_runs_adds_up():
 @pytest.mark.parametrize(
     "name", ["llama-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny", "gemma-2-2b", "qwen3-tiny"]
 )
-def test_parameters_in_closed_form_are_those_of_the_table(name: str, layout: str):
+def test_closed_form_parameters_match_parameter_table(name: str, layout: str):
     config, parsed = preset(name), Layout.parse(layout)
     config = dataclasses.replace(config, experts=4) if config.experts else config
     if parsed.expert_parallel and not config.experts:
@@ -167,7 +167,7 @@ def test_parameters_in_closed_form_are_those_of_the_table(name: str, layout: str
     assert sum(parts) == sum(table.unit_numel(unit, parsed) for unit in table.units) + again
 
 
-def test_groups_lie_in_nodes_as_their_ranks_follow_each_other():
+def test_groups_of_consecutive_ranks_are_within_nodes():
     layout = Layout.parse("dp4 tp4 cp2 pp2")
     cluster = of("h100-sxm", 64)
     assert group_of(layout, "tp", cluster) == Group(4, 4)
@@ -180,7 +180,7 @@ def test_groups_lie_in_nodes_as_their_ranks_follow_each_other():
 
 
 @pytest.mark.parametrize(("nodes", "size"), [(2, 6), (3, 8), (4, 6), (2, 8), (1, 12), (8, 4)])
-def test_a_group_that_a_nodes_border_cuts_counts_as_cut(nodes: int, size: int):
+def test_group_across_node_boundary_counts_as_split(nodes: int, size: int):
     """Against the ranks themselves: of all groups of an axis that with the most borders in it."""
     seen = 0
     others = {"tp4": 4, "tp2 cp3": 6, "zero3 hs3": 1, "tp3": 3, "tp2 pp2": 4, "ep2": 1, "ep3:etp2": 1}
@@ -200,24 +200,27 @@ def test_a_group_that_a_nodes_border_cuts_counts_as_cut(nodes: int, size: int):
     assert seen
 
 
-def test_what_ought_to_be_faster_is():
-    fast = told("llama-3-8b", "dp8 zero3 ac:full").seconds
-    assert told("llama-3-8b", "dp8 zero3").seconds < fast
-    assert told("llama-3-8b", "dp8 zero3 ac:full", "a100-80").seconds > 2 * fast
-    assert told("llama-3-8b", "dp8 zero3 ac:full", compile=True).seconds < fast
-    assert told("llama-3-8b", "pp8 mb64").breakdown["bubble"] < told("llama-3-8b", "pp8 mb8").breakdown["bubble"] * 1.01
-    inside, across = (told("llama-3-8b", f"tp{tp}", batch=16).breakdown["tensor"] for tp in (8, 16))
+def test_faster_configurations_are_faster():
+    fast = step_time_of("llama-3-8b", "dp8 zero3 ac:full").seconds
+    assert step_time_of("llama-3-8b", "dp8 zero3").seconds < fast
+    assert step_time_of("llama-3-8b", "dp8 zero3 ac:full", "a100-80").seconds > 2 * fast
+    assert step_time_of("llama-3-8b", "dp8 zero3 ac:full", compile=True).seconds < fast
+    assert (
+        step_time_of("llama-3-8b", "pp8 mb64").breakdown["bubble"]
+        < step_time_of("llama-3-8b", "pp8 mb8").breakdown["bubble"] * 1.01
+    )
+    inside, across = (step_time_of("llama-3-8b", f"tp{tp}", batch=16).breakdown["tensor"] for tp in (8, 16))
     assert across > 1.2 * inside
 
 
-def test_unknown_words_and_batches_that_cannot_be_shared_are_answered():
+def test_unknown_names_and_indivisible_batches_are_refused():
     with pytest.raises(UserError, match=r"batch 63 is not a multiple of dp x mb = 8"):
-        told("llama-3-8b", "dp8", batch=63)
+        step_time_of("llama-3-8b", "dp8", batch=63)
     with pytest.raises(UserError, match="optimizer"):
-        told("llama-3-8b", "dp8", optimizer="adamq")
+        step_time_of("llama-3-8b", "dp8", optimizer="adamq")
 
 
-def test_classic_days_of_training():
+def test_days_of_training_match_closed_form():
     """6 N T: 175B parameters on 300B tokens in 30 days at 160 achieved TFLOP/s a device take 760 devices; at 140 on
     1,024 devices, with 8 for full recomputation, 34 days (Narayanan et al. 2021, arXiv:2104.04473, eq. 4)."""
     assert round(6 * 175e9 * 300e9 / 160e12 / 30 / 86400) == 760
@@ -232,53 +235,58 @@ def test_gpt3_on_1024_a100_takes_about_the_published_month():
     assert found.seconds * 300e9 / 2048 / 1536 / 86400 == pytest.approx(34, rel=0.15)
 
 
-def test_a_loss_of_pairs_makes_the_logits_once_more():
-    """One product of the head in the forward pass, where the next token's loss keeps its gradients."""
-    plain, pairs = (told("llama-3-8b", "dp8", pairs=flag).breakdown["compute"] for flag in (False, True))
+def test_preference_loss_computes_logits_twice():
+    """One more product of the head: the next-token loss computes gradients in its forward."""
+    plain, pairs = (step_time_of("llama-3-8b", "dp8", pairs=flag).breakdown["compute"] for flag in (False, True))
     config, tokens = preset("llama-3-8b"), 64 // 8 * 4096
     fastest = 2 * tokens * config.hidden * config.vocabulary / 989e12
     assert fastest < pairs - plain < 3 * fastest
-    again = "pp2:gpipe mb4 ac:full"  # they are made again anyway
-    assert told("llama-3-8b", again, pairs=True).seconds == told("llama-3-8b", again).seconds
+    again = "pp2:gpipe mb4 ac:full"  # recomputed in any case
+    assert step_time_of("llama-3-8b", again, pairs=True).seconds == step_time_of("llama-3-8b", again).seconds
 
 
-def test_what_runs_beside_a_pass_costs_one_layers_share_and_what_it_takes():
+def test_overlapped_communication_costs_one_layers_share():
     calls, layers = np.array(8.0), 4
-    assert beside(calls, np.array(100.0), layers, 0.0) == 2.0  # the first of four layers has nothing at its side
+    assert beside(calls, np.array(100.0), layers, 0.0) == 2.0  # the first of four layers overlaps with nothing
     assert beside(calls, np.array(100.0), layers, 0.5) == 2.0 + 0.5 * 6.0
-    assert beside(calls, np.array(4.0), layers, 0.0) == 8.0 - 3.0  # longer than three quarters of the pass
+    assert beside(calls, np.array(4.0), layers, 0.0) == 8.0 - 3.0  # more than three quarters of the pass
 
 
-def test_a_pipeline_hides_more_of_its_sums_where_ranks_take_stages_in_turns():
-    """Sums of the last chunk run beside all backwards of the last round: of four micro-batches, not of one."""
+def test_interleaved_pipeline_overlaps_more_of_its_reductions():
+    """Reductions of the last chunk overlap with the backward of four micro-batches instead of one."""
     plain, turns = (
-        told("llama-3-70b", f"dp8 zero1 tp8 pp4:{schedule} mb8", engine="megatron-core").breakdown
+        step_time_of("llama-3-70b", f"dp8 zero1 tp8 pp4:{schedule} mb8", engine="megatron-core").breakdown
         for schedule in ("1f1b", "interleaved:5")
     )
     assert turns["data"] < 0.7 * plain["data"]
 
 
-def test_what_an_engine_holds_through_a_pipeline_is_gathered_once():
+def test_parameters_kept_through_a_pipeline_are_gathered_once():
     torchtitan = ENGINES["torchtitan"]
     again = dataclasses.replace(torchtitan, holds_in_pipelines=False)
     once, every = (
-        told("llama-3-70b", "dp8 zero3 tp2 pp4 mb8", engine=engine).breakdown["data"] for engine in (torchtitan, again)
+        step_time_of("llama-3-70b", "dp8 zero3 tp2 pp4 mb8", engine=engine).breakdown["data"]
+        for engine in (torchtitan, again)
     )
     assert once < every / 2
-    alone = [told("llama-3-70b", "dp8 zero3 tp8", engine=engine).breakdown["data"] for engine in (torchtitan, again)]
+    alone = [
+        step_time_of("llama-3-70b", "dp8 zero3 tp8", engine=engine).breakdown["data"] for engine in (torchtitan, again)
+    ]
     assert alone[0] == alone[1]
 
 
-def test_products_hide_all_but_a_piece_of_what_feeds_them():
+def test_products_overlap_all_but_one_chunk_of_their_communication():
     megatron = ENGINES["megatron-core"]
     bare = dataclasses.replace(megatron, overlaps_tensor=None)
     hidden, seen = (
-        told("llama-3-70b", "dp2 tp8 mb4", engine=engine).breakdown["tensor"] for engine in (megatron, bare)
+        step_time_of("llama-3-70b", "dp2 tp8 mb4", engine=engine).breakdown["tensor"] for engine in (megatron, bare)
     )
     assert seen / 8 < hidden < seen / 2
 
 
-def test_fp8_is_faster_where_it_computes_in_8_bits_alone():
-    """More than half of a step in bf16: attention, the head and the loss stay, and operands are cast."""
-    wide, narrow = (told("llama-3-8b", f"dp8 mb4 {precision}", engine="megatron-core") for precision in ("bf16", "fp8"))
+def test_fp8_speeds_up_only_linear_layers():
+    """A step takes more than half its bf16 time: attention, head and loss stay in bf16, and operands are cast."""
+    wide, narrow = (
+        step_time_of("llama-3-8b", f"dp8 mb4 {precision}", engine="megatron-core") for precision in ("bf16", "fp8")
+    )
     assert 0.6 < narrow.seconds / wide.seconds < 0.85

@@ -1,4 +1,4 @@
-"""What people read: tables that fit their terminal, bytes in units that show them, every tensor."""
+"""Printed text: tables that fit the terminal, units of bytes, the list of tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tables_fit_the_terminal(columns: int):
         assert words in text, words
 
 
-def test_lines_that_are_cut_lose_nothing():
+def test_wrapped_lines_lose_no_text():
     line = "  activations  27.88  " + ", ".join(f"mlp.up.output x {number}" for number in range(30))
     cut = wrapped(line, 80, " " * 22)
     assert len(cut) > 5 and all(len(part) <= 80 for part in cut)
@@ -42,17 +42,17 @@ def test_lines_that_are_cut_lose_nothing():
     assert wrapped("a" * 100, 80, "  ") == ["a" * 100]
 
 
-def test_small_models_have_small_units():
+def test_unit_depends_on_largest_size():
     assert [Unit.of(size).say(size) for size in (2**29, 3 * 2**30, 5000)] == ["512.0 MiB", "3.0 GiB", "4.9 KiB"]
 
 
-def test_every_tensor_is_told_with_its_stage_and_when_it_is_there():
+def test_ledger_lists_every_tensor_with_stage_and_lifetime():
     answer = json.loads(run(*REQUEST, *LAYOUT, "--ledger", "--json"))
     assert (answer["ledger"][0]["pp"], answer["ledger"][-1]["pp"]) == (0, 15)
     for rank in answer["ledger"]:
         assert sum(item["bytes"] for item in rank["items"]) == rank["peak_bytes"]
-    each = 8192 * 2 * 53248 // 8 * 2  # the gate and the rise, in bf16
-    counts = dict.fromkeys(("layers.0", "layers.63"), 0)  # of the first rank's two chunks
+    each = 8192 * 2 * 53248 // 8 * 2  # gate and up projections, in bf16
+    counts = dict.fromkeys(("layers.0", "layers.63"), 0)  # the first rank's two chunks
     for item in answer["ledger"][0]["items"]:
         layer, _, tensor = item["name"].partition(".mlp.up.output")
         if layer in counts and (not tensor or tensor.startswith(" x ")):
@@ -60,14 +60,14 @@ def test_every_tensor_is_told_with_its_stage_and_when_it_is_there():
             assert item["stage"] == (0 if layer == "layers.0" else 16)
             assert (item["category"], item["first"], item["last"]) == ("activations", "forward", "backward")
             counts[layer] += item["bytes"] // each
-    # Narayanan et al. 2021: of the first rank 2 (pp - 1) + (chunks - 1) pp + 1 forwards wait, pp of the second chunk.
+    # Narayanan et al. 2021: the first rank has 2 (pp - 1) + (chunks - 1) pp + 1 forwards in flight, pp of chunk 2.
     assert counts == {"layers.0": 31, "layers.63": 16}
 
 
 @pytest.mark.parametrize(
     "layout", ["dp2 tp8 mb16", "dp4 pp4 mb8 ac:full", "dp4 zero1 pp4:interleaved:3 mb8", "dp4 pp4:zb-v mb8"]
 )
-def test_operations_add_up_to_the_computation_of_a_step(layout: str):
+def test_operations_add_up_to_computation_of_a_step(layout: str):
     one = evaluate("llama-3-8b", "16xh100-sxm", layout, sequence=4096, batch=64)
     rank = busiest(one.problem, one.layout)
     rows = explain(one.problem, one.layout, rank)
@@ -77,7 +77,7 @@ def test_operations_add_up_to_the_computation_of_a_step(layout: str):
     assert "computation of a micro-batch" in explain_text(one.layout, rank, rows)
 
 
-def test_a_time_has_its_bounds_beside_it():
+def test_times_are_printed_with_bounds():
     one = evaluate("llama-3-8b", "16xh100-sxm", "dp2 tp8 mb16", sequence=4096, batch=64)
     time = one.time
     assert around(one.problem, time.seconds) == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"

@@ -1,4 +1,4 @@
-"""What the table, the layout and the shapes predict is what ranks send, to the byte, at every call site."""
+"""Predicted communication matches the bytes that ranks send at every call site."""
 
 from __future__ import annotations
 
@@ -93,15 +93,15 @@ def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[s
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
-def test_every_rank_sends_what_was_predicted_at_every_site(cases, four, tmp_path):
+def test_bytes_sent_match_prediction_at_every_site(cases, four, tmp_path):
     for name, layout in cases:
         text = recipe_text(tmp_path, layout, MODELS[name])
         for rank, (recorded, predicted) in enumerate(four.run(two_counts, text)):
             assert recorded and predicted == recorded, (name, layout, rank)
 
 
-def test_every_rank_sends_what_was_predicted_on_every_axis(four, tmp_path):
-    """Parts of an axis too: an embedding that both ends of a pipeline hold, key-value heads shared by some of tp."""
+def test_bytes_sent_match_prediction_on_every_axis(four, tmp_path):
+    """Also subsets of an axis: tied embeddings of a pipeline, key-value heads shared by some tp ranks."""
     for name, layout in (
         ("llama, tied", "tp2 pp2 mb4"),
         ("llama, tied", "dp2 zero3 hs2 cp2"),
@@ -110,14 +110,14 @@ def test_every_rank_sends_what_was_predicted_on_every_axis(four, tmp_path):
     ):
         text = recipe_text(tmp_path, layout, MODELS[name])
         for rank, (recorded, predicted) in enumerate(four.run(two_counts, text, True)):
-            if "ep" in recorded:  # what routers choose
+            if "ep" in recorded:  # routing
                 assert recorded.pop("ep") > 0 and predicted.pop("ep") > 0
                 assert {"shard", "expert_shard"} <= recorded.keys()
             assert recorded and predicted == recorded, (name, layout, rank)
 
 
-def test_what_pairs_of_responses_send_is_predicted_too(four, tmp_path):
-    """Sums over a response's parts on ranks of cp, and rewards beside the loss."""
+def test_bytes_sent_in_preference_training_match_prediction(four, tmp_path):
+    """Includes sums of a response's log-probabilities over cp ranks, and reward metrics."""
     lines = [{"prompt": "p" * n, "chosen": "yes " * n, "rejected": "no " * n} for n in (3, 5, 7, 9) for _ in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {
@@ -148,9 +148,9 @@ EXPERT_CASES = [(name, layout) for layout in EXPERT_LAYOUTS for name in ("mixtra
 @pytest.mark.parametrize(
     "cases", [EXPERT_CASES[::3], pytest.param(EXPERT_CASES, marks=pytest.mark.exhaustive)], ids=["some", "all"]
 )
-def test_spread_experts_send_what_was_predicted_and_the_routers_choice(cases, four, tmp_path):
-    """What routers choose differs; what goes to an expert comes back, and over all ranks it is about what even choices
-    would be."""
+def test_bytes_sent_under_expert_parallelism_match_prediction(cases, four, tmp_path):
+    """Routing differs between ranks; dispatch equals combine, and the sum over ranks is about that of balanced
+    routing."""
     for name, layout in cases:
         total = {site: [0, 0] for site in ROUTED}
         text = recipe_text(tmp_path, layout, MODELS[name])

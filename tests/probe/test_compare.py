@@ -11,7 +11,7 @@ from meshwright.probe.compare import THRESHOLD, SlowRank, compute_ratios, find_s
 
 
 def seconds(ranks: int, points: int, slow: dict[int, float], noise: float = 0.08) -> list[list[float]]:
-    """Return times of points of very different sizes, with noise and outliers, [ranks][points]. slow: rank -> factor."""
+    """Return times of points of different sizes, with noise and outliers, [ranks][points]. slow: rank -> factor."""
     chance = random.Random(3)
     sizes = [10 ** chance.uniform(-6, 0) for _ in range(points)]
     return [

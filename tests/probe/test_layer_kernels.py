@@ -1,4 +1,4 @@
-"""Layer kernels of the probe: they run the engine's operations, with the names and bytes of the planner's operations."""
+"""Layer kernels of the probe: the engine's operations, with names and bytes of the planner's operations."""
 
 from __future__ import annotations
 

@@ -324,7 +324,9 @@ def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
     later = probe_ranks._GuardedSteps(failing(OSError("closed")), Place(0, 2, 0, "env://", "test"), store)
     assert later(None, 1.0) == [] and later.failed["rank"] == 1
     failed = {**found, "failed": steps[1].failed}
-    line = "on rank 1 (on host-0), so predicted times will be less accurate; everything else was measured: ValueError: no"
+    line = (
+        "on rank 1 (on host-0), so predicted times will be less accurate; everything else was measured: ValueError: no"
+    )
     tables = make_cluster_tables(failed, "cpu")
     assert [
         row

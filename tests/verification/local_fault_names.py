@@ -1,4 +1,4 @@
-"""Local faults that change nothing on one rank, and layouts of two that have each of them."""
+"""Local faults that have no effect on one rank, and layouts of two ranks on which they have one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""Ranks that are well make the same calls in every group, whatever the layout: nobody would be blamed, or wait in a
-circle."""
+"""Correct ranks make matching calls in every group under every layout: no hang diagnosis, no circular wait."""
 
 from __future__ import annotations
 
-from tests.flight_recorder.circular_wait import find_circular_wait
+from dataclasses import replace
+
 from meshwright.layout import Layout
-from meshwright.verification.run import _default_models, _Verifier
+from meshwright.verification.cases import CaseBuilder
+from meshwright.verification.ranks import run_rank
+from meshwright.verification.run import _default_models
+from tests.flight_recorder.circular_wait import find_circular_wait
+from tests.verification.kept_ranks import KeptRanks
 
 LAYOUTS = (
     "dp2 zero3 tp2",
@@ -18,13 +22,13 @@ LAYOUTS = (
 )
 
 
-def test_healthy_ranks_agree_on_calls_of_every_layout(first_case_alone: None):
-    with _Verifier("float32", lambda line: None) as bench:
-        for text in LAYOUTS:
-            layout = Layout.parse(text)
-            name, config = _default_models(layout, mixture=False)[0]
-            bench.verify(layout, name, config)
-            snapshot = bench.ranks(layout.world_size).calls()
-            assert all(len(each.calls.calls) > 20 and each.calls.torn == 0 for each in snapshot.seen)
-            assert snapshot.verdict is None, f"{text}: {snapshot.verdict.line}"
-            assert find_circular_wait([each.calls for each in snapshot.seen if each.calls]) is None, text
+def test_healthy_ranks_agree_on_calls_of_every_layout():
+    for text in LAYOUTS:
+        layout = Layout.parse(text)
+        _, config = _default_models(layout, mixture=False)[0]
+        ranks = KeptRanks(layout.world_size)
+        ranks.run(run_rank, replace(CaseBuilder(layout, config, "float32").plain(3), steps=2), text)
+        snapshot = ranks.calls()
+        assert all(len(each.calls.calls) > 20 and each.calls.torn == 0 for each in snapshot.seen)
+        assert snapshot.verdict is None, f"{text}: {snapshot.verdict.line}"
+        assert find_circular_wait([each.calls for each in snapshot.seen if each.calls]) is None, text

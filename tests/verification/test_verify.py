@@ -1,4 +1,4 @@
-"""The verifier: it passes what is right, and it fails, by name, whatever is spoilt."""
+"""The verifier: correct layouts pass; planted faults and wrong results fail with the right description."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from meshwright.verification import mutations
-from meshwright.verification.cases import CaseBuilder
+from meshwright.verification.cases import Case, CaseBuilder
 from meshwright.verification.compare import Comparison, compare, relative_errors
 from meshwright.verification.grid import GRID, MIXTURES
 from meshwright.verification.local_faults import LOCAL_FAULTS
@@ -42,6 +42,7 @@ from tests.model.transformers_names import entry_in_transformers
 from tests.verification.local_fault_names import BY_LAYOUT, NEEDS_RANKS
 
 LLAMA = scale_down_config(preset("llama-3-8b"))
+SUMS = ("data.gradients", "tensor.gradients")  # call sites of gradient reductions
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def reference() -> Reference:
 
 
 def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[RankResult]:
-    """Results that correct ranks would report; with shards, each entry is cut between them."""
+    """Return the results of correct ranks. shards: number of ranks between which each parameter is sharded."""
     results = []
     for rank in range(ranks):
 
@@ -82,7 +83,7 @@ def gradient(result: RankResult, step: int, name: str) -> torch.Tensor:
     return next(piece.tensor for piece in result.steps[step].gradients if piece.name == name)
 
 
-# --- against independent truth
+# --- the reference against transformers
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,8 @@ def gradient(result: RankResult, step: int, name: str) -> torch.Tensor:
     ],
 )
 def test_single_device_gradients_match_transformers(name: str, wide: Callable[[], Any]):
-    """The reference is not its own judge. The loss that balances experts is left out: transformers forms it over all
-    rows and layers at once (tests/model/test_experts.py compares it where the two are the same)."""
+    """Without the load-balancing loss, which transformers computes over all sequences and layers together
+    (tests/model/test_experts.py compares it where both agree)."""
     import transformers
 
     config = dataclasses.replace(scale_down_config(preset(name)), router_loss=0.0)
@@ -112,7 +113,7 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
     for entry in ours.table.entries:
         entry_in_transformers(values, entry.name).copy_(initial_value(entry, problem.seed))
     with wide():
-        for index in range(problem.batch):  # documents one by one: transformers sees no other
+        for index in range(problem.batch):  # one document at a time: transformers has no document mask
             ids = batch.document_ids[index]
             for start, stop in itertools.pairwise([0, *(1 + (ids[1:] != ids[:-1]).nonzero()[0]), problem.sequence]):
                 logits = model(torch.from_numpy(batch.tokens[index : index + 1, start:stop])).logits[0]
@@ -139,7 +140,7 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
         *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ("dp2 zero1 mb2", "tp4:nosp")),
     ],
 )
-def test_a_right_layout_passes_in_float64(layout):
+def test_correct_layout_passes_in_float64(layout):
     document = run_verification(layout, model="qwen3-0.6b")
     assert document["passed"] and document["worst"]["relative_error"] < 1e-10 and document["loss_error"] < 1e-12
 
@@ -151,7 +152,7 @@ def test_a_right_layout_passes_in_float64(layout):
         *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ("dp4 zero3 hs2 mb2 ac:full", "tp2 cp2")),
     ],
 )
-def test_a_right_layout_passes_in_float32(layout):
+def test_correct_layout_passes_in_float32(layout):
     assert run_verification(layout, model="gpt2", dtype="float32")["passed"]
 
 
@@ -167,7 +168,7 @@ def test_a_right_layout_passes_in_float32(layout):
         ),
     ],
 )
-def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, two_layers, request):
+def test_every_planted_fault_is_caught_or_neutral(layout, kinds, two_layers, request):
     request.getfixturevalue("fewer_kinds" if kinds == "fewer" else "fewer_local_faults")
     document = run_verification(layout, model="llama-3-8b", mutate=True)
     mutations = document["mutations"]
@@ -195,17 +196,16 @@ def test_every_planted_fault_is_caught_or_declared_neutral(layout, kinds, two_la
     if "hs" in layout:
         expected.add("data.gradients.replicas")
     assert sites == expected
-    said = {fault["fault"]: fault["said"] for fault in mutations["faults"]}
-    sums = ("data.gradients", "tensor.gradients")
-    assert "2 x the reference" in next(said[fault] for fault in said if fault.startswith(sums) and ": double" in fault)
-    assert all("gradient of" in text for fault, text in said.items() if fault.startswith(sums))
+    reasons = {fault["fault"]: fault["said"] for fault in mutations["faults"] if fault["fault"].startswith(SUMS)}
+    assert "2 x the reference" in next(reasons[fault] for fault in reasons if ": double" in fault)
+    assert all("gradient of" in reason for reason in reasons.values())
     neutral = {fault["fault"] for fault in mutations["faults"] if fault["outcome"] == "neutral"}
-    said_neutral = ("double", "drop", "stale") if kinds == "all" else ("double",)
+    shifts = ("double", "drop", "stale") if kinds == "all" else ("double",)
     validation = {f"validation.loss (all_reduce): {kind}" for kind in ("skip", "double", "drop")}
     quotient = ({"skip", "drop"} if kinds == "all" else {"skip"}) if layout.startswith("tp") else set()
     doubled = {"validation.loss (all_reduce): double"}
     assert (neutral & validation) - doubled == {f"validation.loss (all_reduce): {kind}" for kind in quotient}
-    assert neutral - validation == {f"loss.maximum (all_reduce): {kind}" for kind in said_neutral if "tp" in layout}
+    assert neutral - validation == {f"loss.maximum (all_reduce): {kind}" for kind in shifts if "tp" in layout}
 
 
 @pytest.mark.parametrize("layout", BY_LAYOUT)
@@ -223,7 +223,7 @@ def test_each_local_fault_that_needs_ranks_has_a_layout():
 
 
 def test_wrong_group_yields_different_values(monkeypatch: pytest.MonkeyPatch, two_layers: None):
-    """Ranks of neighbouring tp groups with another place there would hold the same parts of a gradient."""
+    """The wrong group must not hold the same gradient shards as the right one."""
     every = mutations.list_possible_faults
     monkeypatch.setattr(mutations, "KINDS", ("wrong group",))
     monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
@@ -236,14 +236,15 @@ def test_wrong_group_yields_different_values(monkeypatch: pytest.MonkeyPatch, tw
 
 
 def test_neutral_faults_are_listed():
-    """A common shift of all logits changes no softmax; what every rank agrees on is such a shift."""
+    """Softmax is invariant under a shift of all logits by a value on which all ranks agree."""
     shifts = {("loss.maximum", "all_reduce", kind) for kind in ("double", "drop", "stale")}
     assert set(NEUTRAL) == shifts | {(site, "all_reduce", "double") for site in ("validation.loss", "start.program")}
     assert all(len(reason) > 20 for reason in NEUTRAL.values())
 
 
 def features(layout: Layout) -> set[str]:
-    """What a layout has, by axis; pipelines by how a backward is cut and how many copies of a stage there are."""
+    """Return the features of a layout by axis; pipeline schedules are grouped into ordinary backward ("whole"), split
+    backward and two copies of each stage ("both")."""
     both = layout.schedule in BIDIRECTIONAL_SCHEDULES
     split = layout.schedule.startswith(("zb-", "v-"))
     present = {
@@ -261,7 +262,7 @@ def features(layout: Layout) -> set[str]:
     return {name for name, there in present.items() if there}
 
 
-def test_the_grid_meets_every_axis_and_every_pair(repository: Path):
+def test_grid_covers_every_axis_and_every_pair(repository: Path):
     assert f"{len(GRID)} layouts of up to 8 ranks" in (repository / "docs" / "verify.md").read_text()
     assert len({str(layout) for layout in GRID}) == len(GRID)
     sizes = [layout.world_size for layout in GRID]
@@ -292,7 +293,7 @@ def test_grid_includes_mixtures_without_expert_parallelism():
     "notation", ["dp4 zero1 hs2 tp4 mb2", "cp2 pp2 mb2", "tp2 pp2 mb2", "dp2 tp2 ep4", "dp2 tp2:nosp cp2 ep2:etp2"]
 )
 def test_single_layout_model_makes_every_call_of_its_kind(notation: str):
-    """Without --thorough and without a model, one of three kinds is verified."""
+    """Without --thorough and without a model, only one of three models is verified."""
     layout = Layout.parse(notation)
 
     def sites(config: ModelConfig) -> set[str]:
@@ -306,21 +307,20 @@ def test_single_layout_model_makes_every_call_of_its_kind(notation: str):
     assert sites(only[1]) == set().union(*(sites(config) for _, config in every))
 
 
-def test_layout_is_verified_with_one_model_or_thoroughly_three(monkeypatch: pytest.MonkeyPatch):
-    right, one = CaseBuilder.default, CaseBuilder.thorough
-    monkeypatch.setattr(CaseBuilder, "default", lambda maker: right(maker)[:1])
-    monkeypatch.setattr(CaseBuilder, "thorough", lambda maker: one(maker)[:1])
+def test_layout_is_verified_with_one_model_or_thoroughly_three(monkeypatch: pytest.MonkeyPatch, two_layers: None):
+    monkeypatch.setattr(CaseBuilder, "default", lambda maker: [Case("plain", maker.plain())])
+    monkeypatch.setattr(CaseBuilder, "thorough", CaseBuilder.default)
     for thorough, models in ((False, {"qwen3-0.6b"}), (True, {"llama-3-8b", "qwen3-0.6b", "gpt2"})):
         assert {entry["model"] for entry in run_verification("dp2", thorough=thorough)["layouts"]} == models
 
 
-def test_unbalanced_mixtures_get_pipeline_stages_too():
+def test_mixture_without_balancing_loss_passes_under_pipeline_parallelism(first_case_alone: None):
     config = dataclasses.replace(preset("mixtral-8x7b-v0.1"), router_loss=0.0)
     assert run_verification("pp2 mb2", model=config)["passed"]
 
 
-def test_the_page_lists_every_call_site(repository: Path):
-    """Those of layouts that have each axis once, which `planner/traffic.py` knows to the byte."""
+def test_documentation_lists_every_call_site(repository: Path):
+    """Compared with the sites that `planner/traffic.py` predicts for layouts that have each axis once."""
     made = set()
     for name, notation in (
         ("llama-3-8b", "dp4 zero1 hs2 tp4 mb2"),
@@ -341,10 +341,10 @@ def test_the_page_lists_every_call_site(repository: Path):
     assert listed == made
 
 
-# --- what a failure says
+# --- failure messages
 
 
-def test_a_doubled_gradient_is_named(reference):
+def test_doubled_gradient_is_named(reference):
     results = ideal_results(reference, 2)
     assert compare(reference, results, Layout(dp=2)).passed
     name = "model.layers.2.mlp.down_proj.weight"
@@ -355,7 +355,7 @@ def test_a_doubled_gradient_is_named(reference):
     assert found.worst_name == name and found.worst_error == pytest.approx(1.0)
 
 
-def test_the_first_in_backward_order_is_named(reference):
+def test_first_wrong_gradient_in_backward_order_is_named(reference):
     results = ideal_results(reference, 1)
     for entry in (
         "model.embed_tokens.weight",
@@ -367,7 +367,7 @@ def test_the_first_in_backward_order_is_named(reference):
     assert failure is not None and "step 2: the gradient of model.layers.3.self_attn.q_proj.weight" in failure
 
 
-def test_backward_reaches_layer_from_its_output(reference):
+def test_backward_order_starts_at_output_of_layer(reference):
     order = [name.removeprefix("model.").removesuffix(".weight") for name in list_in_backward_order(reference)]
     assert order[:2] == ["lm_head", "norm"] and order[-1] == "embed_tokens"
     layer = [name.removeprefix("layers.4.") for name in order if name.startswith("layers.4.")]
@@ -377,7 +377,7 @@ def test_backward_reaches_layer_from_its_output(reference):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "dots-llm1", "qwen2-moe-tiny", "qwen3-0.6b"])
-def test_backward_reaches_every_parameter_once(name):
+def test_backward_order_has_every_parameter_once(name):
     reference = Reference(Problem(scale_down_config(preset(name), layers=2), batch=2, steps=1))
     assert sorted(list_in_backward_order(reference)) == sorted(entry.name for entry in reference.table.entries)
 
@@ -406,7 +406,7 @@ def test_gradient_of_wrong_layer_and_differing_shard_are_recognised(reference):
     assert str(compare(reference, results, Layout(dp=2)).failure).endswith("(differs on rank 1 alone)")
 
 
-def test_a_missing_part_names_its_rank(reference):
+def test_missing_contribution_names_its_rank(reference):
     results = ideal_results(reference, 4)
     part = reference.share_gradients(0, 4)[3]
     for result in results:
@@ -427,7 +427,7 @@ def test_unsummed_gradient_names_contributing_ranks(reference):
     assert "on rank 0 only the contribution of rank 0: not summed; on rank 1 only the contribution of rank 1" in failure
 
 
-def test_a_difference_on_one_shard_names_its_rank(reference):
+def test_wrong_shard_names_its_rank(reference):
     results = ideal_results(reference, 4, shards=4)
     layout = Layout(dp=4, zero=2)
     assert compare(reference, results, layout).passed
@@ -437,7 +437,7 @@ def test_a_difference_on_one_shard_names_its_rank(reference):
     assert failure is not None and name in failure and "3 x the reference, on rank 2 alone" in failure
 
 
-def test_a_stale_gradient_is_recognised(reference):
+def test_stale_gradient_is_recognised(reference):
     results = ideal_results(reference, 1)
     results[0].steps[1].gradients = results[0].steps[0].gradients
     failure = compare(reference, results, Layout()).failure
@@ -447,7 +447,7 @@ def test_a_stale_gradient_is_recognised(reference):
 def test_unsummed_tp_gradients_are_recognised_and_copies_count(reference):
     layout = Layout(tp=2)
     name = "model.norm.weight"
-    for factors, said in (
+    for factors, expected in (
         ((0.25, 0.75), "(partial gradients were not summed over tp)"),
         ((1, 3), "(3 x the reference, on rank 1 alone)"),
         ((3, 1), "(3 x the reference, on rank 0 alone)"),
@@ -456,7 +456,7 @@ def test_unsummed_tp_gradients_are_recognised_and_copies_count(reference):
         for result, factor in zip(results, factors, strict=True):
             gradient(result, 0, name).mul_(factor)
         failure = compare(reference, results, layout).failure
-        assert failure is not None and failure.endswith(said), failure
+        assert failure is not None and failure.endswith(expected), failure
 
 
 def test_missing_and_infinite_values_fail(reference):
@@ -483,7 +483,7 @@ def test_error_measure_has_floor_for_zero_gradients():
     assert errors["zero"] == pytest.approx(2e-9 / (1e-3 * math.sqrt(4) * root_mean_square))
 
 
-# --- the problem
+# --- the verification problems
 
 
 def test_batches_are_ragged_and_counts_differ_everywhere():
@@ -497,7 +497,7 @@ def test_batches_are_ragged_and_counts_differ_everywhere():
         counts.append(sum(per_micro_batch))
         documents = {len(set(row)) for row in batch.document_ids.tolist()}
         assert 1 in documents and max(documents) > 3
-    assert len(set(counts)) == 3, "another number of targets each step, or a stale count would pass"
+    assert len(set(counts)) == 3, "the number of targets must differ between steps, else a stale count would pass"
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mistral-7b-v0.1", "qwen2.5-7b", "qwen3-32b", "gpt2-xl"])
@@ -513,16 +513,16 @@ def test_scaled_down_model_keeps_its_features(name):
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 6, 8])
-def test_a_scaled_down_model_can_be_cut(tp):
+def test_scaled_down_model_is_divisible_by_tp(tp):
     for name in ("llama-3-8b", "qwen3-0.6b", "gpt2"):
         layout = Layout(tp=tp)
         small = scale_down_config(preset(name), tp)
         refuse(layout, small, 8, choose_sequence_length(layout), tp)
-        assert small.vocabulary % tp, "the last rank's slice of the vocabulary is filled up"
-        assert tp % 2 or tp < 4 or name == "gpt2" or small.kv_heads < tp, "key-value heads fewer than ranks"
+        assert small.vocabulary % tp, "the last rank's slice of the vocabulary must be padded"
+        assert tp % 2 or tp < 4 or name == "gpt2" or small.kv_heads < tp, "fewer key-value heads than ranks"
 
 
-def test_large_layouts_are_made_small_in_kind():
+def test_large_layouts_keep_features_when_scaled_down():
     assert str(scale_down_layout(Layout.parse("dp64 zero3 hs8 mb32 bf16"))) == "dp8 zero3 hs4 mb4"
     assert str(scale_down_layout(Layout.parse("dp64 zero1"))) == "dp8 zero1"
     assert str(scale_down_layout(Layout.parse("dp4 zero2 hs2 mb2"))) == "dp4 zero2 hs2 mb2"
@@ -532,7 +532,7 @@ def test_large_layouts_are_made_small_in_kind():
     assert str(scale_down_layout(Layout.parse("dp2 tp6"))) == "dp2 tp4"
 
 
-def test_mistakes_are_one_line():
+def test_invalid_arguments_are_one_line_errors():
     with pytest.raises(UserError, match='unknown dtype "float46"; did you mean "float64"'):
         run_verification("dp2", dtype="float46")
     with pytest.raises(UserError, match="offload:cpu"):
@@ -546,7 +546,7 @@ def test_mistakes_are_one_line():
 # --- the command
 
 
-def test_command_prints_documented_keys(command_line):
+def test_command_prints_documented_keys(command_line, first_case_alone):
     outcome = command_line("verify", "--layout", "dp2 zero1", "--model", "llama-tiny", "--json")
     assert outcome.code == 0
     document = json.loads(outcome.output)
@@ -556,7 +556,7 @@ def test_command_prints_documented_keys(command_line):
     assert document["layouts"][0]["layout"] == "dp2 zero1"
 
 
-def test_a_recipe_gives_its_layout_and_model(tiny_recipe):
+def test_recipe_gives_layout_and_model(tiny_recipe, first_case_alone):
     tiny_recipe.write_text(tiny_recipe.read_text().replace('layout = "dp1"', 'layout = "dp2 zero3 mb2"'))
     document = run_verification(tiny_recipe)
     assert [entry["layout"] for entry in document["layouts"]] == ["dp2 zero3 mb2"] and document["passed"]
@@ -576,14 +576,14 @@ def test_output_says_which_cases_ran_compiled(tiny_recipe: Path, monkeypatch: py
         assert compiled == ["compiled by aot_eager", "compiled by inductor"][: said.count("by ") + thorough]
 
 
-def test_failed_verification_exits_with_1(command_line, monkeypatch):
+def test_failed_verification_exits_with_1(command_line, monkeypatch, first_case_alone):
     import meshwright.verification.run as run
 
     right = Reference
 
     def wrong(problem: Problem) -> Reference:
         reference = right(problem)
-        reference.gradients[0]["model.norm.weight"] *= 0.5  # as if the ranks had counted everything twice
+        reference.gradients[0]["model.norm.weight"] *= 0.5  # equivalent to doubled gradients on the ranks
         return reference
 
     monkeypatch.setattr(run, "Reference", wrong)
@@ -592,12 +592,12 @@ def test_failed_verification_exits_with_1(command_line, monkeypatch):
     assert "meshwright: error: dp2: step 1: the gradient of model.norm.weight is off by 1.0e+00 (2 x" in outcome.errors
 
 
-def test_a_layout_given_as_recipe_is_explained(command_line):
+def test_layout_in_place_of_recipe_is_explained(command_line):
     outcome = command_line("verify", "dp2")
     assert outcome.code == 2 and '--layout "dp2"' in outcome.errors and len(outcome.errors.strip().splitlines()) == 1
 
 
-def test_windows_and_scalings_survive_scaling_down():
+def test_mixed_sliding_windows_survive_scaling_down():
     mixed = dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True, layers=8, sliding_window=4096)
     mixed = dataclasses.replace(mixed, windowed_layers=(False,) * 4 + (True,) * 4)
     small: ModelConfig = scale_down_config(mixed)

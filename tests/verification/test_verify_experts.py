@@ -1,4 +1,4 @@
-"""Mixtures of experts give one device's answer on every layout, what balances them included."""
+"""Mixtures of experts match one device on every layout, including load balancing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_mixture_on_several_ranks_matches_one_device(name: str, layout: str):
 
 
 @pytest.mark.exhaustive
-def test_every_fault_of_a_mixture_is_noticed():
+def test_every_fault_of_a_mixture_is_caught():
     document = run_verification("dp2 zero2", model="dots-llm1", mutate=True)
     assert document["passed"], document["mutations"]["missed"]
     assert document["mutations"]["planted"] == document["mutations"]["caught"] + document["mutations"]["neutral"]
@@ -63,7 +63,7 @@ def test_every_expert_parallel_fault_is_caught(kinds, two_layers, request):
 
 
 @pytest.mark.exhaustive
-def test_every_fault_of_doubly_split_experts_is_caught():
+def test_every_fault_with_ep_and_etp_is_caught():
     document = run_verification("dp2 zero2 tp2:nosp ep2:etp2", model="qwen1.5-moe-a2.7b", mutate=True)
     assert document["passed"], document["mutations"]["missed"]
 

@@ -1,4 +1,4 @@
-"""Stages under verification: every schedule, and stages with the other axes, hold what one device computes."""
+"""Verification of pipeline parallelism: every schedule, and combinations with other axes, match one device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMES = [name for name in SCHEDULE_CHUNKS if name not in ASYNCHRONOUS_SCHEDULES]
 
 @pytest.mark.parametrize(("index", "name"), enumerate(NAMES), ids=NAMES)
 def test_every_schedule_matches_one_device(two, index, name):
-    """The models take turns: an untied head, a tied one, learned positions, a mixture."""
+    """Models alternate: untied head, tied head, learned positions, mixture of experts."""
     check(two, MODELS[index % 4], f"pp2:{name} mb4")
 
 
@@ -76,15 +76,15 @@ def test_schedule_file_trains_unchanged(two, tmp_path):
 
 
 def test_faults_between_stages_and_in_shared_parameters_are_caught(two, fewer_local_faults):
-    """A tied embedding on both ends, split backwards, each fault at all calls and at one."""
+    """With a tied embedding and split backward; each fault in all calls and in one."""
     layout = Layout.parse("pp2:zb-h1 mb2")
     maker = CaseBuilder(layout, preset("qwen3-0.6b"), batch=4)
     report = plant_all(maker, reference, two, lambda line: None)
     assert report["missed"] == [] and report["neutral"] <= 2  # double: validation.loss, start.program
     struck = {fault["fault"].split(" ")[0] for fault in report["faults"]}
     assert {"pipeline.activations", "pipeline.gradients", "pipeline.gradients.shared", "step.verdict"} <= struck
-    apart = [fault["said"] for fault in report["faults"] if fault["fault"].startswith("pipeline.gradients.shared")]
-    assert any("partial gradients of shared parameters were not summed over pp" in said for said in apart)
+    shared = [fault["said"] for fault in report["faults"] if fault["fault"].startswith("pipeline.gradients.shared")]
+    assert any("partial gradients of shared parameters were not summed over pp" in reason for reason in shared)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_faults_between_stages_and_in_shared_parameters_are_caught(two, fewer_lo
         ("dp2 zero3 tp2 pp2", [(0, 4, 1, 5, 2, 6, 3, 7)]),
     ],
 )
-def test_a_copy_of_the_model_lies_on_all_stages(text, copies):
+def test_copy_of_the_model_spans_all_stages(text, copies):
     assert list_copy_groups(Layout.parse(text)) == copies
 
 

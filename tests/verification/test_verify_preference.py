@@ -1,4 +1,4 @@
-"""Layouts that train on pairs of responses compute what one device computes; spoilt ones are noticed."""
+"""Verification of preference training: layouts match one device, and planted faults are caught."""
 
 from __future__ import annotations
 
@@ -49,24 +49,20 @@ def test_other_preference_losses_and_experts_match_one_device(tiny_recipe: Path)
     assert verified(tiny_recipe, "cp2 mb2", "train.objective=ipo")["passed"]
     assert verified(tiny_recipe, "dp2", "train.preference_smoothing=0.2")["passed"]
     wanted = load_recipe(tiny_recipe, ["layout=dp2 cp2 ep2 mb2", *PAIRS])
-    for model in ("mixtral-8x7b-v0.1", "dots-llm1"):  # a loss that balances experts, a bias that does
+    for model in ("mixtral-8x7b-v0.1", "dots-llm1"):  # balancing by a loss, and by router biases
         assert run_verification(wanted, model=model)["passed"], model
 
 
-def spoilt(layout: str, fault: Fault) -> str | None:
-    """What is noticed of it."""
-    parsed = Layout.parse(layout)
+def test_every_fault_in_sum_of_response_log_probabilities_is_caught(two: LocalRanks):
+    layout = Layout.parse("cp2")
     config = scale_down_config(preset("llama-3-8b"), layers=3)
-    problem = Problem(config, 8, sequence=choose_sequence_length(parsed), preference=Preference("dpo", 0.5))
-    with LocalRanks(parsed.world_size) as ranks:
-        results = [result for (result,) in ranks.run(run_rank, problem, layout, None, [fault])]
-    assert any(result.struck for result in results), fault
-    return compare(Reference(problem), results, parsed).failure
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "wrong group"])
-def test_a_spoilt_sum_of_a_responses_parts_is_noticed(kind: str):
-    assert spoilt("cp2", Fault("loss.responses", "all_reduce", kind)) is not None
+    problem = Problem(config, 8, sequence=choose_sequence_length(layout), preference=Preference("dpo", 0.5))
+    faults = [Fault("loss.responses", "all_reduce", kind) for kind in KINDS if kind != "wrong group"]
+    reference = Reference(problem)
+    by_rank = two.run(run_rank, problem, str(layout), None, faults)
+    for fault, results in zip(faults, zip(*by_rank, strict=True), strict=True):
+        assert any(result.struck for result in results), fault
+        assert compare(reference, results, layout).failure is not None, fault
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,7 @@ def test_a_spoilt_sum_of_a_responses_parts_is_noticed(kind: str):
         pytest.param("tp2", "fewer_local_faults", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)]),
     ],
 )
-def test_every_planted_fault_is_caught_or_declared_neutral(
+def test_every_planted_fault_is_caught_or_neutral(
     tiny_recipe: Path, layout: str, kinds: str, two_layers: None, request: pytest.FixtureRequest
 ):
     request.getfixturevalue(kinds)
@@ -98,16 +94,21 @@ def test_batches_have_rows_with_zero_one_and_two_pairs():
         for ids, targets, tokens, pairs in zip(batch.document_ids, batch.targets, batch.tokens, counts, strict=True):
             assert (np.diff(ids) >= 0).all() and (np.diff(ids) <= 1).all()
             assert (targets[ids >= 2 * pairs] == -100).all()
-            for number in range(2 * pairs):  # a response in every document, of tokens that stand in it
+            for number in range(2 * pairs):  # every document has a response whose targets are its own tokens
                 here = np.flatnonzero(ids == number)
-                told = here[targets[here] != -100]
-                assert len(told) and told[-1] < here[-1] and (targets[told] == tokens[told + 1]).all()
+                counted = here[targets[here] != -100]
+                assert len(counted) and counted[-1] < here[-1] and (targets[counted] == tokens[counted + 1]).all()
 
 
 def test_verify_command_covers_objective_of_recipe(
-    tiny_recipe: Path, command_line: Any, fewer_local_faults: None, two_layers: None, monkeypatch: pytest.MonkeyPatch
+    tiny_recipe: Path, command_line: Any, two_layers: None, monkeypatch: pytest.MonkeyPatch
 ):
+    every = mutations.list_possible_faults
     monkeypatch.setattr(mutations, "KINDS", ("skip",))
+    monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
+    monkeypatch.setattr(
+        mutations, "list_possible_faults", lambda *of: [each for each in every(*of) if each.site == "loss.responses"]
+    )
     text = tiny_recipe.read_text().replace("[data]", '[data]\nrecords = "preference"').replace('"dp1"', '"cp2"')
     tiny_recipe.write_text(text)
     outcome = command_line("verify", tiny_recipe, "--mutate", "--json")

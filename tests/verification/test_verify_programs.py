@@ -1,4 +1,4 @@
-"""Layouts whose gradients travel by named programs compute what one device computes; spoilt ones are noticed."""
+"""Verification of layouts with collective programs: they match one device, and planted faults are caught."""
 
 from __future__ import annotations
 

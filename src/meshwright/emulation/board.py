@@ -58,17 +58,17 @@ class Meeting:
         return f"{name_ranks(missing)} {choose_has(missing)} not called it"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Letter:
     """One end of a message between two ranks.
 
-    part: this end's call, with its tensor. result: copy of the sent tensor, once both ends are posted; None before.
-    sender: index of the sending rank in the group (-1 at the receiving end until matched).
+    part: this end's call, with its tensor. sender: index of the sending rank in the group; -1 at the receiving end of a
+    message from any rank, until matched. result: copy of the sent tensor, once both ends are posted; None before.
     """
 
     part: Part
+    sender: int
     result: torch.Tensor | None = None
-    sender: int = -1
 
 
 class EmulatedWork(dist.Work):
@@ -142,8 +142,7 @@ class Board:
         self.on_call: Callable[[int, int, FrameType | None], None] | None = None
         self.on_event: Callable[[Event], None] | None = None
         self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
-        self._sent: dict[tuple[GroupKey, int, int], deque[tuple[int, Letter]]] = defaultdict(deque)
-        self._awaited: dict[tuple[GroupKey, int, int], deque[tuple[int, Letter]]] = defaultdict(deque)
+        self._unmatched: dict[tuple[bool, GroupKey, int, int], deque[Letter]] = defaultdict(deque)
         self.store: dict[str, bytes] = {}
 
     def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
@@ -183,15 +182,8 @@ class Board:
         the message is received. part: contains the tensor to send. tag: must equal the receiver's."""
         there = group.ranks[peer]
         self._record(group, f"send to {there}", part)
-        letter = Letter(part, sender=group.rank())
-        key = (group.key, peer, tag)
-        waiting = self._awaited[key]
-        fitting = next((entry for entry in waiting if entry[0] in (-1, group.rank())), None)
-        if fitting is None:
-            self._sent[key].append((group.rank(), letter))
-        else:
-            waiting.remove(fitting)
-            self._match(letter, fitting[1], group)
+        letter = Letter(part, group.rank())
+        self._post(letter, True, (group.key, peer, tag))
         where = f"send to rank {there} (its call {part.number}, {part.place})"
         return EmulatedWork(self, lambda: letter.result is not None, lambda: where, lambda: part.inputs)
 
@@ -200,14 +192,8 @@ class Board:
         return the handle. part: contains the tensor to fill. tag: must equal the sender's."""
         whom = "any rank" if peer < 0 else f"rank {group.ranks[peer]}"
         self._record(group, f"recv from {whom.removeprefix('rank ')}", part)
-        letter = Letter(part)
-        key = (group.key, group.rank(), tag)
-        fitting = next((entry for entry in self._sent[key] if peer in (-1, entry[0])), None)
-        if fitting is None:
-            self._awaited[key].append((peer, letter))
-        else:
-            self._sent[key].remove(fitting)
-            self._match(fitting[1], letter, group)
+        letter = Letter(part, peer)
+        self._post(letter, False, (group.key, group.rank(), tag))
         where = f"recv from {whom} (its call {part.number}, {part.place})"
 
         def finish() -> Tensors:
@@ -219,9 +205,22 @@ class Board:
         work.letter = letter
         return work
 
-    def _match(self, sent: Letter, received: Letter, group: Any) -> None:
-        """Deliver the message `sent` to the rank that posted `received`, in `group` (an `EmulatedGroup`). Raises
-        EmulationFailed if dtype or number of elements differ."""
+    def _post(self, letter: Letter, sends: bool, key: tuple[GroupKey, int, int]) -> None:
+        """Match one end of a message with the other end if that has been posted, else keep it. sends: True for the
+        sending end. key: (group, index of the receiving rank, tag)."""
+        others = self._unmatched[not sends, *key]
+        other = next(
+            (each for each in others if each.sender == letter.sender or -1 in (each.sender, letter.sender)), None
+        )
+        if other is None:
+            self._unmatched[sends, *key].append(letter)
+        else:
+            others.remove(other)
+            self._match(*((letter, other) if sends else (other, letter)))
+
+    def _match(self, sent: Letter, received: Letter) -> None:
+        """Deliver the message `sent` to the rank that posted `received`. Raises EmulationFailed if dtype or number of
+        elements differ."""
         source, target = sent.part.inputs[0], received.part.outputs[0]
         if source.numel() != target.numel() or source.dtype != target.dtype:
             raise EmulationFailed(

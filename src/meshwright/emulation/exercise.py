@@ -63,8 +63,8 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
     function = namespace.get(name)
     if not callable(function):
         raise UserError(
-            f"{script} has no function {name}(): a script for --check needs one_device() and distributed(), which return "
-            "the tensors to compare by name"
+            f"{script} has no function {name}(): a script for --check needs one_device() and distributed(), which "
+            "return the tensors to compare by name"
         )
     return function  # type: ignore[no-any-return]
 

@@ -145,11 +145,11 @@ class Scheduler:
             rank.wait = None
             self.check_stopped()
 
-    def yield_baton(self) -> None:
+    def yield_baton(self, describe: Callable[[], str] = lambda: "polling", polled: bool = False) -> None:
         """Let the next rank that can run do so, and return at this rank's next turn; for programs that poll. A deadlock
-        in which all ranks poll this way is not detected."""
+        in which all ranks poll this way is not detected. describe, polled: as in `Wait`."""
         turns = iter((False,))
-        self.wait(lambda: next(turns, True), lambda: "polling")
+        self.wait(lambda: next(turns, True), describe, polled)
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Let the next rank that can run do so, as `yield_baton`; called when a program asks if a call is complete that
@@ -158,8 +158,7 @@ class Scheduler:
 
         ready, describe: as in `Wait`. Raises RankStopped for a deadlock.
         """
-        turns = iter((False,))
-        self.wait(lambda: next(turns, True), describe, polled=True)
+        self.yield_baton(describe, polled=True)
         rank, calls = self.current(), sum(each.calls for each in self.ranks)
         rank.polls, rank.calls_at_poll = (rank.polls + 1 if calls == rank.calls_at_poll else 1), calls
         others = (other for other in self.ranks if other is not rank and other.task is not None)

@@ -162,10 +162,8 @@ class _Divergence:
             line = f"{who} skipped call {self.index}{of_group} ({due}){where} and {choose_is(odd)} in {wrong.what}, at "
             line, kind = line + wrong.place, "skipped"
         elif self._has_extra_call(first, expected):
-            line = (
-                f"{who} made an extra call: call {self.index}{of_group} ({wrong.what}), at {wrong.place}; expected: {due}"
-            )
-            kind = "extra"
+            extra = f"call {self.index}{of_group} ({wrong.what}), at {wrong.place}"
+            line, kind = f"{who} made an extra call: {extra}; expected: {due}", "extra"
         else:
             line = f"{name_ranks(odd)} {choose_is(odd)} in {wrong.what} instead of call {self.index}{of_group} ({due})"
             line, kind = f"{line}{where}; its call is at {wrong.place}", "other"

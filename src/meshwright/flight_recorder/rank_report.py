@@ -120,7 +120,7 @@ class Snapshot:
                 lines.append(f"    at {done.place}")
         in_flight = [call for call in calls.calls if call.done is None and call is not waiting and call.waited is None]
         if in_flight:
-            lines.append(f"    in flight: {len(in_flight)} calls, the oldest {_describe_call(in_flight[0])}")
+            lines.append(f"    calls in flight: {len(in_flight)}, the oldest {_describe_call(in_flight[0])}")
         return lines
 
     def _format_ago(self, moment: float | None) -> str:

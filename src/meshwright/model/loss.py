@@ -54,8 +54,8 @@ class OutputHead(NamedTuple):
     """Output head; with tensor parallelism, this rank's vocabulary slice of it, and in `tensor` the communication.
 
     `weight_VH`, `bias_V`: weight and bias of the V token IDs from `first_token` on. `widest`: largest V of any rank
-    (default: this rank's). `compile_backend`: backend of torch.compile that fuses the elementwise work of the loss, None:
-    it runs eagerly.
+    (default: this rank's). `compile_backend`: backend of torch.compile that fuses the elementwise work of the loss,
+    None: it runs eagerly.
     """
 
     weight_VH: torch.Tensor

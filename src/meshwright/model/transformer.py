@@ -158,9 +158,7 @@ class Transformer(nn.Module):
 
     def output_head(self) -> OutputHead:
         """Return this rank's slice of the output head, the argument `head` of the loss functions."""
-        return OutputHead(
-            self.head_weight, self.axes.tensor, None, self._first_token, self._widest, self._loss_backend
-        )
+        return OutputHead(self.head_weight, self.axes.tensor, None, self._first_token, self._widest, self._loss_backend)
 
     @property
     def _head_module(self) -> Any:

@@ -42,7 +42,8 @@ def parallelize(
     `sequence`: tokens of a sequence, for which pipeline stages are cut with balanced FLOPs; `seed`: initialises the
     parameters (None: they are loaded into the master weights later); `parameter_dtype`: dtype of parameters and
     compute; `master_dtype`: dtype of master weights and gradients; `compile_backend`: backend of torch.compile, which
-    compiles transformer blocks and the loss (None: they run eagerly). Raises UserError on every rank if ranks have different pipeline programs.
+    compiles transformer blocks and the loss (None: they run eagerly). Raises UserError on every rank if ranks have
+    different pipeline programs.
     """
     layout, table = mesh.layout, parameter_table(config)
 

@@ -147,7 +147,7 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
     for run in runs:
         if run.device != machine.device.name:
             raise UserError(
-                f"--calibrate {run.run}: the run was predicted for {run.device}, but {path} is for {machine.device.name}"
+                f"--calibrate {run.run}: the run was predicted for {run.device}, {path} is for {machine.device.name}"
             )
     found = calibration_of(runs)
     text = read_file(path, "recipe_bytes").decode("utf-8-sig")

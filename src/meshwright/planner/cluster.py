@@ -326,7 +326,8 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
     """
     if unit > 1 and value >= _FASTEST * 1e12 / unit:
         name = "10^12 operations" if unit == _TERA else "10^9 bytes"
-        raise UserError(f"{where}: {key} is in {name} per second; {value:g} is too large, did you mean {value / unit:g}?")
+        meant = f"did you mean {value / unit:g}?"
+        raise UserError(f"{where}: {key} is in {name} per second; {value:g} is too large, {meant}")
     return value
 
 

@@ -68,9 +68,7 @@ def _search(found: Found, least: Nearest | None) -> Iterator[Markup]:
         yield element("h2", f"The best of {found.searched:,} layouts")
         yield _best(found)
         yield paragraph(selection_note(found.best), muted=True)
-        yield paragraph(
-            "Low and high: bounds within which measured step times are expected.", muted=True
-        )
+        yield paragraph("Low and high: bounds within which measured step times are expected.", muted=True)
     else:
         yield element("h2", f"None of {found.searched:,} layouts fits in memory")
         if least is not None:

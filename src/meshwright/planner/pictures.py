@@ -44,7 +44,7 @@ def cloud(found: Found, marked: Sequence[Estimate]) -> Markup:
     seconds, sizes = ([*(point[at] for point in points), *(one[at] for one in best)] for at in (0, 1))
     unit = Unit.of(max(min(*sizes, room), room / 100))
     across = log_axis(
-        seconds, "seconds per step; a sample of all layouts, with those of the tables in colour", lambda at: f"{at:.4g} s"
+        seconds, "seconds per step; a sample of all layouts, those of the tables in colour", lambda at: f"{at:.4g} s"
     )
     up = log_axis(
         [*sizes, room], "memory against time",

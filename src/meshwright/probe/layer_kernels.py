@@ -6,7 +6,7 @@ the bytes of its scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,43 +64,41 @@ class _Attention(NamedTuple):
 _ATTENTION = [_Attention(size, kv_block) for kv_block in (None, *RING_PIECES) for size in HEAD_SIZES]
 
 
-def _list_attention(axes: Sequence[str]) -> list[_Attention]:
-    """Return the attention kernels to time. axes: mesh axes of the plan; with "cp" ring attention is included."""
-    return [one for one in _ATTENTION if one.kv_block is None or "cp" in axes]
-
-
 def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
     """Return the measurement points of a transformer layer's operations: forward and backward of norm, rotary
     embedding, activation, loss and attention, in every precision and size of `plan`."""
-    found = []
-    for precision in plan.precisions:
-        dtype = DTYPES[precision]
-        for elements in plan.kernel_sizes:
-            for back in (False, True):
-                suffix = BACKWARD if back else ""
-                for name, (width, kernels) in _ELEMENTWISE.items():
-                    passes, tokens = kernels[back], elements // width
-                    moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
-                    make = partial(_make_call, partial(_make_elementwise, name, tokens, dtype), back)
-                    found.append(
-                        MeasurementPoint("kernel", name + suffix, precision, (elements,), make, passes.kernels, moved)
-                    )
-                loss_bytes = ENGINES["meshwright"].loss_bytes / 2 * elements
-                make = partial(_make_loss_call, elements // VOCABULARY, dtype, back)
-                found.append(MeasurementPoint("kernel", "loss" + suffix, precision, (elements,), make, 1.0, loss_bytes))
-                for one in _list_attention(plan.axes):
-                    rows = elements // (one.tokens * HEADS * one.head_size)
-                    if rows:
-                        scores = attention_scores(
-                            rows * one.tokens * HEADS, (one.tokens + 1) / 2, one.kv_block or one.tokens
-                        )
-                        make = partial(_make_call, partial(_make_attention, one, rows, dtype), back)
-                        found.append(
-                            MeasurementPoint(
-                                "kernel", one.name + suffix, precision, (elements,), make, 1.0, SCORE_BYTES * scores
-                            )
-                        )
-    return found
+    return [
+        MeasurementPoint("kernel", name + (BACKWARD if back else ""), precision, (elements,), make, kernels, moved)
+        for precision in plan.precisions
+        for elements in plan.kernel_sizes
+        for back in (False, True)
+        for name, make, kernels, moved in _list_kernels(plan.axes, elements, DTYPES[precision], back)
+    ]
+
+
+def _list_kernels(
+    axes: Sequence[str], elements: int, dtype: torch.dtype, back: bool
+) -> Iterator[tuple[str, Callable[[torch.device], Callable[[], Any]], float, float]]:
+    """Yield (name, function that makes the call on a device, number of device kernels, bytes of each) of every
+    operation on tensors of `elements` elements. axes: mesh axes of the plan; with "cp" ring attention is included.
+    back: backward instead of forward."""
+    for name, (width, kernels) in _ELEMENTWISE.items():
+        passes, tokens = kernels[back], elements // width
+        moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
+        yield name, partial(_make_call, partial(_make_elementwise, name, tokens, dtype), back), passes.kernels, moved
+    loss_bytes = ENGINES["meshwright"].loss_bytes / 2 * elements
+    yield "loss", partial(_make_loss_call, elements // VOCABULARY, dtype, back), 1.0, loss_bytes
+    for one in _ATTENTION:
+        rows = elements // (one.tokens * HEADS * one.head_size)
+        if rows and (one.kv_block is None or "cp" in axes):
+            keys = (one.tokens + 1) / 2
+            scores = attention_scores(rows * one.tokens * HEADS, keys, one.kv_block or one.tokens)
+            yield (
+                one.name,
+                partial(_make_call, partial(_make_attention, one, rows, dtype), back),
+                1.0,
+                SCORE_BYTES * scores,
+            )
 
 
 ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
@@ -159,7 +157,9 @@ def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: t
     leaves = [
         _make_leaf(dtype, device, rows, kernel.tokens, heads, kernel.head_size) for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
-    q, k, v = (each.transpose(1, 2) for each in leaves)  # memory layout of a projection's output: heads of a token are contiguous
+    q, k, v = (
+        each.transpose(1, 2) for each in leaves
+    )  # memory layout of a projection's output: heads of a token are contiguous
     if kernel.kv_block is None:
         return leaves, partial(tiled_attention, q, k, v, None)
     return leaves, partial(RingAttention(Mesh.single().cp).attend, q, k, v, None)

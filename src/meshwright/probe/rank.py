@@ -1,6 +1,6 @@
 """Measurement of a machine on one rank, synchronously with all other ranks.
 
-Phases: all ranks compute at once, as in training; then one rank of each host alone with its own threads; then that rank
+Phases: all ranks compute concurrently, as in training; then one rank of each host alone with its own threads; then that rank
 with all cores of the host. The differences show how processes on one machine slow each other down.
 """
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,11 +199,10 @@ def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
     field -> value."""
     from meshwright.probe.points import MeasurementPlan
 
-    usual = MeasurementPlan.default(kind)
-    known = {field.name: getattr(usual, field.name) for field in fields(usual)}
-    assert overrides.keys() <= known.keys(), overrides
-    as_tuples = {key: tuple(map(tuple, value)) if key == "shapes" else value for key, value in overrides.items()}
-    return MeasurementPlan(**{**known, **as_tuples})
+    as_tuples: dict[str, Any] = {
+        key: tuple(map(tuple, value)) if key == "shapes" else value for key, value in overrides.items()
+    }
+    return replace(MeasurementPlan.default(kind), **as_tuples)
 
 
 def _count_host_ranks(start: Place, store: Any) -> int:

@@ -183,8 +183,8 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
 
 
 def separate_compile_caches(rank: int) -> None:
-    """Give rank number `rank` of this host its own Inductor cache directory, unless the environment sets one: in a common one, a
-    rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13)."""
+    """Give rank number `rank` of this host its own Inductor cache directory, unless the environment sets one: in a
+    common one, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13)."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))

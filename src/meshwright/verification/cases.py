@@ -32,8 +32,9 @@ class CaseBuilder:
     """Builder of the verification cases (named small training problems) of one layout and model.
 
     layout: of the ranks. config: model, scaled down before use. dtype: "float64" or "float32". preference: loss of
-    response pairs; None: next-token loss. compiled: True if the recipe trains under torch.compile. batch: global batch in sequences; if it is not a multiple of dp x
-    micro-batches, the smallest such multiple of at least 8 is taken instead.
+    response pairs; None: next-token loss. batch: global batch in sequences; if it is not a multiple of dp x
+    micro-batches, the smallest such multiple of at least 8 is taken instead. compiled: True if the recipe trains under
+    torch.compile.
     """
 
     layout: Layout

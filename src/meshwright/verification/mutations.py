@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from meshwright.comm.faults import KINDS, Fault
@@ -25,11 +26,7 @@ NEUTRAL: dict[tuple[str, str, str], str] = {
     ("loss.maximum", "all_reduce", kind): f"{_SHIFT}, and all ranks still subtract the same value"
     for kind in ("double", "drop", "stale")
 } | {
-    (
-        "validation.loss",
-        "all_reduce",
-        "double",
-    ): "loss and targets are summed in one call, and their quotient does not change",
+    ("validation.loss", "all_reduce", "double"): "loss and targets are summed in one call; their quotient is unchanged",
     ("start.program", "all_reduce", "double"): "equal digests of the pipeline's program stay equal",
 }
 """(site, operation, kind) -> reason why the fault changes no result. A test checks that the table is complete."""
@@ -111,8 +108,7 @@ class _FaultRuns:
         every = [fault for fault in list_possible_faults(self.maker.layout, healthy) if _fault_key(fault) not in before]
         for batch in _batches(every):
             found = self._compare_effective(short, batch)
-            # Run all steps for faults not detected in one, and for stale results, which may need an earlier call of equal
-            # size.
+            # All steps for faults that one did not reveal, and for stale results, which need an earlier call.
             again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
             if again:
                 found |= self._compare_effective(problem, again)
@@ -167,19 +163,15 @@ def _fault_key(fault: Fault) -> tuple[str, ...]:
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
-def _merge_calls(results: Sequence[RankResult]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Merge the ranks' records of collective calls; return (records of the first step, records of all steps), each with
-    one record per site and operation, taken from the rank with the most such calls (other pipeline stages may make
-    none). results: one per rank."""
-    found: list[list[dict[str, Any]]] = []
-    for tables in ([result.calls_first_step for result in results], [result.calls for result in results]):
-        most: dict[tuple[str, str], dict[str, Any]] = {}
-        for call in (call for table in tables for call in table):
-            key = call["site"], call["operation"]
-            if key not in most or call["calls"] > most[key]["calls"]:
-                most[key] = call
-        found.append(list(most.values()))
-    return found[0], found[1]
+def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Merge the ranks' records of collective calls; return {(site, operation): record of the rank with the most such
+    calls} (other pipeline stages may make none). tables: records of each rank."""
+    most: dict[tuple[str, str], dict[str, Any]] = {}
+    for call in chain.from_iterable(tables):
+        key = call["site"], call["operation"]
+        if key not in most or call["calls"] > most[key]["calls"]:
+            most[key] = call
+    return most
 
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
@@ -187,10 +179,9 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
     site and operation, once in all calls and, if the first step has several, once in the middle one. results: one per
     rank, of a run without fault."""
     faults = []
-    calls_first_step, calls = _merge_calls(results)
-    in_first_step = {(call["site"], call["operation"]): call["calls"] for call in calls_first_step}
-    for call in calls:
-        site, operation = call["site"], call["operation"]
+    in_first_step = _merge_calls(result.calls_first_step for result in results)
+    for (site, operation), call in _merge_calls(result.calls for result in results).items():
+        single = in_first_step[site, operation]["calls"] if (site, operation) in in_first_step else 0
         for kind in KINDS:
             groups: tuple[tuple[int, ...], ...] = ()
             if kind == "wrong group":
@@ -202,7 +193,6 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
                     continue  # reordering the ranks changes neither a sum nor a ring
             fault = Fault(site, operation, kind, axis=call["axis"], groups=groups)
             faults.append(fault)
-            single = in_first_step.get((site, operation), 0)
             if single > 1:
                 faults.append(dataclasses.replace(fault, call=single // 2 + 1))
     return faults

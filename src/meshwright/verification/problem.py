@@ -31,9 +31,7 @@ class Training:
     weight_decay: float = 0.0
     momentum: float = 0.0
     betas: tuple[float, float] = (0.8, 0.9)
-    epsilon: float = (
-        1e-4  # far above the rounding error of zero gradients, which AdamW would normalize to full-size updates
-    )
+    epsilon: float = 1e-4  # far above rounding errors of zero gradients, which AdamW would turn into full updates
     clip: float = 0.0
     schedule: str = "constant"
     warmup: int = 0
@@ -145,9 +143,7 @@ def scale_down_config(
         windowed = tuple(layer % 2 == 0 if mixed else windowed[0] for layer in range(layers))
     scaling = config.rope_scaling
     if scaling is not None and scaling.original_max_positions is not None:
-        scaling = dataclasses.replace(
-            scaling, original_max_positions=8
-        )  # so that scaling affects positions within the sequence
+        scaling = dataclasses.replace(scaling, original_max_positions=8)  # within the sequence length
     experts = _scaled_experts(config, tp, ep, etp)
     intermediate = experts.get("expert_intermediate", 0) if config.family == "mixtral" else -(-37 // tp) * tp
     return dataclasses.replace(
