@@ -1,7 +1,7 @@
 """Measurement of a machine on one rank, synchronously with all other ranks.
 
-Phases: all ranks compute concurrently, as in training; then one rank of each host alone with its own threads; then that rank
-with all cores of the host. The differences show how processes on one machine slow each other down.
+Phases: all ranks compute concurrently, as in training; then one rank of each host alone with its own threads; then that
+rank with all cores of the host. The differences show how processes on one machine slow each other down.
 """
 
 from __future__ import annotations
