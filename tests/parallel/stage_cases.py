@@ -74,7 +74,6 @@ def gradients_of_a_step(problem: Problem, layout_text: str, backend: str | None 
     rank = Rank(problem, layout_text)
     if backend is not None:
         rank.model.compile_blocks(backend=backend)
-        rank.model._compiled_loss = False  # otherwise the loss would be compiled by inductor
     rank.passes.train(rank.micro_batches, rank.targets)
     gradients = [shard.gradient for shard in rank.engine.shards]
     found = rank.engine.slices_like("gradient", gradients, owned=False)

@@ -133,7 +133,6 @@ def calls_of_a_step(
     parallel = ZeroEngine(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
     if backend is not None:
         model.compile_blocks(backend=backend)
-        model._compiled_loss = False  # otherwise the loss would be compiled by inductor
     mesh.record.clear()
     one_step(parallel, model, mesh, config, layout.micro_batches)
     mesh.close()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from meshwright.collectives.library import generate
 from meshwright.errors import UserError
 from meshwright.program.check_collective import check_collective
-from meshwright.program.collective import CollectiveProgram, Kind, Steps
+from meshwright.program.collective import ARRIVING, SENDING, CollectiveProgram, Kind, Steps
 from meshwright.program.order import ProgramError
 from tests.program.example_collectives import ring
 
@@ -222,6 +225,34 @@ def test_order_dependent_local_steps_in_group_are_refused(
     # In separate groups these two steps do not race, although the program has other errors.
     apart = [(rank, 1 + number, *rest) for number, (rank, _, *rest) in enumerate((one, other))]
     assert "concurrently" not in refused(program_of("all-reduce", 2, 2, *filled, *apart, scratch=2)).reason
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "ranks"),
+    [("all-reduce", "double-binary-tree", 3), ("all-gather", "bruck", 4), ("all-to-all", "ring", 4)],
+)
+def test_order_of_messages_in_a_group_is_part_of_the_program(operation: str, algorithm: str, ranks: int) -> None:
+    """Two messages of a group from one rank to another: their order at one end decides which slot each reaches."""
+    program = generate(operation, algorithm, ranks)
+    s = program.steps
+    ends = [
+        [int(step) for step in np.flatnonzero(s.has_kind(kinds) & (s.group_index == group) & (s.peer == peer))]
+        for kinds in (SENDING, ARRIVING)
+        for group, peer in {(int(s.group_index[step]), int(s.peer[step])) for step in range(len(s))}
+    ]
+    first, second, *_ = next(steps for steps in ends if len(steps) > 1)
+    swapped = np.arange(len(s))
+    swapped[[first, second]] = second, first
+    refused(reordered(program, swapped))
+    # The order of steps that are not messages of one direction between the same ranks means nothing.
+    turned = np.lexsort((-s.peer, s.has_kind(SENDING), s.group_index))
+    check_collective(reordered(program, turned))
+    assert not np.array_equal(turned, np.arange(len(s)))
+
+
+def reordered(program: CollectiveProgram, order: NDArray[np.int64]) -> CollectiveProgram:
+    columns = {column.name: getattr(program.steps, column.name)[order] for column in dataclasses.fields(Steps)}
+    return dataclasses.replace(program, steps=Steps.from_unsorted(**columns))
 
 
 def test_local_steps_in_group_may_share_a_slot() -> None:

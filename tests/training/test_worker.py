@@ -16,16 +16,15 @@ from meshwright.training import worker
 
 
 def test_ranks_of_host_use_separate_compiler_caches_unless_named():
-    def place(rank: int, local_rank: int | None, **environment: str) -> str:
+    def place(rank: int, **environment: str) -> str:
         with mock.patch.dict(os.environ, environment):
             if not environment:
                 os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-            worker._separate_compile_caches(Place(rank, 4, local_rank, "file:///nowhere", rendezvous.LAUNCHER))
+            worker.separate_compile_caches(rank)
             return os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
-    assert len({place(rank, rank % 2) for rank in range(4)}) == 2
-    assert len({place(rank, None) for rank in range(4)}) == 4
-    assert place(3, 1, TORCHINDUCTOR_CACHE_DIR="/shared") == "/shared"
+    assert len({place(rank) for rank in range(4)}) == 4
+    assert place(3, TORCHINDUCTOR_CACHE_DIR="/shared") == "/shared"
 
 
 @pytest.mark.parametrize(("host_ranks", "refused"), [(None, True), (1, True), (2, False)])

@@ -178,7 +178,6 @@ def same(a: Values, b: Values) -> bool:
 def without_generated_code(run: loop.Run) -> None:
     """No fault: compiled blocks run as traced, forward and backward, since code generation takes most of the time."""
     run.trainer.task.model.compile_blocks(backend="aot_eager")
-    run.trainer.task.model._compiled_loss = False  # it would be compiled by Inductor
 
 
 def on_rank(run: loop.Run, rank: int) -> bool:

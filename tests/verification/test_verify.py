@@ -21,13 +21,14 @@ from meshwright.names import ASYNCHRONOUS_SCHEDULES, BIDIRECTIONAL_SCHEDULES, SC
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.planner.data_calls import Work
 from meshwright.planner.traffic import predicted_traffic
+from meshwright.recipe import load_recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from meshwright.verification import mutations
 from meshwright.verification.cases import Case, CaseBuilder
-from meshwright.verification.compare import compare, relative_errors
+from meshwright.verification.compare import Comparison, compare, relative_errors
 from meshwright.verification.grid import GRID, MIXTURES
 from meshwright.verification.local_faults import LOCAL_FAULTS
 from meshwright.verification.mutations import NEUTRAL
@@ -35,7 +36,7 @@ from meshwright.verification.patterns import list_in_backward_order
 from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config, scale_down_layout
 from meshwright.verification.ranks import RankResult, StepResult
 from meshwright.verification.reference import Reference
-from meshwright.verification.run import _default_models, run_verification
+from meshwright.verification.run import _default_models, _Verifier, run_verification
 from tests.batches import make_batch, share_of
 from tests.model.transformers_names import entry_in_transformers
 from tests.verification.local_fault_names import BY_LAYOUT, NEEDS_RANKS
@@ -89,7 +90,7 @@ def gradient(result: RankResult, step: int, name: str) -> torch.Tensor:
     "name",
     [
         *("llama-3-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-0.6b", "mistral-7b-v0.1", "gpt2"),
-        *("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b"),
+        *("mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "dots-llm1"),
     ],
 )
 def test_single_device_gradients_match_transformers(name: str, wide: Callable[[], Any]):
@@ -107,7 +108,8 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
         model = transformers.AutoModelForCausalLM.from_config(
             huggingface, attn_implementation="eager", experts_implementation="eager"
         ).double()
-    values = {name: values.detach().fill_(math.nan) for name, values in model.named_parameters()}
+    buffers = {name: values for name, values in model.named_buffers() if "inv_freq" not in name}  # balancing biases
+    values = {name: values.detach().fill_(math.nan) for name, values in [*model.named_parameters(), *buffers.items()]}
     for entry in ours.table.entries:
         entry_in_transformers(values, entry.name).copy_(initial_value(entry, problem.seed))
     with wide():
@@ -122,7 +124,7 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
     assert loss.item() == pytest.approx(ours.losses[0], rel=1e-12)
     gradients = {name: values.grad for name, values in model.named_parameters()}
     theirs = {}
-    for entry in ours.table.entries:
+    for entry in (entry for entry in ours.table.entries if not entry.balances):
         gradient = entry_in_transformers(gradients, entry.name)
         theirs[entry.name] = (gradient.T if entry.transposed else gradient).reshape(-1)
     assert max(relative_errors(ours.gradients[0], theirs).values()) < 1e-10
@@ -558,6 +560,20 @@ def test_recipe_gives_layout_and_model(tiny_recipe, first_case_alone):
     tiny_recipe.write_text(tiny_recipe.read_text().replace('layout = "dp1"', 'layout = "dp2 zero3 mb2"'))
     document = run_verification(tiny_recipe)
     assert [entry["layout"] for entry in document["layouts"]] == ["dp2 zero3 mb2"] and document["passed"]
+
+
+def test_output_says_which_cases_ran_compiled(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_Verifier, "compare", lambda *arguments: Comparison("lm_head.weight", 0.0, 0.0, 0.0, None))
+    for override, thorough, said in (
+        ("train.compile=false", False, "  ok"),
+        ("train.compile=true", False, "  ok  (compiled: 1 of 4 cases, by aot_eager)"),
+        ("train.compile=true", True, "  ok  (compiled: 2 of 9 cases, by aot_eager, inductor)"),
+    ):
+        lines: list[str] = []
+        found = run_verification(load_recipe(tiny_recipe, [override]), thorough=thorough, log=lines.append)
+        assert lines[0].endswith(said)
+        compiled = [case["name"] for case in found["layouts"][0]["cases"] if case["compile_backend"]]
+        assert compiled == ["compiled by aot_eager", "compiled by inductor"][: said.count("by ") + thorough]
 
 
 def test_failed_verification_exits_with_1(command_line, monkeypatch, first_case_alone):

@@ -56,15 +56,17 @@ PROBLEMS = {"updates": maker().updates(layers=2), "dtypes": maker().dtypes(), "l
 # --- correct training passes
 
 
-CASES = [each.name for each in maker().thorough() if each.resume_layout is None]
+COMPILING = dataclasses.replace(maker(), compiled=True)
+CASES = [each.name for each in COMPILING.thorough() if each.resume_layout is None]
+SLOW = ("loss chunks", "compiled by inductor")
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "loss chunks" else []) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name in SLOW else []) for name in CASES],
 )
 def test_trainer_matches_one_device(case: str, tmp_path: Path):
-    (problem,) = (each.problem for each in maker().thorough() if each.name == case)
+    (problem,) = (each.problem for each in COMPILING.thorough() if each.name == case)
     _, found = run(problem, tmp_path)
     assert found.passed, found.failure
     assert found.worst_error < TOLERANCES[problem.dtype]
@@ -188,6 +190,31 @@ def test_fault_common_to_all_layouts_is_caught(
     assert passes(problem)
     monkeypatch.setattr(owner, name, wrong)
     assert not run(problem, tmp_path)[1].passed
+
+
+def test_fault_of_compiled_code_alone_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A compiler whose code is wrong by little: only the step that compiles calls it."""
+
+    def miscompile(function: Any, **options: Any) -> Any:
+        def wrong(*arguments: Any) -> Any:
+            out = function(*arguments)
+            return (out[0] * (1 + 1e-6), *out[1:]) if isinstance(out, tuple) else out
+
+        return wrong
+
+    monkeypatch.setattr(torch, "compile", miscompile)
+    compiled = COMPILING.default()[-1].problem
+    assert not run(compiled, tmp_path)[1].passed
+    assert run(dataclasses.replace(compiled, compile_backend=None), tmp_path)[1].passed
+
+
+def test_compiled_case_refuses_to_run_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """After its limit of graphs of one function, torch runs that function eagerly."""
+    import torch._dynamo
+
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    with pytest.raises(Exception, match="recompile_limit"):
+        run(COMPILING.compiled_by("eager").problem, tmp_path)
 
 
 # --- properties of the problems

@@ -100,14 +100,14 @@ class Encoder(nn.Module):
             self.classifier = Linear(hidden, len(config.labels), True, **options)
         self._run_block: Callable[..., torch.Tensor] = recompute.wrap_block(recompute.wrap(EncoderBlock.__call__))
         self._recompute = recompute
-        self.compiled = False
+        self._loss_backend: Any = None
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile the blocks and the elementwise part of the loss with torch.compile, which gets `options`."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         self._run_block = self._recompute.wrap_block(self._recompute.wrap(EncoderBlock.forward, options))
-        self.compiled = True
+        self._loss_backend = options.get("backend", "inductor")
 
     def forward(
         self,
@@ -128,7 +128,9 @@ class Encoder(nn.Module):
         if self.config.head == "masked":
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
             states_MH = self._transform_for_head(x_BSH.flatten(0, 1)[places_M])
-            head = OutputHead(self.embedding.weight, SINGLE_DEVICE.tensor, self.head.bias, compiled=self.compiled)
+            head = OutputHead(
+                self.embedding.weight, SINGLE_DEVICE.tensor, self.head.bias, compile_backend=self._loss_backend
+            )
             loss = linear_cross_entropy(states_MH, targets.flatten()[places_M], head)
         elif self.config.head == "classes":
             logits = self.classifier(self.pooled(x_BSH, documents))

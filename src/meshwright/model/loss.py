@@ -51,7 +51,8 @@ class OutputHead(NamedTuple):
     """Output head; with tensor parallelism, this rank's vocabulary slice of it, and in `tensor` the communication.
 
     `weight_VH`, `bias_V`: weight and bias of the V token IDs from `first_token` on. `widest`: largest V of any rank
-    (default: this rank's). `compiled`: fuse the elementwise work of the loss with torch.compile.
+    (default: this rank's). `compile_backend`: backend of torch.compile that fuses the elementwise work of the loss,
+    None: it runs eagerly.
     """
 
     weight_VH: torch.Tensor
@@ -59,7 +60,7 @@ class OutputHead(NamedTuple):
     bias_V: torch.Tensor | None = None
     first_token: int = 0
     widest: int | None = None
-    compiled: bool = False
+    compile_backend: Any = None
 
 
 class _Mode(NamedTuple):
@@ -200,8 +201,8 @@ class _Chunk:
         known_2C: torch.Tensor | None = None,
     ) -> None:
         self.tokens, self._logits_CV = tokens, logits_CV
-        self._compiled = head.compiled
-        self._statistics, self._to_gradient_ = _elementwise_functions(head.compiled)
+        self._compiled = head.compile_backend is not None
+        self._statistics, self._to_gradient_ = _elementwise_functions(head.compile_backend)
         wide = at_least_float32(logits_CV.dtype)
         self._counted_C = (targets_C != IGNORED).to(wide)
         places_C = targets_C.clamp(min=0) - head.first_token
@@ -271,11 +272,13 @@ def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> 
 
 
 @functools.cache
-def _elementwise_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the pair (`_statistics`, `_to_gradient_`), if `compiled` both compiled by torch.compile."""
-    if not compiled:
+def _elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the pair (`_statistics`, `_to_gradient_`), both compiled by the torch.compile `backend` unless it is
+    None."""
+    if backend is None:
         return _statistics, _to_gradient_
-    return torch.compile(_statistics, dynamic=False), torch.compile(_to_gradient_, dynamic=False)
+    options = {"dynamic": False, "backend": backend}
+    return torch.compile(_statistics, **options), torch.compile(_to_gradient_, **options)
 
 
 def _logit_chunks(

@@ -144,7 +144,8 @@ class Transformer(nn.Module):
             axes.recompute.wrap(Block.__call__)
         )
         self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
-        self.compiled = self._compiled_loss = False
+        self.compiled = False
+        self._loss_backend: Any = None
         self._widest = min(width, config.vocabulary)
 
     @property
@@ -157,9 +158,7 @@ class Transformer(nn.Module):
 
     def output_head(self) -> OutputHead:
         """Return this rank's slice of the output head, the argument `head` of the loss functions."""
-        return OutputHead(
-            self.head_weight, self.axes.tensor, None, self._first_token, self._widest, self._compiled_loss
-        )
+        return OutputHead(self.head_weight, self.axes.tensor, None, self._first_token, self._widest, self._loss_backend)
 
     @property
     def _head_module(self) -> Any:
@@ -271,7 +270,7 @@ class Transformer(nn.Module):
         self._run_block = recompute.wrap_block(run_block)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
-        self.compiled = self._compiled_loss = True
+        self.compiled, self._loss_backend = True, options.get("backend", "inductor")
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the compiled function `run_block` such that its weight gradients reach the queues of the block's linear

@@ -35,14 +35,15 @@ def parallelize(
     seed: int | None,
     parameter_dtype: torch.dtype,
     master_dtype: torch.dtype = torch.float32,
-    compile_blocks: bool = False,
+    compile_backend: str | None = None,
 ) -> ParallelModel:
     """Build this rank's part of a model under `mesh.layout`. Every rank calls it.
 
     `sequence`: tokens of a sequence, for which pipeline stages are cut with balanced FLOPs; `seed`: initialises the
     parameters (None: they are loaded into the master weights later); `parameter_dtype`: dtype of parameters and
-    compute; `master_dtype`: dtype of master weights and gradients; `compile_blocks`: compile transformer blocks with
-    torch.compile. Raises UserError on every rank if ranks have different pipeline programs.
+    compute; `master_dtype`: dtype of master weights and gradients; `compile_backend`: backend of torch.compile, which
+    compiles transformer blocks and the loss (None: they run eagerly). Raises UserError on every rank if ranks have
+    different pipeline programs.
     """
     layout, table = mesh.layout, parameter_table(config)
 
@@ -62,6 +63,6 @@ def parallelize(
     )
 
     # torch.compile last: block by block, with the parallel operations inside.
-    if compile_blocks:
-        model.compile_blocks()
+    if compile_backend is not None:
+        model.compile_blocks(backend=compile_backend)
     return ParallelModel(model, engine, program)

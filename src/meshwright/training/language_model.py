@@ -70,7 +70,7 @@ class LanguageModelTask:
             seed=recipe.run.seed if initialise else None,
             parameter_dtype=arithmetic.parameter_dtype,
             master_dtype=arithmetic.master_dtype,
-            compile_blocks=recipe.train.compile,
+            compile_backend=arithmetic.compile_backend if recipe.train.compile else None,
         )
         self.tokens: PackedDataset = data.split("train")
         self.validation_tokens: PackedDataset = data.split("validation")

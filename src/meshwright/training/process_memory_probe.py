@@ -63,7 +63,8 @@ class _ProbeRun:
         layout = Layout.parse(f"dp1 {precision}")
         mesh = Mesh.create(layout, "cpu")
         dtype = PARAMETER_DTYPES[precision]
-        built = parallelize(config, mesh, sequence, seed=0, parameter_dtype=dtype, compile_blocks=compiled)
+        backend = "inductor" if compiled else None
+        built = parallelize(config, mesh, sequence, seed=0, parameter_dtype=dtype, compile_backend=backend)
         self.engine = built.engine
         train: Any = SimpleNamespace(
             optimizer="adamw", betas=[0.9, 0.95], epsilon=1e-8, weight_decay=0.1, momentum=0.0, router_bias_rate=0.0

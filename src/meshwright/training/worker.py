@@ -129,7 +129,7 @@ def _run_as_rank(
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     elif start.ranks > 1:
-        _separate_compile_caches(start)
+        separate_compile_caches(start.rank if start.local_rank is None else start.local_rank)
     if start.ranks > 1:
         store = store or rendezvous.connect_to_store(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
@@ -182,11 +182,10 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
     torch.set_num_threads(found.count)  # set in any case: MKL might otherwise start fewer threads
 
 
-def _separate_compile_caches(start: Place) -> None:
-    """Give each rank of a host its own Inductor cache directory, unless the environment sets one: in a common one, a
-    rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13)."""
+def separate_compile_caches(rank: int) -> None:
+    """Give rank number `rank` of this host its own Inductor cache directory, unless the environment sets one: in a
+    common one, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13)."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
-    rank = start.rank if start.local_rank is None else start.local_rank
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 

@@ -33,7 +33,8 @@ class CaseBuilder:
 
     layout: of the ranks. config: model, scaled down before use. dtype: "float64" or "float32". preference: loss of
     response pairs; None: next-token loss. batch: global batch in sequences; if it is not a multiple of dp x
-    micro-batches, the smallest such multiple of at least 8 is taken instead.
+    micro-batches, the smallest such multiple of at least 8 is taken instead. compiled: True if the recipe trains under
+    torch.compile.
     """
 
     layout: Layout
@@ -41,21 +42,25 @@ class CaseBuilder:
     dtype: str = "float64"
     preference: Preference | None = None
     batch: int = 8
+    compiled: bool = False
 
     def default(self) -> list[Case]:
-        """Return the three default cases: "updates" (optimizer updates with clipping and resumes), "long sequences"
-        (SGD, several attention tiles) and "dtypes" (parameters in a narrower dtype than their master weights)."""
-        return [Case("updates", self.updates()), Case("long sequences", self.long()), Case("dtypes", self.dtypes())]
+        """Return the default cases: "updates" (optimizer updates with clipping and resumes), "long sequences" (SGD,
+        several attention tiles), "dtypes" (parameters in a narrower dtype than their master weights) and, if the recipe
+        compiles, a step under torch.compile whose graphs are run without generated code, which takes longer."""
+        cases = [Case("updates", self.updates()), Case("long sequences", self.long()), Case("dtypes", self.dtypes())]
+        return [*cases, *([self.compiled_by("aot_eager")] if self.compiled else [])]
 
     def thorough(self) -> list[Case]:
         """Return all cases: the default ones, SGD without fused gradient accumulation, a loss in several chunks, bf16,
-        and a resume on another layout."""
+        a resume on another layout and, if the recipe compiles, a step of generated code."""
         return [
             *self.default(),
             Case("sgd", dataclasses.replace(self.plain(), training=SGD, fused_gradient_accumulation=False)),
             Case("loss chunks", self.loss_chunks()),
             self.bf16(),
             Case("resume on another layout", self.updates(self.layout.world_size), choose_other_layout(self.layout)),
+            *([self.compiled_by("inductor")] if self.compiled else []),
         ]
 
     def plain(self, layers: int = 5) -> Problem:
@@ -101,6 +106,12 @@ class CaseBuilder:
     def bf16(self) -> Case:
         """Return a case of three SGD steps with bf16 parameters and float32 master weights, as in bf16 training."""
         return Case("bf16", dataclasses.replace(self.plain(), dtype="bfloat16", master_dtype="float32", training=SGD))
+
+    def compiled_by(self, backend: str) -> Case:
+        """Return a case of one step and a validation whose blocks, final norm and loss run under torch.compile, of so
+        few layers as there are kinds of them. backend: of torch.compile, "aot_eager" or "inductor"."""
+        problem = dataclasses.replace(self.plain(2), training=SGD, steps=1, compile_backend=backend)
+        return Case(f"compiled by {backend}", problem)
 
     def _of_length(self, tokens: int, config: ModelConfig) -> Problem:
         """Return a problem of one SGD step on sequences of at least `tokens` tokens. config: the model."""

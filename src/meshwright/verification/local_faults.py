@@ -21,7 +21,7 @@ from meshwright.model import tiled_attention
 from meshwright.model.documents import Documents
 from meshwright.parallel import context
 from meshwright.parallel.zero import FsdpUnit, UnshardedGradient
-from meshwright.training import trainer
+from meshwright.training import optimizer, trainer
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.trainer import Trainer
@@ -159,6 +159,46 @@ def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: 
     verdict = original(*arguments)
     verdict.finite = verdict.finite or counter.record_if(True)
     return verdict
+
+
+# --- optimizer (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2)
+
+
+def _uncorrected(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
+    """Buggy stand-in for torch's `adamw` (`original`): moments are not divided by 1 - beta^t, as after infinitely many
+    updates. `counter` counts each call. The last of `tensors`: number of updates done, of each parameter."""
+    counter.record_if(True)
+    *others, updates = tensors
+    original(*others, [torch.full_like(done, 1e9) for done in updates], **options)
+    torch._foreach_add_(updates, 1.0)
+
+
+def _with_options(change: Callable[[dict[str, Any]], dict[str, Any]]) -> FaultyFunction:
+    """Return a buggy stand-in for an optimizer function of torch that is called with other options. change: computes
+    those that are wrong from the right ones."""
+
+    def wrong(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
+        """Update the parameters with the wrong options. `counter` counts the calls in which they differ."""
+        changed = change(options)
+        counter.record_if(any(options[name] != value for name, value in changed.items()))
+        original(*tensors, **options | changed)
+
+    return wrong
+
+
+def _epsilon_inside(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
+    """Buggy stand-in for torch's `adamw` (`original`): divides by sqrt(v + epsilon) instead of sqrt(v) + epsilon.
+    `counter` counts each call. `tensors`: lists of parameters, gradients, both moments, maxima (unused), numbers of
+    updates done."""
+    counter.record_if(True)
+    rate, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
+    parameters, gradients, first, second, _, updates = tensors
+    for w, g, m, v, t in zip(parameters, gradients, first, second, updates, strict=True):
+        t += 1
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        root = (v / (1 - beta2 ** t.item()) + options["eps"]).sqrt()
+        w.mul_(1 - rate * options["weight_decay"]).addcdiv_(m / (1 - beta1 ** t.item()), root, value=-rate)
 
 
 # --- parameters
@@ -305,6 +345,14 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "learning rate off by one step": LocalFaultSpec(trainer, "learning_rate", _next_rate),
     "loss normalized by one target too many": LocalFaultSpec(LanguageModelTask, "count_terms", _more_terms),
     "non-finite step not skipped": LocalFaultSpec(Trainer, "_agree", _never_skipped),
+    "AdamW without bias correction": LocalFaultSpec(optimizer, "adamw", _uncorrected),
+    "AdamW with betas swapped": LocalFaultSpec(
+        optimizer, "adamw", _with_options(lambda right: {"beta1": right["beta2"], "beta2": right["beta1"]})
+    ),
+    "AdamW with epsilon inside the square root": LocalFaultSpec(optimizer, "adamw", _epsilon_inside),
+    "SGD momentum without decay": LocalFaultSpec(
+        optimizer, "sgd", _with_options(lambda right: {"momentum": 1.0}), "dtypes"
+    ),
     "parameters not rounded from master weights": LocalFaultSpec(FsdpUnit, "update_parameters", _not_rounded, "dtypes"),
     "parameters not all-gathered after the update": LocalFaultSpec(FsdpUnit, "update_parameters", _not_gathered),
     "sample index off by one": LocalFaultSpec(

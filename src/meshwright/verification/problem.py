@@ -58,6 +58,8 @@ class Problem:
     None: next-token prediction. nan_step: step (from 0) in which the last rank produces NaN activations; None: no such
     step. resumed_at: after each of these numbers of steps a checkpoint is saved and a new trainer resumes from it.
     fused_gradient_accumulation: True if wgrad kernels accumulate directly into the gradient buffer, as in large models.
+    compile_backend: backend of torch.compile for blocks, final norm and loss (`train.compile`), such as "inductor";
+    None: they run eagerly.
     """
 
     config: ModelConfig
@@ -72,6 +74,7 @@ class Problem:
     nan_step: int | None = None
     resumed_at: tuple[int, ...] = ()
     fused_gradient_accumulation: bool = True
+    compile_backend: str | None = None
 
     @property
     def resolved_master_dtype(self) -> str:
@@ -107,6 +110,7 @@ class Problem:
                     "betas": list(self.training.betas),
                     "steps": self.steps,
                     "batch": self.batch,
+                    "compile": self.compile_backend is not None,
                     "validation_sequences": VALIDATION_SEQUENCES,
                 },
             }

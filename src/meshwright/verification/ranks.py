@@ -33,6 +33,8 @@ from meshwright.verification.local_faults import LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.samples import MOST_PAIRS, SyntheticData
 
+COMPILING_SECONDS = 600.0
+"""Time limit of a collective while other ranks may be compiling, on a busy machine."""
 COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a_row", "loss_scale")
 
 
@@ -99,7 +101,8 @@ def run_rank(
     """
     layout = Layout.parse(layout_text)
     programs = named_programs(collectives or CollectivesRecipe(), layout)
-    mesh = Mesh.create(layout, timeout_seconds=60.0, programs=programs)
+    backend = problem.compile_backend
+    mesh = Mesh.create(layout, timeout_seconds=60.0 if backend is None else COMPILING_SECONDS, programs=programs)
     try:
         results = []
         for number, fault in enumerate(faults):
@@ -107,7 +110,8 @@ def run_rank(
             mesh.inject(None if isinstance(fault, LocalFault) else fault)
             mesh.record.clear()
             subdirectory = None if directory is None else Path(directory) / (str(number) if fault else "")
-            with planted as strikes:
+            compiling = nullcontext() if backend is None else _require_compiled_graphs(backend, mesh.rank)
+            with planted as strikes, compiling:
                 try:
                     result = _VerificationRun(problem, layout, mesh, subdirectory).run(span)
                 except (RanksDisagree, UserError) as error:  # raised on all ranks, so that none waits for another
@@ -184,9 +188,10 @@ class _VerificationRun:
         # 0: wgrad kernels accumulate into the gradient buffer, as in large models.
         fused = 0 if problem.fused_gradient_accumulation else WORTH_ADDING_AT_ONCE
         dtypes = getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype)
+        arithmetic = Arithmetic(*dtypes, fused, problem.compile_backend or "inductor")
         task = LanguageModelTask(
             problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
-            initialise=initialise, arithmetic=Arithmetic(*dtypes, fused),
+            initialise=initialise, arithmetic=arithmetic,
         )  # fmt: skip
         trainer = _RecordingTrainer(task)
         if training.loss_scale_every:
@@ -215,6 +220,21 @@ class _VerificationRun:
         """Checkpointer of the run's directory."""
         assert self.directory is not None, "a problem that is resumed needs a directory"
         return Checkpointer(self.directory, self.mesh, self.problem.config, SaveOptions(background=False))
+
+
+@contextmanager
+def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
+    """Context manager in which torch.compile starts without graphs of earlier runs, and raises instead of falling back
+    to eager execution when a function has too many. backend: of torch.compile. rank: of this process."""
+    import torch._dynamo
+
+    from meshwright.training.worker import separate_compile_caches
+
+    if backend == "inductor":
+        separate_compile_caches(rank)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from meshwright.collectives.named import named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.preference import Preference, preference_of
+from meshwright.model.preference import preference_of
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
 from meshwright.spec.config import ModelConfig
@@ -27,7 +27,7 @@ from meshwright.verification.compare import TOLERANCES, Comparison, compare, tol
 from meshwright.verification.grid import GRID, MIXTURES
 from meshwright.verification.mutations import plant_all
 from meshwright.verification.problem import Problem, scale_down_layout
-from meshwright.verification.ranks import WHOLE, StepRange, run_rank
+from meshwright.verification.ranks import COMPILING_SECONDS, WHOLE, StepRange, run_rank
 from meshwright.verification.reference import Reference
 
 DTYPES = ("float64", "float32")
@@ -60,9 +60,9 @@ def run_verification(
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
     begun = time.monotonic()
-    layouts, models, collectives, preference = _resolve_arguments(layout, model)
+    layouts, models, recipe = _resolve_arguments(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
-    with _Verifier(dtype, log, collectives, preference, thorough) as bench:
+    with _Verifier(dtype, log, recipe, thorough) as bench:
         bench.many = len(layouts) > 1
         planted: set[tuple[str, ...]] = set()
         for number, wanted in enumerate(layouts):
@@ -105,14 +105,16 @@ class _Verifier:
         self,
         dtype: str,
         log: Callable[[str], None],
-        collectives: CollectivesRecipe,
-        preference: Preference | None,
+        recipe: Recipe | None = None,
         thorough: bool = False,
     ) -> None:
         """Start without ranks and references. dtype: of parameters, "float64" or "float32"; log: called with a line for
-        each layout; collectives: the recipe's choice of collective algorithms; preference: loss of response pairs,
-        None: next-token loss; thorough: run the slow cases, too."""
-        self.dtype, self.log, self.collectives, self.preference = dtype, log, collectives, preference
+        each layout; recipe: tells collective algorithms, loss and `train.compile`, None: the defaults; thorough: run
+        the slow cases, too."""
+        self.dtype, self.log = dtype, log
+        self.collectives = CollectivesRecipe() if recipe is None else recipe.collectives
+        self.preference = None if recipe is None else preference_of(recipe)
+        self.compiled = recipe is not None and recipe.train.compile
         self.thorough = thorough
         self.entries: list[dict[str, Any]] = []
         self._ranks: LocalRanks | None = None
@@ -165,6 +167,7 @@ class _Verifier:
                     "name": case.name,
                     "passed": found.passed,
                     "tolerance": tolerance_of(case.problem),
+                    "compile_backend": case.problem.compile_backend,
                     "relative_error": found.worst_error,
                     "seconds": round(seconds, 2),
                 }
@@ -174,6 +177,11 @@ class _Verifier:
         }
         self.entries.append(entry)
         verdict = "ok" if failed is None else f"FAILED: {failure}"
+        if self.compiled:
+            backends = [case.problem.compile_backend for case, *_ in cases if case.problem.compile_backend]
+            verdict += (
+                f"  (compiled: {len(backends)} of {len(cases)} cases{', by ' * bool(backends)}{', '.join(backends)})"
+            )
         shown = str(wanted) if wanted == layout else f"{wanted} (as {layout})"
         self.log(f"{shown:<32} {model:<14} worst {worst.worst_error:.1e}  loss {entry['loss_error']:.1e}  {verdict}")
         return entry
@@ -197,7 +205,10 @@ class _Verifier:
             def run(layout: Layout, span: StepRange) -> Comparison:
                 """Train the steps of `span` on a layout and compare them with the reference."""
                 collectives = self.collectives if layout is not case.resume_layout else None
-                results = ranks.run(run_rank, problem, str(layout), collectives, (None,), directory, span)
+                timeout = None if problem.compile_backend is None else COMPILING_SECONDS
+                results = ranks.run(
+                    run_rank, problem, str(layout), collectives, (None,), directory, span, timeout=timeout
+                )
                 return compare(reference, [result for (result,) in results], layout)
 
             if case.resume_layout is None:
@@ -210,7 +221,7 @@ class _Verifier:
         """Return the cases to run. wanted: the user's layout; layout: the same scaled down to few ranks; config: the
         model."""
         # Over the grid, one batch size that suits most layouts, so that references are shared.
-        maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8)
+        maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8, self.compiled)
         if self.thorough:
             return maker.thorough()
         cases = [*maker.default(), *([maker.bf16()] if wanted.precision == "bf16" else [])]
@@ -232,11 +243,9 @@ class _Verifier:
         return self._references[problem]
 
 
-def _resolve_arguments(
-    layout: Any, model: Any
-) -> tuple[list[Layout], list[tuple[str, ModelConfig]], CollectivesRecipe, Preference | None]:
-    """Return from the arguments of `verify`: (layouts, [(model name, configuration)], choice of collective algorithms,
-    preference loss or None). The list of models is empty if none was named."""
+def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]], Recipe | None]:
+    """Return from the arguments of `verify`: (layouts, [(model name, configuration)], recipe or None). The list of
+    models is empty if none was named."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -253,8 +262,7 @@ def _resolve_arguments(
         if recipe is not None:  # check before ranks are started
             named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
     models = [] if model is None else [_resolve_model(model)]
-    collectives = CollectivesRecipe() if recipe is None else recipe.collectives
-    return layouts, models, collectives, None if recipe is None else preference_of(recipe)
+    return layouts, models, recipe
 
 
 def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
