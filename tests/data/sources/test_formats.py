@@ -19,6 +19,7 @@ from warcio.warcwriter import WARCWriter
 
 from meshwright.data import prepare
 from meshwright.data.records import record_files
+from meshwright.data.sources import parquet as parquet_module
 from meshwright.data.sources import reading as reading_module
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
@@ -318,3 +319,57 @@ def test_truncated_source_leaves_no_partial_data(tmp_path: Path, file, parquet, 
     assert [found.name for found in cache.rglob("*") if found.is_file()] == ["lock"]
     path.write_bytes(whole)
     assert prepare(recipe).summary()["documents"] > 50
+
+
+REPEATED = 1 << 21  # bytes of a value that the file stores once
+ONE_PAGE = {"compression": "zstd", "dictionary_pagesize_limit": 1 << 30, "store_schema": False}
+
+
+def peak_of_rows(rows, count: int) -> int:
+    """Peak bytes that pyarrow holds, in addition to those before, while the first `count` of `rows` are read."""
+    before, peak = pyarrow.total_allocated_bytes(), 0
+    for _ in range(count):
+        next(rows)
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+    return peak
+
+
+@pytest.mark.parametrize("first", [0, 1, None], ids=["short text first", "long text first", "null first"])
+def test_repeated_text_is_decoded_in_bounded_memory(parquet, first: int | None):
+    """2,048 rows that repeat 2 MiB are 4 GiB of text in a file of some kilobytes."""
+    indices, texts = pyarrow.array([first, *[1] * 2047]), pyarrow.array(["short", "x" * REPEATED])
+    path = parquet({"text": pyarrow.DictionaryArray.from_arrays(indices, texts), "id": range(2048)}, **ONE_PAGE)
+    assert path.stat().st_size < 20_000
+    with path.open("rb") as stream:
+        (file,) = find_files([str(path)])
+        rows = parquet_module.iterate_parquet_texts(file, stream, "text", "utf-8", {})
+        assert peak_of_rows(rows, 20) < 1 << 28
+        assert len(next(rows)[1]) == REPEATED
+
+
+def test_repeated_text_of_records_is_decoded_in_bounded_memory(parquet):
+    content = pyarrow.DictionaryArray.from_arrays([0] * 2047, pyarrow.array(["x" * REPEATED]))
+    turns = pyarrow.StructArray.from_arrays([content], ["content"])
+    path = parquet({"messages": pyarrow.ListArray.from_arrays([0, *range(2048)], turns)}, **ONE_PAGE)
+    with path.open("rb") as stream:
+        (file,) = find_files([str(path)], records=True)
+        assert peak_of_rows(record_files.iterate_file_records(file, stream, None, "utf-8"), 12) < 1 << 28
+
+
+def test_text_beyond_the_limit_is_refused(parquet, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(parquet_module, "LONGEST_VALUE", 1000)
+    assert "a value of 1,001 bytes; at most 1,000 are read" in refusal(parquet({"text": ["a", "x" * 1001]}))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_endless_line_of_a_compressed_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setattr(record_files, "LONGEST_LINE", 1 << 20)
+    text = b'{"text": "' + b"x" * (1 << 24)
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else zstd.compress(text))
+    assert (tmp_path / name).stat().st_size < 50_000
+    tracemalloc.start()
+    try:
+        assert "a line of 1,048,576 bytes or more" in refusal(tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()

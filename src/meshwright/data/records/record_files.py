@@ -9,12 +9,12 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
-from meshwright.data.sources.parquet import open_parquet
+from meshwright.data.sources.parquet import bound_batch_rows, open_parquet
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
-LONGEST_LINE = 1 << 30  # bytes of a line, which is read whole; longer ones are refused
+LONGEST_LINE = 1 << 28  # bytes of a line, which is read whole; longer ones are refused
 _CHUNK = 1 << 20  # bytes read of a JSON list at a time
 _ROWS = 256  # of a Parquet file at a time
 
@@ -207,9 +207,11 @@ def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | Non
             wanted, names = ", ".join(dict.fromkeys(columns)), ", ".join(held[:8]) or "none"
             raise UserError(f"{file.path}: none of the columns {wanted} (it has {names}); set data.record_keys")
         try:
-            for batch in table.iter_batches(_ROWS, columns=there, use_threads=False):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f":row {number}", row, None
+            for group in range(table.num_row_groups):
+                rows = min(_ROWS, bound_batch_rows(file, stream, table, group, there))
+                for batch in table.iter_batches(rows, row_groups=[group], columns=there, use_threads=False):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f":row {number}", row, None
         except UnicodeDecodeError as error:
             raise UserError(f"{file.path}: text after row {number} is not UTF-8 ({error.reason})") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -20,13 +20,17 @@ from meshwright.names import nearest
 _BATCH = 1 << 20  # approximate bytes of text in a batch, which fit in the CPU cache
 _MOST_ROWS = 8192
 _READ = 1 << 20  # bytes read of a column at a time
+_MOST_BYTES = 1 << 26  # decoded bytes of a batch if each of its rows repeats the longest value
+_FIRST_ROWS = 64  # read of a row group to find its dictionaries
+LONGEST_VALUE = 1 << 28  # bytes; longer ones are refused, since a value is read whole
 
 
 @contextmanager
-def open_parquet(file: SourceFile, stream: Stream) -> Iterator[Any]:
+def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = ()) -> Iterator[Any]:
     """Context manager that opens a file as `pyarrow.parquet.ParquetFile`. stream: its bytes, used if it is not on a
-    local disk. Raises `UserError` for a compressed file, and for one that is not Parquet, truncated or damaged, also
-    if that is found only inside the context.
+    local disk. encoded: paths of the columns whose texts are read as dictionary and indices. Raises `UserError` for a
+    compressed file, and for one that is not Parquet, truncated or damaged, also if that is found only inside the
+    context.
     """
     if not isinstance(stream, io.BufferedReader):
         raise UserError(f"{file.path}: Parquet is compressed internally, so decompress the file")
@@ -36,7 +40,10 @@ def open_parquet(file: SourceFile, stream: Stream) -> Iterator[Any]:
         raise missing_package_error("pyarrow", file.path) from None
     try:
         source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
-        yield parquet.ParquetFile(source, pre_buffer=False, buffer_size=_READ, page_checksum_verification=True)
+        yield parquet.ParquetFile(
+            source, read_dictionary=list(encoded), pre_buffer=False, buffer_size=_READ,
+            page_checksum_verification=True,
+        )  # fmt: skip
     except (arrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -55,16 +62,15 @@ def iterate_parquet_texts(
     Raises `UserError` for files that are not Parquet, truncated or damaged, and for a missing or non-text column.
     """
     with open_parquet(file, stream) as table:
-        arrow, compute = import_module("pyarrow"), import_module("pyarrow.compute")
+        arrow = import_module("pyarrow")
         path = _resolve_column(file, table.schema_arrow, key, arrow)
         columns = [".".join(path), *_find_required_columns(required, table.schema_arrow)]
         row = 0
         for group in range(table.num_row_groups):
             rows = _choose_batch_rows(table.metadata.row_group(group), ".".join(path))
+            rows = min(rows, bound_batch_rows(file, stream, table, group, columns))
             for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
-                column = batch.column(path[0])
-                for name in path[1:]:
-                    column = compute.struct_field(column, name)
+                column = _select_field(batch, path)
                 problems = _find_problems(batch, column, key, required) if required else itertools.repeat(None)
                 for text, problem in zip(_decode_column(column, encoding, arrow), problems, strict=False):
                     row += 1
@@ -130,6 +136,48 @@ def _choose_batch_rows(group: Any, path: str) -> int:
     size: int = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
     rows: int = group.num_rows
     return max(1, min(_MOST_ROWS, _BATCH * max(1, rows) // max(1, size)))
+
+
+def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, columns: Sequence[str]) -> int:
+    """Return how many rows of row group `group` may be decoded at once, at least 1, if each repeats the longest value
+    in the dictionaries of its columns.
+
+    The file stores such a value once, however many rows repeat it: some hundred bytes may decode to many GiB. table:
+    the open `ParquetFile`. columns: as in `iter_batches`. Raises `UserError` for a value of more than `LONGEST_VALUE`
+    bytes.
+    """
+    held = table.metadata.row_group(group)
+    paths = [held.column(at).path_in_schema for at in range(held.num_columns)]
+    longest = 0
+    with open_parquet(file, stream, encoded=paths) as other:
+        # The first rows may hold no value at all (empty lists), and then no dictionary has been read yet.
+        for batch in other.iter_batches(_FIRST_ROWS, row_groups=[group], columns=columns, use_threads=False):
+            longest = max((_measure_longest_value(column) for column in batch.columns), default=0)
+            if longest:
+                break
+    if longest > LONGEST_VALUE:
+        raise UserError(f"{file.path}: a value of {longest:,} bytes; at most {LONGEST_VALUE:,} are read")
+    return max(1, _MOST_BYTES // max(1, longest))
+
+
+def _measure_longest_value(array: Any) -> int:
+    """Return the bytes of the longest text or binary value in the dictionaries of an Arrow array, 0 without one.
+    Fields of structs, items of lists and values of maps are arrays themselves."""
+    types = import_module("pyarrow").types
+    if types.is_dictionary(array.type):
+        lengths = import_module("pyarrow.compute").binary_length(array.dictionary)
+        return max(lengths.to_pylist(), default=0) or 0
+    if types.is_struct(array.type):
+        return max(map(_measure_longest_value, array.flatten()), default=0)
+    return _measure_longest_value(array.values) if hasattr(array, "values") else 0
+
+
+def _select_field(batch: Any, path: list[str]) -> Any:
+    """Return the Arrow array at `path` of a record batch: a column, or a field of a column of structs."""
+    column = batch.column(path[0])
+    for name in path[1:]:
+        column = import_module("pyarrow.compute").struct_field(column, name)
+    return column
 
 
 def _resolve_column(file: SourceFile, schema: Any, key: str, arrow: Any) -> list[str]:

@@ -13,7 +13,7 @@ from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
-LONGEST_RECORD = 1 << 30  # bytes; longer ones are refused, since a record is read whole
+LONGEST_RECORD = 1 << 28  # bytes; longer ones are refused, since a record is read whole
 _LONGEST_LINE = 1 << 16
 
 
