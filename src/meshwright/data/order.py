@@ -81,8 +81,8 @@ class MixtureOrder:
 
     The pattern of sources is periodic and as even as possible: source k's number among the first n samples differs from
     n w_k / sum(w) by at most 1 - 1/(2K - 2) (Tijdeman, "The chairman assignment problem", 1980), and among any n
-    consecutive ones by at most twice that. The period is the sum of the weights as smallest integers; above
-    `LONGEST_PERIOD` they are rounded.
+    consecutive samples by at most twice that. The period is the sum of the smallest integers with the ratios of the
+    weights; if it would exceed `LONGEST_PERIOD`, these integers are scaled down and rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
@@ -122,8 +122,8 @@ class MixtureOrder:
 def reduce_weights(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers that have the ratios of `weights`, [sources]: [0.5, 0.25] gives [2, 1].
 
-    Each weight is read as the decimal number it is written as. Integers whose sum exceeds `LONGEST_PERIOD` are scaled
-    and rounded to about that sum.
+    A weight is taken as the decimal number that its `repr` shows, 0.1 as 1/10. Integers whose sum exceeds
+    `LONGEST_PERIOD` are scaled and rounded, so that their sum is about `LONGEST_PERIOD`.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -139,9 +139,10 @@ def interleave_evenly(counts: Sequence[int]) -> list[int]:
     """Return a list of sum(counts) source indices in which source k in [0, K) occurs counts[k] times, spread as evenly
     as possible: [2, 1] gives [0, 1, 0].
 
-    Entry j of source k, j from 0, may stand at times t with 1/(2K-2) <= w t - j and w (t-1) - j <= 1 - 1/(2K-2), where
-    w is the share of k. Of the entries whose interval has begun, the one whose interval ends first is taken; every
-    entry then meets its interval (Tijdeman 1980, theorem 1).
+    With w the share of source k, its occurrence j (from 0) is allowed at positions t (from 1) at which w t - j >=
+    1/(2K-2) and w (t-1) - j <= 1 - 1/(2K-2). Each position goes to the source whose next occurrence is allowed there
+    and has the earliest last allowed position. Every occurrence then gets an allowed position (Tijdeman 1980, theorem
+    1).
     """
     total, number = sum(counts), len(counts)
     if number == 1:

@@ -274,8 +274,9 @@ class _Preparation:
         return Survey.from_json(codes, record, Rewriter(self.recipe.clean))
 
     def _prepare_tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
-        """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files). Unless the cache directory has them, it is
-        trained, or copied from the recipe's tokenizer. result: the survey, which assigns documents to splits.
+        """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files). If the files in the cache directory are
+        missing or damaged, first train the tokenizer, or copy the existing one that the recipe names. result: the
+        survey, which assigns documents to splits.
         """
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
         record = read_json(record_path)

@@ -20,7 +20,7 @@ class BlockedWords:
     blank lines are ignored.
 
     Matching ignores case and takes whole words only. In scripts without spaces between words (Chinese, Japanese, Thai
-    ...) an entry also matches inside a longer string.
+    ...) a blocked word also matches inside a longer string.
     """
 
     def __init__(self, path: str) -> None:

@@ -130,11 +130,13 @@ def _iterate_segments(
 
 
 class _DuplicateFinder:
-    """Finder of exact and near duplicates among the documents that pass all other rules.
+    """Finds exact and near duplicates among the documents that pass all other rules, and marks them as dropped in
+    `codes`.
 
     codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document, duplicates
-    included. first: {duplicate rule: lowest number of a document that it dropped}. earlier: {duplicate rule: {number of
-    a sampled duplicate: number of the earlier document that it repeats}}.
+    included. first: {duplicate rule: lowest number of a document that the rule dropped}. earlier: a sample of
+    duplicates for the report, {duplicate rule: {number of a duplicate: number of the earlier document with the same
+    key}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
@@ -160,8 +162,8 @@ class _DuplicateFinder:
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that another
-        rule dropped take no part. keys: function that returns the keys of a segment's documents, uint64 [documents,
-        width].
+        rule dropped are ignored, also as earlier documents. keys: function that returns the keys of a segment's
+        documents, uint64 [documents, width].
         """
         code = 1 + RULES.index(rule)
 

@@ -55,7 +55,9 @@ class EvaluationSets:
         self.runs = {length: np.unique(np.concatenate(hashes)) for length, hashes in sorted(runs.items())}
 
     def measure_overlap(self, text: str) -> float:
-        """Return the fraction, in [0, 1], of the words of `text` in n-grams that an evaluation set contains too."""
+        """Return the fraction, in [0, 1], of the words of `text` that lie in an n-gram which an evaluation set also
+        contains.
+        """
         words = Words(text)
         change = np.zeros(len(words) + 1, np.int64)
         found = False

@@ -19,12 +19,13 @@ Numbers = NDArray[np.int64]
 def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Find the documents whose key repeats that of an earlier document. Keys are partitioned on disk; yields for each
-    partition (numbers of these documents [m], number of the first document with the same key [m]), int64.
+    """Find the documents whose key equals that of an earlier document. The keys are partitioned on disk, and one
+    partition at a time is sorted in memory. For each partition, yield (numbers of the repeating documents [m], for each
+    the number of the first document with the same key [m]), int64.
 
-    chunks: yields (keys [n, width], document numbers [n]), numbers ascending. total: expected number of keys, which
-    sets the number of partitions. directory: for temporary files; created if needed. part: approximate number of keys
-    in a partition, of which one at a time is in memory (default: `PART`).
+    chunks: yields (keys [n, width], document numbers [n]), document numbers ascending. total: expected number of keys,
+    from which the number of partitions follows. directory: for temporary files; created if needed. part: approximate
+    number of keys in a partition (default: `PART`).
     """
     parts = min(_MOST_PARTS, -(-total // (part or PART)))
     if parts <= 1:
@@ -52,8 +53,9 @@ def find_repeated_keys(
 
 
 def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Find the documents whose key repeats that of an earlier document; returns (their numbers [m], number of the first
-    document with the same key [m]). chunks: (keys [n, width], document numbers [n]), numbers ascending.
+    """Find the documents whose key equals that of an earlier document; returns (numbers of the repeating documents [m],
+    for each the number of the first document with the same key [m]). chunks: (keys [n, width], document numbers [n]),
+    document numbers ascending.
     """
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -75,8 +75,8 @@ class Verdict:
 
 
 class Rewriter:
-    """Applies the masks and line filters that the recipe's `[data.clean]` enables to texts. rewrites: whether any is
-    enabled.
+    """Applies the masks and line filters that the recipe's `[data.clean]` enables to texts. rewrites: True if the
+    recipe enables any mask or line filter.
     """
 
     def __init__(self, recipe: CleanRecipe) -> None:
@@ -150,7 +150,8 @@ class Cleaner(Rewriter):
         """Apply the rules for any kind of text (control characters, length, repeated lines); returns (name of the first
         rule that it violates, measured value as text), or None if it passes.
 
-        blank: the text has only white space. emptied: before masking and line filters it had more than white space.
+        blank: `text`, after masking and line filters, has only white space. emptied: the original text had other
+        characters, so that if `blank` is also True the line filters removed them.
         """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:

@@ -36,11 +36,12 @@ def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
 
 def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
     """Return the columns of a segment (file of the cleaning results for a run of documents): {name: (NumPy dtype,
-    values per document)}. bands: number of MinHash bands. rewrites: whether texts are masked.
+    values per document)}. bands: number of MinHash bands. rewrites: True if texts are masked or their lines filtered.
 
-    `code`: 0 (kept) or 1 + the index in `RULES` of the rule that dropped the document. `before`, `after` (masking):
-    number of characters, of UTF-8 bytes, and of characters of each kind. `changes`: number of masked items by kind.
-    `digest`: first half of the SHA-256. `bands`: MinHash keys. `after` and `changes` exist only if texts are masked.
+    `code`: 0 (kept) or 1 + the index in `RULES` of the rule that dropped the document. `before`: number of characters,
+    of UTF-8 bytes, and of characters of each kind, before masking. `after`: the same after masking. `changes`: number
+    of masked items and removed lines by kind. `digest`: first half of the SHA-256 of the text. `bands`: MinHash keys.
+    `after` and `changes` exist only with `rewrites`.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -50,8 +51,9 @@ def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
 class SegmentWriter:
     """Collects the cleaning rules' results for a run of consecutive documents and writes them to one file, a segment.
 
-    first: number of the first document. minhash: computes the keys for near duplicates; None: no such search. rewrites:
-    whether texts are masked. documents, characters: how many have been added.
+    first: number of the first document. minhash: computes the keys for near duplicates; None: near duplicates are not
+    searched. rewrites: True if texts are masked or their lines filtered. documents, characters: how many have been
+    added.
     """
 
     def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
@@ -179,7 +181,7 @@ class Segment:
         return column in self._types
 
     def read_column(self, name: str) -> NDArray[Any]:
-        """Read the column `name`: [documents] for "code", else [documents, values] (see `list_column_types`)."""
+        """Read the column `name` of the segment: [documents] for "code", else [documents, values per document]."""
         dtype, width = self._types[name]
         values = np.fromfile(self.path, dtype, count=width * self.documents, offset=self._offsets[name])
         return values if width == 1 and name == "code" else values.reshape(self.documents, width)

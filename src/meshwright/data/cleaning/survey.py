@@ -139,9 +139,10 @@ def survey_corpus(
 ) -> Survey:
     """Clean all documents of `files` and split those that are kept into training and validation documents.
 
-    A document goes to validation if the hash of its content, divided by 2^64, is below `validation_fraction`: the
-    choice depends on no seed and no other document. If no hash is below it, the document with the smallest one goes
-    there. In a corpus of fewer than 100 documents long texts are cut at blank lines, so that both splits get some.
+    A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`: the
+    choice depends on no seed and no other document. If that would leave a split empty though `validation_fraction` is
+    above 0, the documents with the smallest hash go to validation, or those with the largest hash to training. If fewer
+    than `FEW_DOCUMENTS` remain, long texts (not records) are cut at blank lines, so that both splits get some.
 
     directory: for the cleaning pass's segment files, from which an interrupted pass resumes; None: a temporary one.
     log: receives progress lines. Raises `UserError` if no document or only one short text is left.
@@ -179,9 +180,11 @@ def make_reader(recipe: DataRecipe, longest: int) -> Reader:
 
 
 def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
-    """Assign kept documents to splits by the hash of their content; returns (the survey's codes, uint8 [documents],
-    {split: UTF-8 bytes}). fraction: expected share of validation documents, in [0, 1]. key: recipe key of the sources,
-    for errors.
+    """Assign kept documents to splits by the hash of their content; returns (codes, {split: UTF-8 bytes}). codes: uint8
+    [documents], a kept document's index in `SPLITS`, else len(SPLITS) + the index in `RULES` of the rule that dropped
+    it.
+
+    fraction: expected share of validation documents, in [0, 1]. key: recipe key of the sources, for errors.
     """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0

@@ -24,9 +24,9 @@ NO_TARGET = -100  # ignored by the loss, as `ignore_index` of PyTorch's cross-en
 class TokenBatch:
     """Batch of B packed rows of S tokens (a row is one training sample, with one or more documents).
 
-    tokens: int64 [B, S]. targets: int64 [B, S], the next token at each position; -100 (ignored by the loss) if that is
-    padding, belongs to another document (with `document_mask`) or, for records, is outside the tokens to be trained.
-    document_ids: int32 [B, S], 0 for a row's first document, then 1, 2 ...
+    tokens: int64 [B, S]. targets: int64 [B, S], the token after each position; -100 (ignored by the loss) if that token
+    is padding, begins another document (with `document_mask`) or, for records, is not one to be trained on.
+    document_ids: int32 [B, S], 0 for a row's first document, then 1, 2 ...; all 0 without `document_mask`.
     """
 
     tokens: NDArray[np.int64]
@@ -132,8 +132,8 @@ class PackedDataset(ABC):
                 yield np.array(self._map_shard(number)[begin : begin + size])
 
     def iterate_texts(self) -> Iterator[str]:
-        """Yield the text of each document in order. The split's text must have been stored (see `keep_text` of
-        `prepare`).
+        """Yield the text of each document in order. The text must have been stored when the data were prepared, which
+        for the training split takes `prepare(keep_text=True)`.
         """
         for shard in self.shards:
             name = format_shard_file_name(shard.number, TEXT)

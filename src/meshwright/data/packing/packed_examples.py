@@ -26,12 +26,12 @@ OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
     """Assignment of examples to R packed rows. An example is a parsed record of D documents (D = 2 for preference
-    pairs, else 1); K examples are kept.
+    pairs, else 1). K examples are in rows; the others are dropped.
 
-    kept: int64 [K, D], number of tokens kept of each document. numbers: int64 [K], index of each kept example among all
-    examples. order: int64 [K], indices into `kept`, row after row; row r has order[bounds[r]:bounds[r + 1]]. bounds:
-    int64 [R + 1]. rows_by_source: number of rows of each data source; one number, for all, if rows may mix sources.
-    report: counts, see `PackedExamples.report`.
+    kept: int64 [K, D], length of each document in tokens after truncation. numbers: int64 [K], index of each of the K
+    examples among all examples. order: int64 [K], indices in [0, K) of the examples, sorted by row; row r contains
+    order[bounds[r]:bounds[r + 1]]. bounds: int64 [R + 1]. rows_by_source: number of rows of each data source; one
+    number, for all, if rows may mix sources. report: counts by name, as `PackedExamples.report` lists them.
     """
 
     kept: NDArray[np.int64]
@@ -44,9 +44,11 @@ class PackingPlan:
 
 @dataclass(frozen=True, slots=True)
 class PackingSettings:
-    """Options of packing examples into rows. documents_per_example: 1, or 2 for preference pairs. train_on: "responses"
-    or "all" (tokens that are targets). pack: several examples in a row; False: one. too_long: "truncate", "drop" or
-    "refuse" examples longer than a row. decode: converts token ids to text, for error messages.
+    """Options of packing examples (parsed records) into rows.
+
+    documents_per_example: 1, or 2 for preference pairs. train_on: tokens that are targets, "responses" or "all". pack:
+    True if a row may contain several examples; False: one per row. too_long: what to do with examples longer than a
+    row, "truncate", "drop" or "refuse" (raise `UserError`). decode: converts token ids to text, for error messages.
     """
 
     documents_per_example: int = 1
@@ -62,12 +64,13 @@ class PackedExamples(PackedDataset):
 
     An example has one document, or two for a preference pair: document 2k of a row is the prompt with the chosen
     response of pair k, and 2k + 1 the prompt with the rejected one. Targets are the tokens of responses, or with
-    `train_on` "all" every token but a document's first. The rest of a row is padding: it has no targets, and counts as
-    one more document.
+    `train_on` "all" every token but a document's first. The rest of a row is padding, which has no targets and its own
+    document id.
 
     Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false every
-    example has its own row. An example longer than a row loses its end (`too_long` "truncate"), is dropped ("drop") or
-    raises `UserError` ("refuse"). Examples without a target are dropped.
+    example has its own row. `too_long` says what happens to an example longer than a row: "truncate" cuts the end of
+    its document (of a pair, the longer document first), "drop" drops the example, "refuse" raises `UserError`. An
+    example is also dropped if one of its documents has no target left.
     """
 
     def __init__(
@@ -260,10 +263,10 @@ class PackedExamples(PackedDataset):
 def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items into bins by best fit with at most `OPEN_ROWS` open bins; returns the item indices of each bin.
 
-    sizes: size of each item, at most `capacity`, the size of a bin. An item goes into the open bin with the least
-    remaining capacity that suffices; else it opens a bin, and above `OPEN_ROWS` the fullest open one is closed. This
-    takes n log n time and keeps neighbours together. (With all bins open, best fit needs at most 1.7 times the fewest
-    bins: Johnson et al. 1974, doi:10.1137/0203025.)
+    sizes: size of each item, at most `capacity`. capacity: size of a bin. Items are placed in order. An item goes into
+    the open bin with the least remaining capacity that suffices, else into a new bin; if more than `OPEN_ROWS` bins are
+    then open, the fullest one is closed. This takes n log n time and keeps neighbours together. (With all bins open,
+    best fit needs at most 1.7 times the fewest bins: Johnson et al. 1974, doi:10.1137/0203025.)
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (remaining capacity, row), ascending

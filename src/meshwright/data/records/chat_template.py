@@ -80,11 +80,11 @@ class ChatTemplate:
     def render_with_spans(
         self, messages: Sequence[Message], trained_from: int = 0, *, prompt: bool = False
     ) -> RenderedConversation:
-        """Render a conversation, with the character ranges of the assistant's turns that are not blank and are at index
-        `trained_from` or later in `messages`.
+        """Render a conversation; the result also gives the character ranges of those assistant's turns that are not
+        blank and have an index of at least `trained_from` in `messages`.
 
-        prompt: append the header of the assistant's next turn; the result then has no ranges of turns. Raises
-        `TemplateError` if the template refuses the messages, or the ranges of the turns cannot be determined.
+        prompt: append the header of the assistant's next turn; no range is then given. Raises `TemplateError` if the
+        template refuses the messages, or the ranges of the turns cannot be determined.
         """
         seen = [message.template_variables() for message in messages]
         text, marked = self._render_marked(seen, prompt)

@@ -77,8 +77,8 @@ class ExampleEncoder:
             ]
 
     def encode_prompt(self, messages: Sequence[Message], header: bool = True) -> list[int]:
-        """Tokenize a conversation up to the assistant's next turn, whose header is included if `header`; returns token
-        ids. Raises `UserError` if the template refuses the messages.
+        """Tokenize a conversation that the assistant is to continue; returns token ids. Raises `UserError` if the
+        template refuses the messages. header: True: append the header of the assistant's next turn.
         """
         try:
             rendered = self.template.render_with_spans(messages, len(messages), prompt=header)

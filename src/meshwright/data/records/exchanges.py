@@ -25,8 +25,8 @@ _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "ch
 
 
 class Exchange(NamedTuple):
-    """Prompt and response of a record as text. prompt: all turns before the last answer. response: the last answer, ""
-    if the record ends with another turn.
+    """Prompt and response of a record as text. If the record ends with an assistant's turn, the response is that turn
+    and the prompt is all turns before it. If it ends with another turn, the response is "" and the prompt is all turns.
     """
 
     prompt: str
@@ -45,8 +45,8 @@ def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
 
 
 def replace_response(record: Mapping[str, Any], response: str, where: str) -> Record:
-    """Return a copy of the record with `response` in place of its last answer, or appended if it has no answer. where:
-    position of the record, such as "a.jsonl:17", for errors.
+    """Return a copy of the record in which the assistant's turn at the end is replaced by `response`; if the record
+    ends with another turn, `response` is appended. where: position of the record, such as "a.jsonl:17", for errors.
     """
     key = next((key for key in _KINDS if key in record), "")
     key = "output" if key == "instruction" else key
@@ -65,15 +65,15 @@ def replace_response(record: Mapping[str, Any], response: str, where: str) -> Re
 
 
 def find_first_request(record: Mapping[str, Any], where: str) -> str:
-    """Return the text of a record's first user turn; for an instruction record the instruction without its input.
-    where: position of the record, such as "a.jsonl:17", for errors.
+    """Return the text of a record's first user turn, "" if there is none; for an instruction record the instruction
+    without its input. where: position of the record, such as "a.jsonl:17", for errors.
     """
     return next((turn.content for turn in _parse_turns(record, where) if turn.role == "user"), "")
 
 
 def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each record: 16 hex digits of the SHA-256 of its content without the annotation (labels). To
-    the names of repeated records "-2", "-3" ... is appended.
+    """Return a name for each record: 16 hex digits of the SHA-256 of its content without the annotation (labels). The
+    second record with the same content gets the suffix "-2", the third "-3" ...
     """
     seen: dict[str, int] = {}
     names = []

@@ -38,12 +38,13 @@ def iterate_file_records(
     errors: str = "surrogateescape",
     quick: bool = True,
 ) -> Iterator[ParsedRecord]:
-    """Yield (position, value, problem) of each record of a JSON, JSON Lines or Parquet file in order.
+    """Yield (position, value, problem) of each record of a JSON, JSON Lines or Parquet file in order. problem: why a
+    line of JSON Lines could not be decoded or parsed, as a clause; else None.
 
-    stream: the file's decompressed bytes. columns: those to read of a Parquet file (None: all). encoding, errors: of
-    JSON text, as in `bytes.decode`; by default bytes that do not decode become lone surrogates. quick: parse JSON Lines
-    with orjson where it is installed, which rounds integers of more than 64 bits. A line that is not JSON yields a
-    record with a problem. Raises `UserError` for a truncated or damaged file, or Parquet without any of the columns.
+    stream: the file's decompressed bytes. columns: the columns of a Parquet file to read (None: all). encoding, errors:
+    how to decode JSON text, as in `bytes.decode`; by default bytes that do not decode become lone surrogates. quick:
+    True: parse JSON Lines with orjson if it is installed, which rounds integers of more than 64 bits. Raises
+    `UserError` for a truncated or damaged file, or Parquet that has none of `columns`.
     """
     match file.format:
         case "jsonl":

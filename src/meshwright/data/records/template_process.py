@@ -94,8 +94,8 @@ class RenderProcess:
         return str(answer["text"])
 
     def _read_line(self) -> bytes:
-        """Read one line from the subprocess; it lacks the newline at its end if the process ended or `_WAIT_SECONDS`
-        passed.
+        """Read one line from the subprocess. The line returned has no newline at its end if the process ended, or
+        `_WAIT_SECONDS` passed, before the line was complete.
         """
         assert self._process is not None and self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + _WAIT_SECONDS
@@ -111,8 +111,7 @@ class RenderProcess:
         return b"".join(parts)
 
     def _find_exit_reason(self) -> str:
-        """Stop the subprocess and return why it gave no answer, as a clause such as "takes more than 10 s of processor
-        time".
+        """Stop the subprocess and return why it gave no answer, as a clause such as "takes more than 10 s of CPU time".
         """
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):

@@ -27,10 +27,12 @@ LONGEST_VALUE = 1 << 28  # bytes; longer ones are refused, since a value is read
 
 @contextmanager
 def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = ()) -> Iterator[Any]:
-    """Context manager that opens a file as `pyarrow.parquet.ParquetFile`. stream: its bytes, used if it is not on a
-    local disk. encoded: paths of the columns whose texts are read as dictionary and indices. Raises `UserError` for a
-    compressed file, and for one that is not Parquet, truncated or damaged, also if that is found only inside the
-    context.
+    """Context manager that opens a file as `pyarrow.parquet.ParquetFile`. Raises `UserError` for a file that is not
+    Parquet, truncated or damaged, even if pyarrow finds that only while the context reads, and for a Parquet file that
+    is compressed as a whole, such as "a.parquet.gz".
+
+    stream: the file's bytes, used if the file is not on a local disk. encoded: paths of the columns that are read as
+    dictionary arrays (distinct texts, and for each row an index into them).
     """
     if not isinstance(stream, io.BufferedReader):
         raise UserError(f"{file.path}: Parquet is compressed internally, so decompress the file")
@@ -54,12 +56,13 @@ def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = ()) 
 def iterate_parquet_texts(
     file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (position such as ":row 17", text, problem) for each row of a Parquet file. key: column of the text; "a.b"
-    is field b of the struct column a. encoding: of binary columns.
+    """Yield (position such as ":row 17", text, problem) for each row of a Parquet file. problem: how the row violates
+    the schema `required`, as a clause; None if it does not.
 
-    required: {further column: type of its values}. problem: how a row violates this schema, as a clause, or None. A
-    null is an empty text, and a problem if anything is required. Bytes that do not decode become lone surrogates.
-    Raises `UserError` for files that are not Parquet, truncated or damaged, and for a missing or non-text column.
+    key: column of the text; "a.b" is field b of the struct column a. encoding: of binary columns. required: {further
+    column: type of its values}. A null text is yielded as "", and is a problem if `required` is not empty. Bytes that
+    do not decode become lone surrogates. Raises `UserError` for files that are not Parquet, truncated or damaged, and
+    if the column `key` is missing or not text.
     """
     with open_parquet(file, stream) as table:
         arrow = import_module("pyarrow")
@@ -139,12 +142,12 @@ def _choose_batch_rows(group: Any, path: str) -> int:
 
 
 def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, columns: Sequence[str]) -> int:
-    """Return how many rows of row group `group` may be decoded at once, at least 1, if each repeats the longest value
-    in the dictionaries of its columns.
+    """Return how many rows of row group `group` (an index) may be decoded at once, at least 1, so that memory stays
+    bounded even if every row has the longest value in the dictionaries of its columns.
 
-    The file stores such a value once, however many rows repeat it: some hundred bytes may decode to many GiB. table:
-    the open `ParquetFile`. columns: as in `iter_batches`. Raises `UserError` for a value of more than `LONGEST_VALUE`
-    bytes.
+    A Parquet file stores a repeated value once, in a dictionary: some hundred bytes may decode to many GiB. table: the
+    open `ParquetFile`. columns: names of the columns to be decoded. Raises `UserError` for a value of more than
+    `LONGEST_VALUE` bytes.
     """
     held = table.metadata.row_group(group)
     paths = [held.column(at).path_in_schema for at in range(held.num_columns)]
@@ -161,8 +164,9 @@ def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, c
 
 
 def _measure_longest_value(array: Any) -> int:
-    """Return the bytes of the longest text or binary value in the dictionaries of an Arrow array, 0 without one.
-    Fields of structs, items of lists and values of maps are arrays themselves."""
+    """Return the size in bytes of the longest text or binary value in the dictionaries of an Arrow array, 0 if it has
+    none. Dictionaries inside structs, lists and maps count too.
+    """
     types = import_module("pyarrow").types
     if types.is_dictionary(array.type):
         lengths = import_module("pyarrow.compute").binary_length(array.dictionary)

@@ -52,8 +52,9 @@ class Reader:
 
     encoding: of text. text_key: key of a record's text, unless the file's source sets its own. longest: texts of more
     characters are cut into several documents, after a blank line, else after a line, else anywhere. required_keys:
-    {key: type}; a record that lacks one, or its text, becomes a document with a problem instead of an error. records:
-    parse every file as instruction, chat or preference records, one document each, never cut; None: plain text.
+    {key: type}; if not empty, a record without one of these keys or without text is no error, but becomes a document
+    with a problem. records: parse every file as instruction, chat or preference records, one document each, never cut;
+    None: plain text.
     """
 
     encoding: str = "utf-8"

@@ -71,10 +71,11 @@ def find_files(
 
     format: of the files; "auto" goes by suffix: `.jsonl` and `.ndjson` are JSON Lines, `.parquet`, `.wet`, all else
     text; a suffix of `COMPRESSIONS` may follow. cache: directory of prepared data, which are excluded, and of stored
-    listings of remote stores; `log` receives a line when one is used. key: recipe key that error messages name.
-    records: `.json` is a JSON list.
+    listings of remote stores. log: receives a line when a stored listing is used. key: recipe key that error messages
+    name. records: True: `.json` is a JSON list.
 
-    Reports count the files by source if there are several or `key` is "data.sources", else by first directory.
+    A file's label in reports (`counted_as`) is its source if there are several sources or `key` is "data.sources", else
+    its first directory.
     """
     files: list[SourceFile] = []
     for number, source in enumerate(sources):

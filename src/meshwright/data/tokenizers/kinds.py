@@ -31,9 +31,9 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 class TokenizerKind:
     """One kind of tokenizer that is made here, such as "bpe".
 
-    title: its name in a sentence. least: smallest vocabulary size. make(vocabulary, texts): function that trains it.
-    unknown: token for text outside the vocabulary; None if every text can be encoded and decoded exactly. trained:
-    False if it does not depend on texts.
+    title: its name in a sentence. least: smallest vocabulary size. make(vocabulary, texts): function that returns a
+    tokenizer of at most `vocabulary` tokens, trained on `texts`. unknown: token for text outside the vocabulary; None
+    if every text can be encoded and decoded exactly. trained: True if the tokenizer depends on `texts`.
     """
 
     title: str

@@ -121,8 +121,8 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Return the parsed tokenizer.json, for the caller to edit, if plain text can be encoded as one of the tokens
-    `hidden` although `encode_special_tokens` is set; else None, since no edit is needed.
+    """Check whether plain text can be encoded as one of the tokens `hidden` although `encode_special_tokens` is set. If
+    so, return the parsed tokenizer.json, in which the caller renames these tokens; else None.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
