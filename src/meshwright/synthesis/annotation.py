@@ -41,9 +41,9 @@ Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # an annotator's a
 class ImportedRow(NamedTuple):
     """One annotator's answer for one data record, read from one row (JSON line) that an annotation tool exported.
 
-    answer: "labelled", or why there is no value: "unlabelled", "unanswered", "rejected" or "ignored". value: the
-    labels, spans or rewritten response; None without an answer. fields: the tool's other JSON fields, kept for the next
-    export.
+    answer: "labelled" if the row has a value; else why it has none, "unlabelled", "unanswered", "rejected" or
+    "ignored". value: the labels, spans or rewritten response; None unless "labelled". fields: the tool's other JSON
+    fields, kept for the next export.
     """
 
     answer: str
@@ -89,12 +89,15 @@ def import_rows(
     summary as JSON). Raises `UserError`.
 
     records, rows: (position for errors such as "a.jsonl:17", record or row). tool: "doccano" or "prodigy".
-    leave_out_rejected: leave out records that annotators rejected. A label or span is set if more than half of a
-    record's annotators set it; on a tie, or if no rewritten text has a majority, the record is disputed and unchanged.
+    leave_out_rejected: True: omit records that annotators rejected. A label or span is set if more than half of a
+    record's annotators set it. A record is disputed, and stays unchanged, if exactly half set a label or span, or if no
+    rewritten text has a majority.
 
-    Summary: `records`, `rows`: their numbers. `answers`: number of rows by answer (see `ImportedRow`). Numbers of
-    records: `labelled`, `changed` by that, `left` (no row has a value), `rejected`, `left_out`, `several` (labelled by
-    several annotators), `agreed` (of these, all labels equal). `disputed`: names of disputed records."""
+    Summary: `records`, `rows`: their numbers. `task`. `answers`: number of rows by answer (see `ImportedRow`). Numbers
+    of records: `labelled` (given a value), `changed` (the value differs from the present one), `left` (no row has a
+    value, and none rejects), `rejected`, `left_out`, `several` (values from several annotators), `agreed` (of these,
+    all equal). `disputed`: names of disputed records.
+    """
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
     places = {name: place for place, name in enumerate(names)}
@@ -254,8 +257,10 @@ def _parse_prodigy_row(row: Record, task: str, sides: Exchange, where: str) -> I
 
 
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
-    """Raise `UserError` unless a row has the text that was exported (line ends may differ). task: "classify", "spans"
-    or "rewrite". sides: prompt and response of the record. where: position of the row, for the error."""
+    """Raise `UserError` unless the text in a row equals the text that was exported for its record, apart from line
+    ends. task: "classify", "spans" or "rewrite". sides: prompt and response of the record. where: position of the row,
+    for the error.
+    """
     text = _make_task_text(task, sides)
     if row.get("text") not in (text, text.replace("\r\n", "\n").replace("\r", "\n")):
         raise UserError(f"{where}: the text differs from the exported one, so its annotation does not apply")
@@ -278,11 +283,12 @@ def _parse_value(row: Record, task: str, marks: list[Any], sides: Exchange, wher
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
-    """Convert a span of the exported text (prompt and response together) to a span of one of them, clipped to it.
+    """Convert a span of the exported text (prompt and response together) to a span of the prompt or of the response.
+    Characters of the span outside of these, such as a heading, are cut off.
 
     one: JSON object or list [start, end, label], in characters. seen: the text that annotators saw. sides: prompt and
-    response of the record. where: position of the row, for errors. Raises `UserError` if the span touches both sides or
-    neither.
+    response of the record. where: position of the row, for errors. Raises `UserError` if the span touches both prompt
+    and response, or neither.
     """
     if isinstance(one, dict):
         start, end = one.get("start", one.get("start_offset")), one.get("end", one.get("end_offset"))
@@ -319,8 +325,9 @@ def _restore_position(text: str, place: int) -> int:
 
 
 def _find_side_offsets(sides: Exchange) -> dict[str, int]:
-    """Return {"prompt": offset, "response": offset}: character positions at which they begin in the text that
-    `format_record` writes. sides: prompt and response of the record."""
+    """Return {"prompt": offset, "response": offset}: character positions at which prompt and response begin in the text
+    that `format_record` writes. sides: prompt and response of the record.
+    """
     return {"prompt": len(_PROMPT), "response": len(_PROMPT) + len(sides.prompt) + len(_RESPONSE)}
 
 
@@ -332,9 +339,9 @@ def _map_to_exported_text(span: Span, sides: Exchange) -> tuple[int, int]:
 
 
 def _take_majority(values: Sequence[Value]) -> Value | None:
-    """Return the rewritten text that more than half of the annotators chose, or the set of those labels or spans that
-    more than half of them set. None without values, without such a text, or if exactly half set a label or span.
-    values: one per annotator."""
+    """Return the annotators' joint value: the rewritten text that more than half of them wrote, or the set of labels or
+    spans that more than half of them set. Return None if `values` is empty, if no text has a majority, or if exactly
+    half set some label or span. values: one per annotator."""
     if not values:
         return None
     half = len(values) / 2
@@ -353,9 +360,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the record's own labels, spans or response before the import, None if it has none. like: an imported
-    value, whose type selects which: frozenset of label names, tuple of spans, or str. before: the record's annotation.
-    sides: its prompt and response."""
+    """Return the labels, spans or response that the record had before the import, None if it had none. like: an
+    imported value, whose type selects which of them: frozenset of label names, tuple of spans, or str (response).
+    before: the record's annotation before the import. sides: its prompt and response."""
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):

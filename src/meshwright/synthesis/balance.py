@@ -18,10 +18,11 @@ def measure_balance(
     records: Iterable[tuple[str, str, Record]], target: Mapping[str, Fraction], by: str | None = None
 ) -> dict[str, Any]:
     """Measure how evenly speech acts are distributed over labelled records; returns JSON, {"target", "groups": {name:
-    counts}}. The first group is "all"; the others are the groups of `records`, if there are several, and those of `by`.
+    counts}}. The first group, "all", has all records. Each group named in `records` follows, if there are at least two,
+    and one group for each value of the key `by`.
 
     records: (group such as a file name, position for errors, record). target: {act: desired share}, with the sum 1. by:
-    record key; all records with the same value under it form one more group.
+    record key, such as "origin.method"; None: no such groups.
 
     Counts of a group: `records`, `labelled`, `guessed` (labelled by a model alone), `refusals`, and for "prompt" and
     "response": `acts` ({act: count, share, number to `add` to reach the target}), `labels` (sum of the counts), `none`
@@ -69,10 +70,11 @@ def parse_target(text: str | None) -> dict[str, Fraction]:
 
 
 def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -> dict[str, int]:
-    """Return {act: number of records to add}, the smallest numbers, rounded up, with which the shares match the target
-    while no record is removed. counts: {act: number of records}; target: {act: desired share}, with the sum 1.
+    """Return {act: number of records to add}, the smallest numbers (rounded up) that bring all acts to their target
+    shares without removing a record. counts: {act: number of records}; target: {act: desired share}, with the sum 1.
 
-    The act furthest above its share determines the total. Acts with a target of 0 get none.
+    The act with the highest ratio of count to target share gets no additions, and determines how many the others get.
+    Acts with a target of 0 get none.
     """
     size = max((Fraction(counts[act]) / share for act, share in target.items() if share), default=Fraction(0))
     return {act: max(0, math.ceil(size * share) - counts[act]) if share else 0 for act, share in target.items()}
@@ -124,9 +126,9 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
 def _count_refusals(annotations: list[Annotation]) -> dict[str, int]:
     """Return {judgement: number of labelled records} on refusals. annotations: the records' annotations.
 
-    `should_refuse`, `harmless`: the prompt should be refused, or not. `refused`, `answered`: it should, and the
-    response refuses or does not. `refused_harmless`, `answered_harmless`: it should not, and the response refuses or
-    does not. `not_judged`: one of the two judgements is missing.
+    `should_refuse`, `harmless`: the prompt should, or should not, be refused. Of the prompts that should be refused,
+    `refused` have a response that refuses, `answered` one that does not; `refused_harmless` and `answered_harmless` are
+    the same for harmless prompts. `not_judged`: the judgement on prompt or response is missing.
     """
     pairs = [(one.should_refuse, one.refuses) for one in annotations]
     return {

@@ -151,9 +151,9 @@ class ChatClient:
         return [self.journal[name] for name in names]
 
     def summarize_usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """Return counts of the run as JSON: `requests`; `sent`, those of them that were not in the journal; `retries`;
-        `refused` requests; `prompt_tokens`, `completion_tokens`; `uncounted`, answers without token counts; with prices
-        also `cost`.
+        """Return counts of the run as JSON: `requests` (different ones); `sent`, the number of requests that were not
+        in the journal; `retries`; `refused` requests; `prompt_tokens`, `completion_tokens`; `uncounted`, answers
+        without token counts; if a price is given also `cost`. Tokens and cost include answers read from the journal.
 
         price_in, price_out: price of a million prompt tokens and of a million completion tokens, in any currency.
         """

@@ -73,8 +73,9 @@ _STOP_WORDS = frozenset(
 
 @dataclass
 class _Lineage:
-    """An instruction while it is rewritten in several rounds. source: name of the original record. task: its present
-    text. path: names of the rewriting methods applied so far."""
+    """Present state of an instruction that is rewritten in several rounds. source: name of the original record. task:
+    text of the instruction after the last successful rewriting. path: names of the rewriting methods applied so far.
+    """
 
     source: str
     task: str
@@ -94,11 +95,11 @@ def evol_instruct(
 
     seeds: (position for errors, record) of the instructions to begin with. client: client of the model. rounds: number
     of times that each instruction is rewritten (4 in the paper). sampling: settings of the requests. methods: names of
-    rewriting methods, of which each rewriting draws one. log: receives progress lines.
+    rewriting methods; each rewriting uses one of them, drawn at random. log: receives progress lines.
 
-    Records have Alpaca's keys and `origin`: {method, model, round, path: rewriting methods applied so far, of: name of
-    the source record}. Summary: number of `records`, of `rounds`, of records `by_method`, and of instructions `dropped`
-    by reason.
+    Records have Alpaca's keys and `origin`: {method: "evol-instruct", model, round, path: rewriting methods applied so
+    far, of: name of the source record}. Summary: number of `records`, of `rounds`, of records `by_method`, and of
+    `dropped` rewritings by reason.
     """
     seed = sampling.seed
     names = name_records([record for _, record in seeds])

@@ -29,9 +29,10 @@ def label_records(
 ) -> tuple[list[Record], dict[str, Any]]:
     """Label records by speech acts and refusals with a served model; returns (all records in order, summary as JSON).
 
-    records: (position for errors, record). Labelled records stay as they are; with `again`, those labelled by a model
-    alone are labelled anew. client: client of the model; new labels name "model NAME" as their author. seed: of the
-    first request; a retry after an unreadable answer adds 1. max_tokens: maximum length of an answer.
+    records: (position for errors, record). again: True: label records anew that only a model has labelled; other
+    labelled records are never changed. client: client of the model; new labels name "model NAME" as their author. seed:
+    sampling seed of each record's first request; each retry after an unreadable answer uses the next seed. max_tokens:
+    maximum length of an answer.
 
     Summary, in numbers of records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server,
     `unreadable` (no labels in any of the model's answers).

@@ -85,9 +85,10 @@ def self_instruct(
     (Self-Instruct). Raises `UserError` without seed tasks.
 
     seeds: (position for errors, record) of tasks written by people, some of which each request shows to the model.
-    client: client of the model. sampling: settings of the requests. instances: maximum number of pairs for a task with
-    free-text answers; a classification task gets one for each of up to 5 labels. log: receives progress lines. Requests
-    depend only on the seed and earlier answers: a restarted run sends the same ones, and the client has their answers.
+    client: client of the model. sampling: settings of the requests. instances: number of pairs to ask for if a task has
+    free-text answers; for a classification task, one pair for each of up to 5 labels is asked for. log: receives
+    progress lines. Requests depend only on the arguments and earlier answers: a restarted run makes the same requests,
+    whose answers the client reads from its journal.
     """
     people = [find_first_request(record, where) for where, record in seeds]
     people = list(dict.fromkeys(text for text in people if text.strip()))
@@ -152,8 +153,8 @@ def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequ
 
 
 def _parse_numbered_list(answer: Completion | None, dropped: Counter[str]) -> list[str]:
-    """Parse the numbered list in the model's answer; return its items, without the last one if the answer was
-    truncated.
+    """Parse the numbered list in the model's answer; return its items. If the answer was truncated, the last item is
+    left out.
 
     answer: None if the request was refused. dropped: reason -> count, increased for each failure.
     """
@@ -179,9 +180,9 @@ def _add_instances(
 ) -> None:
     """Ask the model for input-output pairs of each task and append them to `outcome.records`.
 
-    tasks: instructions. client: client of the model. sampling: settings of the requests. instances: maximum number of
-    pairs of a task with free-text answers. For classifications the label is generated before the input, so that labels
-    are balanced.
+    tasks: instructions. client: client of the model. sampling: settings of the requests. instances: number of pairs to
+    ask for if a task has free-text answers. For a classification the model writes each label before its input, so that
+    labels are balanced.
     """
     kinds = client.ask(
         [
@@ -210,7 +211,8 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
     code.
 
     answer: None if the request was refused. labelled: True if the task is a classification, for which the answer gives
-    each label (output) before its input. dropped: reason -> count, increased for each failure.
+    each label (output) before its input. dropped: reason -> count, increased for each refused request and each pair or
+    task that is filtered out.
     """
     if answer is None:
         dropped["request refused"] += 1
