@@ -31,19 +31,22 @@ _OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # key
 class CleanRecipe(Table):
     """[data.clean]: rules that drop documents, and masks over personal data in the others.
 
-    minimum_characters, maximum_characters: of a document (None: no limit). maximum_control_fraction: of control
-    characters among its characters. maximum_repetition: of its lines, the fraction that repeats an earlier line of it.
-    exact_duplicates: drop documents that repeat an earlier one. near_duplicates: the same by MinHash, with
-    minhash_bands bands of minhash_rows hash functions over shingles (n-grams) of minhash_words words. encoding: of the
-    source files. required_keys: {key that every record must have: type of its value}.
+    minimum_characters, maximum_characters: of a document (None: no limit). maximum_control_fraction: largest share of
+    control characters (white space aside) among a document's characters. maximum_repetition: largest share of a
+    document's lines that repeat an earlier line of it. exact_duplicates: drop documents that repeat an earlier one.
+    near_duplicates: drop documents similar to an earlier one, found by MinHash with minhash_bands bands of minhash_rows
+    hash functions over shingles (n-grams) of minhash_words words. encoding: of the source files. required_keys: {key
+    that every record must have: type of its value}.
 
-    languages: ISO 639-1 codes to keep (empty: all), identified with at least minimum_language_probability. heuristics:
-    published rule sets that a document must pass, such as "c4" or "gopher-quality". blocked_words: path of a file with
-    one word or phrase per line; a document that contains one is dropped. heuristics_on_code: apply these three to
-    source code too. mask: kinds of personal data to replace, such as "email".
+    languages: ISO 639-1 codes to keep (empty: all), identified with a probability of at least
+    minimum_language_probability. heuristics: published rule sets that a document must pass, such as "c4" or
+    "gopher-quality". blocked_words: path of a file with one word or phrase per line; a document that contains one is
+    dropped. heuristics_on_code: apply languages, heuristics and blocked_words to source code too. mask: kinds of
+    personal data to replace, such as "email".
 
-    evaluation_sets: paths of data that training must not see. contamination_words: n of the word n-grams that count as
-    shared with them; maximum_contamination: fraction of a document's words that may lie in shared n-grams.
+    evaluation_sets: paths of data that training must not see. contamination_words: n; a document's n-gram of n words
+    that also occurs in an evaluation set counts as shared. maximum_contamination: fraction of a document's words that
+    may lie in shared n-grams.
     """
 
     minimum_characters: Annotated[int, Size("characters", 0)] = 1
@@ -71,8 +74,9 @@ class CleanRecipe(Table):
 class SourceRecipe(Table):
     """[[data.sources]]: one of several data sources, and its weight in the mixture.
 
-    path: file, directory, glob or URL. name: label in reports (default: the path). weight: relative share of the
-    training samples; None, then for all sources: they are concatenated. format, text_key: default to those of [data].
+    path: file, directory, glob or URL. name: label in reports (default: the path). weight: share of the training
+    samples, relative to the other weights; either all sources have a weight or none, and without weights the sources
+    are concatenated. format, text_key: default to format and text_key of [data].
     """
 
     path: Name  # as data.source
@@ -119,8 +123,9 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Return the table if exactly one of source and sources is given, names are unique, and all or no sources have
-        weights; else raise ValueError."""
+        """Return the table if it is valid: it has either source or sources, the names of sources are unique, and either
+        all sources or none have a weight. Else raise ValueError.
+        """
         if (self.source is None) == (self.sources is None):
             raise ValueError(
                 "names no source: give source, or a [[data.sources]] table for each of several"
@@ -140,8 +145,9 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_records(self) -> Self:
-        """Return the table if all options fit the kind of records (plain text, instruction, chat, preference), so that
-        none is set which that kind ignores or forbids; else raise ValueError."""
+        """Return the table if it sets only options that apply to its kind of records (plain text, instruction, chat,
+        preference); else raise ValueError.
+        """
         if self.records == "text":
             if wrong_key := next((key for key in _OF_RECORDS if self._is_set(key)), None):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])

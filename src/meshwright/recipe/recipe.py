@@ -76,8 +76,9 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Return the recipe if its tables agree (validation data exist if needed, the objective suits the kind of
-        records); else raise ValueError."""
+        """Return the recipe if its tables are consistent: validation steps need a validation split, and the objective
+        must suit the kind of records. Else raise ValueError.
+        """
         if self.train.validate_every and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
         preferences, objective = self.data.records == "preference", self.train.objective
@@ -95,8 +96,9 @@ class Recipe(Table):
 
     @property
     def objective(self) -> str:
-        """Training objective, "next-token", "dpo" or "ipo": the configured one; if none, "dpo" for preference records,
-        else "next-token"."""
+        """Training objective, "next-token", "dpo" or "ipo": that of `train.objective` if it is set, else "dpo" for
+        preference records and "next-token" for all others.
+        """
         return self.train.objective or ("dpo" if self.data.records == "preference" else "next-token")
 
     def __eq__(self, other: object) -> bool:
@@ -127,7 +129,8 @@ class Recipe(Table):
 
     def where(self, key: str) -> str:
         """Return the origin of the value of a key such as "train.steps", as text for error messages: the override that
-        set it, else the recipe's file."""
+        set the key, else the recipe's file.
+        """
         return _find_setter(self._overrides, key, str(self._source_path or "recipe"))
 
     @property
@@ -157,11 +160,11 @@ class Recipe(Table):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
-    """Load the recipe file `path` with `overrides` such as `train.steps=100` or `layout=dp2 zero1`. If several set the
-    same key, the last one wins.
+    """Load the recipe file `path` and apply `overrides` such as `train.steps=100` or `layout=dp2 zero1`. If several
+    overrides set the same key, the last one wins.
 
-    Values of overrides are TOML; a bare word is a string. trust: allow code that the recipe names to run. Raises
-    `UserError`: one line with the file or override, the key, and the valid values.
+    Values of overrides are TOML; a bare word is a string. trust: True: code that the recipe names, such as a tracker's
+    class, may run. Raises `UserError`: one line with the file or override, the key, and the valid values.
     """
     path = Path(path)
     return _override(read_toml(path, "recipe"), overrides, {}, path, trust)
@@ -176,8 +179,8 @@ def resolve_recipe(
     """Return the recipe given as a file, as tables (nested dictionaries) or as a `Recipe`, with `overrides` applied.
 
     overrides: values by dotted key, as in `{"train.steps": 100, "layout": "dp2 zero1"}`, or texts as on the command
-    line. trust: allow code that a file or tables name to run; a `Recipe` keeps its own setting. Raises `UserError` as
-    `load_recipe`.
+    line. trust: True: code that the recipe names, such as a tracker's class, may run; a `Recipe` that is already
+    trusted stays trusted. Raises `UserError`: one line with the file or override, the key, and the valid values.
     """
     texts = format_overrides(overrides)
     if isinstance(recipe, Recipe):
@@ -196,8 +199,8 @@ def _override(
     """Apply overrides such as "train.steps=100" to `tables` (nested dictionaries, changed in place); return the
     validated recipe.
 
-    set_by: dotted key -> override, for overrides that `tables` already contains; path: the recipe's file, None if
-    there is none; trust: allow code that the recipe names to run.
+    set_by: {dotted key: override that set it} for overrides already applied to `tables`. path: the recipe's file, None
+    if there is none. trust: True: code that the recipe names may run.
     """
     set_by = dict(set_by)
     for override in overrides:
@@ -218,8 +221,8 @@ def _override(
 def format_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Return overrides as texts such as `train.steps=100`, as the command line takes them.
 
-    overrides: dotted key -> value, or a list of such texts (returned unchanged). A string value is quoted only if it
-    would be parsed as another type without quotes.
+    overrides: dotted key -> value, or a list of such texts (returned unchanged). A string value is quoted only if the
+    override would otherwise give a different value, as 5 instead of "5".
     """
     if isinstance(overrides, str):
         raise UserError(f'overrides: takes a mapping such as {{"train.steps": 100}}, not {shorten_repr(overrides)}')
@@ -229,8 +232,10 @@ def format_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def _override_value(key: str, value: Any) -> str:
-    """Return a value as the text that follows `key=` in an override: TOML, a string without quotes if it reads back
-    equal."""
+    """Return the text of `value` that follows `key=` in an override. A string is written without quotes if the override
+    then still gives the same string; all other values are formatted as TOML. Raises `UserError` for a type that TOML
+    lacks.
+    """
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, str) and value == value.strip() and SCHEMA.parse_override_value(key, value) == value:
@@ -242,10 +247,10 @@ def _override_value(key: str, value: Any) -> str:
 
 
 def _find_setter(set_by: Mapping[str, str], key: str, file: str) -> str:
-    """Return the origin of the value of `key`, as text for error messages: the override that set it, else the file; for
-    a table of which overrides set some keys, file and overrides.
+    """Return the origin of the value of `key`, as text for error messages: the override that set the key, else the
+    file. If `key` is a table in which overrides set some keys, the text names the file and these overrides.
 
-    set_by: dotted key -> override; file: path as text.
+    set_by: {dotted key: override that set it}. file: path as text.
     """
     own = [text for name, text in set_by.items() if key == name or key.startswith(f"{name}.")]
     if own:
@@ -257,8 +262,9 @@ def _find_setter(set_by: Mapping[str, str], key: str, file: str) -> str:
 
 
 def load_recipe_text(text: str, where: str, *, trust: bool = False) -> Recipe:
-    """Return the recipe of TOML text, as written by `Recipe.to_toml`. where: its path, for errors (`UserError`); trust:
-    allow code that it names to run."""
+    """Return the recipe of TOML text, as written by `Recipe.to_toml`. where: path of the text, for errors
+    (`UserError`). trust: True: code that the recipe names, such as a tracker's class, may run.
+    """
     recipe = Recipe.from_tables(parse_toml(text, where), where, trust=trust)
     recipe._source_path = Path(where)
     return recipe

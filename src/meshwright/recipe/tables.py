@@ -95,10 +95,10 @@ class ModelRecipe(Table):
     """[model]: architecture of the model, given by exactly one of `preset` (name of a public model), `from` (Hugging
     Face directory or its config.json) and `family` (with layers, hidden and heads).
 
-    Other fields override that architecture; None: keep its value, or with `family` the family's default. load_weights:
-    start from the weights of the directory `from` instead of random ones. dense_layers: indices, from 0, of layers with
-    an MLP instead of experts. shared_intermediate: width of the shared expert, 0 for none. router_loss: weight of the
-    load-balancing loss.
+    The other fields change single values of that architecture; a field that is None keeps its value, or with `family`
+    the family's default. load_weights: start from the weights of the directory `from` instead of random ones.
+    dense_layers: indices, from 0, of layers with an MLP instead of experts. shared_intermediate: width of the shared
+    expert, 0 for none. router_loss: weight of the load-balancing loss.
     """
 
     preset: Name | None = None
