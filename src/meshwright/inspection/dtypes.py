@@ -12,15 +12,18 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """Element type of tensors. bits: size of an element in bits. read: function that converts raw bytes (uint8 [n]) to
-    values ([8 n / bits]); None if values of this type cannot be read."""
+    """Element type of tensors and its conversion to numbers. bits: size of an element in bits. read: function that
+    converts raw bytes (uint8 [n]) to values ([8 n / bits]); None if values of this type cannot be read.
+    """
 
     bits: int
     read: Callable[[NDArray[np.uint8]], NDArray[Any]] | None = None
 
 
 def _numpy_type(kind: str) -> ElementType:
-    """Return the element type that NumPy reads as the little-endian dtype `kind`, such as "f4" (float32)."""
+    """Return the `ElementType` whose `read` views raw bytes as the NumPy dtype `kind`, such as "f4" (float32), in
+    little-endian byte order.
+    """
     dtype = np.dtype(kind).newbyteorder("<")
     return ElementType(8 * dtype.itemsize, lambda raw: raw.view(dtype))
 
@@ -54,7 +57,7 @@ def _decode_float8_codes(exponent_bits: int, mantissa_bits: int, infinities: boo
 
 
 def _lookup_type(values: NDArray[np.float32]) -> ElementType:
-    """Return an 8-bit element type that decodes each byte by looking up its value in `values`, float32 [256]."""
+    """Return an 8-bit `ElementType` whose `read` replaces each byte by its entry in `values`, float32 [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 

@@ -26,8 +26,9 @@ INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a model file. name: of the tensor. file: path of the model file. dtype: safetensors name, such as
-    "BF16". shape: number of elements in each dimension. offset: position of its first byte in the file (in `.bin`
-    files: in the tensor's storage). bytes: size of its values in bytes."""
+    "BF16". shape: number of elements in each dimension. offset: position of the tensor's first byte in the file; in
+    `.bin` files, in the tensor's storage. bytes: size of its values in bytes.
+    """
 
     name: str
     file: Path

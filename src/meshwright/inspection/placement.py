@@ -22,14 +22,15 @@ MOST_RANKS = 100_000
 def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) -> dict[str, Any]:
     """Return the layers, experts and bytes that each rank of a layout would hold, as a JSON dict.
 
-    config: the model. layout_text: layout notation, such as "pp2 tp2 zero3". dtype: safetensors name of the model
-    files' dtype ("BF16"): precision of the parameters unless the layout names one. sequence: tokens of a sequence, for
-    which pipeline stages are balanced. Raises UserError if the layout does not fit the model.
+    config: the model. layout_text: layout notation, such as "pp2 tp2 zero3". dtype: dtype of the model files by its
+    safetensors name, such as "BF16"; it determines the precision if the layout names none. sequence: tokens of a
+    sequence, for which the layers are balanced over pipeline stages. Raises UserError if the layout does not fit the
+    model.
 
     Result: {"layout", "precision", "ranks": one dict per rank}. A rank's keys: "rank"; its coordinate on each of tp,
-    cp, dp and pp of size > 1; "stages" and "layers" (indices); "embedding" and "head" (True if it holds them);
-    "experts" (indices, with ep); "elements" and "bytes" of the parameters that it keeps between steps, padding
-    included; "training_bytes": persistent memory of AdamW training in bytes, by kind.
+    cp, dp and pp of size > 1; "stages" and "layers" (indices); "embedding" and "head" (True if the rank holds them);
+    "experts" (indices, with ep); "elements" and "bytes": size of the parameters that the rank keeps between steps,
+    padding included; "training_bytes": persistent memory of AdamW training in bytes, by kind.
     """
     layout = Layout.parse(layout_text)
     if layout.world_size > MOST_RANKS:
@@ -52,11 +53,11 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
 
 def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
     """Return what each rank with the pipeline coordinate `place` holds, as a JSON dict: "stages" and "layers"
-    (indices), "embedding" and "head" (True if held), "elements" and "bytes" of the parameters that it keeps between
-    steps, "training_bytes" (persistent memory of AdamW training, kind -> bytes).
+    (indices), "embedding" and "head" (True if held), "elements" and "bytes" of the parameters that the rank keeps
+    between steps, "training_bytes" (persistent memory of AdamW training in bytes, by kind).
 
-    partition: layers of each stage. layout: axes over which the stage's parameters are sharded. dtype: torch name of
-    the parameters' dtype, such as "bfloat16".
+    partition: assignment of layers to stages. layout: axes over which the stage's parameters are sharded. dtype: torch
+    name of the parameters' dtype, such as "bfloat16".
     """
     stages, units = partition.stages_on(place), partition.units_on(place)
     flats = flats_of(partition.table, layout, units)

@@ -31,12 +31,12 @@ def inspect_model(
     """Return a JSON report on the files, tensors and values of the model at `path`: a run directory (its newest
     complete checkpoint), a checkpoint, a Hugging Face directory, an index of shards, a `.safetensors` or a `.bin` file.
 
-    names: globs that select the tensors to describe (sums cover all tensors). layout: such as "dp8 zero3"; adds the key
-    "placement", the layers and bytes that each of its ranks would hold (see `describe_placement`). sequence: tokens of
-    a sequence, for the placement. values: number of first values to report of each tensor, with its statistics; None:
-    neither, so that only headers are read. progress: called with (bytes read, bytes to read). log: receives lines about
-    skipped checkpoints. Raises UserError for no model, a truncated or missing file, an unknown dtype, or a glob without
-    a match.
+    names: globs that select the tensors to describe (totals are over all tensors). layout: such as "dp8 zero3"; adds
+    the key "placement", the layers and bytes that each rank of this layout would hold (see `describe_placement`).
+    sequence: tokens of a sequence, for the placement. values: number of first values to report of each tensor;
+    statistics of all its values are reported too. None: report neither, and read only headers. progress: called with
+    (bytes read, bytes to read). log: receives lines about skipped checkpoints. Raises UserError for no model, a
+    truncated or missing file, an unknown dtype, or globs that match no tensor.
     """
     path = _resolve_model_directory(Path(path), log)
     files = TensorFiles(path)
@@ -119,7 +119,9 @@ def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None)
 
 
 def _count_not_finite(tensor: Mapping[str, Any]) -> int:
-    """Return the number of NaN and infinite values of a tensor. tensor: its report; 0 if that has no statistics."""
+    """Return the number of NaN and infinite values of a tensor, 0 if they were not counted. tensor: the tensor's
+    report, from `_describe_tensor`.
+    """
     found = tensor.get("statistics") or {"nan": 0, "infinite": 0}
     return int(found["nan"] + found["infinite"])
 
