@@ -111,7 +111,8 @@ class RenderProcess:
         return b"".join(parts)
 
     def _find_exit_reason(self) -> str:
-        """Stop the subprocess and return why it gave no answer, as a clause such as "takes more than 10 s of CPU time".
+        """Stop the subprocess and return the reason why it gave no answer, as a clause such as "takes more than 10 s of
+        CPU time".
         """
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
