@@ -9,14 +9,16 @@ import warnings
 
 class MeshwrightError(Exception):
     """Base of every error that Meshwright raises deliberately. The text is one line for users; a command prints it and
-    ends with `exit_code`."""
+    exits with the code `exit_code`.
+    """
 
     exit_code = 1
 
 
 class UserError(MeshwrightError):
-    """Mistake in the user's input; the text is one line with the reason, the location and a correction. Quoted words of
-    1,000 characters and more are shortened to 200; a text of more than 8,000 loses its middle."""
+    """Mistake in the user's input; the text is one line with the reason, the location and a correction. Words of 1,000
+    or more characters are cut to 200; from a text of more than 8,000 characters the middle is removed.
+    """
 
     exit_code = 2
 

@@ -53,14 +53,14 @@ LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
 class Layout:
     """Parallel layout of a job: sizes and options of the parallel axes. Impossible combinations raise `UserError`.
 
-    dp: data-parallel replicas. zero: ZeRO stage over dp x cp (0: nothing sharded, 1: optimizer state, 2: and gradients,
-    3: and parameters). hybrid: ranks in a ZeRO sharding group, replicated across groups (HSDP); None: one group. tp:
-    tensor-parallel ranks, with Megatron's sequence parallelism if tensor_sequence_parallel. cp: context-parallel ranks,
-    by cp_method "ring" or "ulysses". pp: pipeline ranks. schedule: pipeline schedule, a name or @FILE. chunks: model
-    chunks on each pipeline rank. micro_batches: number per step in each pipeline; a bidirectional schedule's directions
-    share them. ep, etp: expert- and expert-tensor-parallel ranks, out of a stage's tp x cp x dp. recompute: activation
-    checkpointing, "none", "selective" or "full". offload: "cpu", "nvme" or None. precision: such as "bf16"; None if
-    chosen before the run.
+    dp: data-parallel replicas. zero: ZeRO stage over dp x cp (0: nothing is sharded; 1: optimizer state; 2: also
+    gradients; 3: also parameters). hybrid: ranks in a ZeRO sharding group, replicated across groups (HSDP); None: one
+    group. tp: tensor-parallel ranks, with Megatron's sequence parallelism if tensor_sequence_parallel. cp:
+    context-parallel ranks, by cp_method "ring" or "ulysses". pp: pipeline ranks. schedule: pipeline schedule, a name or
+    @FILE. chunks: model chunks on each pipeline rank. micro_batches: number per optimizer step in each pipeline, over
+    both directions if the schedule is bidirectional. ep, etp: expert- and expert-tensor-parallel ranks; ep x etp
+    divides a stage's tp x cp x dp ranks. recompute: activation checkpointing, "none", "selective" or "full". offload:
+    "cpu", "nvme" or None. precision: such as "bf16"; None: chosen before the run.
     """
 
     dp: int = 1
@@ -260,8 +260,8 @@ class Layout:
         tp, cp, dp, pp: ranks that differ in that coordinate only. data: ranks that differ in dp and cp. world: all.
         shard: ranks over which ZeRO shards: the data group, or, under hybrid sharding (hsN), blocks of N of its ranks.
         replica: ranks at equal positions in the shard groups of a data group.
-        ep, etp, expert_data: axes of a grid that the ranks of a pipeline stage form for experts, etp innermost.
-        expert_shard: ranks over which ZeRO shards experts: an expert_data group, or under hsN blocks of one.
+        ep, etp, expert_data: axes of a grid expert_data x ep x etp (etp innermost), formed by a pipeline stage's ranks.
+        expert_shard: ranks over which ZeRO shards experts: an expert_data group, or blocks of it under hsN.
         expert_replica: ranks at equal positions in the expert_shard groups of an expert_data group.
         """
         if axis in AXES:
@@ -388,8 +388,8 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
-    """Return the error text for an unknown part, with the nearest known one. name: the part's letters; number: the text
-    after them."""
+    """Return the error text for an unknown part of the layout notation, with the most similar known part. name: the
+    part's letters; number: the text after the letters."""
     flags = [f"{word}:" for word in _FIELD_BY_WORD]
     close = nearest(part, PRECISIONS) or nearest(part, [*(f"{word}{number}" for word in _FIELD_BY_PART), *flags])
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):

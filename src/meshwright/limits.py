@@ -79,7 +79,9 @@ def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
 
 
 def is_finite_number(value: object) -> bool:
-    """Return True for an int or float (no bool) that is finite as a float; JSON's integers may be larger than any."""
+    """Return True for an int or float (no bool) that is finite as a float. An integer from JSON may exceed a float's
+    range, which gives False.
+    """
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -95,5 +97,5 @@ def shorten_repr(value: object, width: int = 60) -> str:
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """Return `text`, cut to `width` characters if it is longer; the last three are then dots."""
+    """Return `text`; if it is longer than `width` characters, its beginning and "...", together `width` characters."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

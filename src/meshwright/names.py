@@ -122,8 +122,8 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
     """Return the error message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
     sgd)`.
 
-    kind: what the name stands for ("optimizer"). Of more than `MOST_LISTED` known names the message has only similar
-    ones and `listed`, the command or page that prints all of them.
+    kind: what the name stands for ("optimizer"). word: the unknown name. listed: hint at the command or page that
+    prints all known names; the message has this hint and only similar names if more than `MOST_LISTED` names are known.
     """
     known = list(known)
     close = nearest(word, known)
@@ -136,8 +136,8 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
 
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:
-    """Raise `UserError` for the first of the names `given` that `function` does not take as a keyword argument. It
-    takes its named parameters and the keys of `options`, the `TypedDict` of its `**` parameter.
+    """Raise `UserError` for the first of the names `given` that is not an option of `function`. Options are the
+    function's named parameters and the keys of `options`, the `TypedDict` that types its `**` parameter.
     """
     parameters = signature(function).parameters.values()
     known = [*(each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD), *options.__annotations__]

@@ -60,8 +60,9 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def named(kind: str, known: Sequence[str]) -> AfterValidator:
-    """Return a pydantic validator that rejects strings other than the `known` names. kind: what they name
-    ("optimizer"), for the error."""
+    """Return a pydantic validator that rejects strings other than the `known` names. kind: what these names stand for
+    ("optimizer"), for the error.
+    """
 
     def check(word: str) -> str:
         if word not in known:
@@ -90,8 +91,8 @@ Root = TypeVar("Root", bound=Table)
 class Schema(Generic[Root]):
     """Schema of a TOML file format: its root table, known keys, and error messages for mistakes.
 
-    root: class of the root table. elsewhere: {name of a key in other programs: dotted key here}; an unknown key gets a
-    suggestion from it.
+    root: class of the root table. elsewhere: {name of a key in other programs: dotted key with this meaning here}, from
+    which the error for an unknown key suggests the key to use.
     """
 
     root: type[Root]
@@ -119,8 +120,8 @@ class Schema(Generic[Root]):
         raise UserError(": ".join(part for part in (where(key), *self._describe_problem(key, problem)) if part) + more)
 
     def override(self, tables: dict[str, Any], text: str) -> str:
-        """Apply an override such as `train.steps=100` to the parsed TOML `tables`, in place; return its dotted key. A
-        value that is a bare word is a string.
+        """Apply an override such as `train.steps=100` to the parsed TOML `tables`, in place; return the dotted key that
+        was set. A value that is a bare word is a string. Raises `UserError`.
         """
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
@@ -134,8 +135,9 @@ class Schema(Generic[Root]):
         return key
 
     def parse_override_value(self, key: str, text: str) -> Any:
-        """Parse the value of an override of `key` as TOML; return the text itself if it is a bare word or the key takes
-        strings."""
+        """Parse `text`, the value of an override of `key`, as TOML. Return `text` itself if it is no valid TOML value
+        (a bare word), or if the key takes strings and the parsed value is neither a string nor a list.
+        """
         try:
             value = parse_toml(f"value = {text}", key)["value"]
         except UserError:
@@ -144,8 +146,9 @@ class Schema(Generic[Root]):
         return text if takes_text and not isinstance(value, (str, list)) else value  # run.name=5 names a run "5"
 
     def _find_key(self, problem: Any) -> str:
-        """Return the dotted key that a pydantic error is about: its location, cut after the first key whose value is no
-        table, which leaves out list indices and union members. problem: one entry of `ValidationError.errors()`.
+        """Return the dotted key that a pydantic error is about. It is the error's location up to the first key whose
+        value is no table; list indices and union members behind that key are left out. problem: one entry of
+        `ValidationError.errors()`.
         """
         key = ""
         for part in problem["loc"]:
@@ -155,9 +158,9 @@ class Schema(Generic[Root]):
         return key
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
-        """Return the parts of the message for a pydantic error: [key, reason], or for a key in a list of tables [key
-        with the number of the table, key inside that table, reason]. key: dotted key; problem: one entry of
-        `ValidationError.errors()`.
+        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason]. For an error
+        inside a list of tables they are [key with the number of the table, key inside that table, reason]. key: dotted
+        key. problem: one entry of `ValidationError.errors()`.
         """
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
@@ -187,7 +190,9 @@ class Schema(Generic[Root]):
         return f"should be {_describe_type(field.annotation, field.metadata)}, not {_format_value(problem['input'])}"
 
     def _describe_unknown_key(self, key: str, is_table: bool) -> str:
-        """Return the message for an unknown dotted key, with the nearest known one. is_table: its value is a table."""
+        """Return the message for an unknown dotted key, with the key that was probably meant. is_table: True if the
+        value of the unknown key is a table.
+        """
         table, _, name = key.rpartition(".")
         inside = [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
         suggestion = nearest(name, inside)
@@ -242,8 +247,9 @@ def _list_plain_types(kind: Any) -> list[Any]:
 
 
 def _describe_type(kind: Any, limits: Sequence[Any]) -> str:
-    """Describe the valid values of a type annotation in words: "a whole number, at least 1". limits: its pydantic
-    constraints."""
+    """Describe the valid values of a type annotation in words: "a whole number, at least 1". limits: pydantic
+    constraints that apply to the annotation.
+    """
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         return _describe_type(kind, [*limits, *(limit for item in more for limit in getattr(item, "metadata", [item]))])

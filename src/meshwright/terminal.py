@@ -25,8 +25,8 @@ def escape_on_terminal(text: str) -> str:
 
 
 def wrap_on_terminal(text: str) -> str:
-    """Wrap lines of prose at words to the terminal's width. Text for files and pipes is left unchanged, and so are
-    lines with runs of spaces or bars, which belong to tables and pictures.
+    """Wrap lines of prose at words to the terminal's width. Text is left unchanged if standard output is a file or
+    pipe, and so are lines with runs of spaces or bars, which belong to tables and pictures.
     """
     if not sys.stdout.isatty():
         return text
@@ -63,8 +63,8 @@ def print_message(text: str) -> None:
 
 
 def render_tables(parts: Iterable[Any], width: int = 120) -> str:
-    """Render rich tables and texts as one string for standard output: for a terminal coloured and as wide as it, else
-    without colour and `width` characters wide.
+    """Render rich tables and texts as one string for standard output. On a terminal the string has colours and the
+    terminal's width; else it has no colours and is `width` characters wide.
     """
     from rich.console import Console
 

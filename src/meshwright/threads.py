@@ -44,8 +44,10 @@ def prepare_process(environment: MutableMapping[str, str] | None = None) -> None
 
 
 def build_child_environment(threads: int | None = None) -> dict[str, str]:
-    """Return the environment variables for a child process that will import torch with `threads` OpenMP threads (None:
-    as inherited). Raises `UserError` for an OMP_NUM_THREADS above the limit of `meshwright.limits`."""
+    """Return the environment variables for a child process that will import torch. threads: number of OpenMP threads of
+    the child; None: OMP_NUM_THREADS is inherited. Raises `UserError` for an OMP_NUM_THREADS above the limit of
+    `meshwright.limits`.
+    """
     environment = dict(os.environ)
     prepare_process(environment)
     if threads is not None:
@@ -54,8 +56,10 @@ def build_child_environment(threads: int | None = None) -> dict[str, str]:
 
 
 def read_user_threads(environment: Mapping[str, str] | None = None) -> int | None:
-    """Return the thread count in OMP_NUM_THREADS; None if it is not set, not a positive number, or torchrun's default
-    of 1. Raises `UserError` above the limit of `meshwright.limits`. environment: default os.environ."""
+    """Return the thread count in OMP_NUM_THREADS; None if the variable is not set, is no positive number, or has the 1
+    that torchrun sets by default. Raises `UserError` above the limit of `meshwright.limits`. environment: default
+    os.environ.
+    """
     environment = os.environ if environment is None else environment
     # A list has one number for each nesting level.
     first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -67,7 +71,9 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
 
 
 def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if OMP_NUM_THREADS is set, and not by `build_child_environment` of a parent process."""
+    """Return True if OMP_NUM_THREADS has a thread count that neither torchrun's default nor `build_child_environment`
+    of a parent process set. environment: default os.environ.
+    """
     environment = os.environ if environment is None else environment
     chosen = read_user_threads(environment)
     return chosen is not None and environment.get(THREADS_VARIABLE) != str(chosen)
@@ -103,11 +109,12 @@ def measure_busy_share(seconds: float = 0.2) -> float:
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
-    """Return the number of OpenMP threads for each of `ranks` ranks on this machine: OMP_NUM_THREADS if it is set, else
-    an equal share of `cores` (default: those available), but no more than the layers keep busy (`FLOPS_PER_THREAD`).
+    """Return the number of OpenMP threads for each of `ranks` ranks on this machine: OMP_NUM_THREADS if it is set
+    (except to torchrun's default of 1), else an equal share of `cores` (default: those available), but at most one
+    thread per `FLOPS_PER_THREAD` of `layer_flops`.
 
-    layer_flops: model FLOPs of one layer with its share of the LM head's, forward and backward of a micro-batch on one
-    rank; None if unknown.
+    layer_flops: model FLOPs of the forward and backward pass of one layer, with its share of the LM head, for one
+    micro-batch on one rank; None if unknown.
     """
     chosen = read_user_threads()
     if chosen is not None:
