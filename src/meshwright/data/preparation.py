@@ -308,9 +308,10 @@ class _Preparation:
         return load_tokenizer(directory), record
 
     def _iterate_training_texts(self, result: Survey) -> Iterator[str]:
-        """Yield the texts that the tokenizer is trained on: those of the training split, or, if they exceed
-        `TRAINING_TEXT` bytes, about as many bytes spread evenly over it. result: the survey, which assigns documents to
-        splits."""
+        """Yield the texts on which the tokenizer is trained: all texts of the training split, or, if the split has more
+        than `TRAINING_TEXT` bytes, texts of about as many bytes spread evenly over it. result: the survey, which
+        assigns documents to splits.
+        """
         share = TRAINING_TEXT / max(1, result.bytes["train"])
         for number, text in result.iterate_texts(self.files, make_reader(self.recipe, result.longest), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.
@@ -355,8 +356,9 @@ class _Preparation:
         return totals
 
     def _find_split_ends(self, result: Survey, split: str) -> list[int]:
-        """Return for each data source 1 + the number of its last document in the split ("train" or "validation"),
-        [sources]; for a source without documents in the split, the end of the source before it. result: the survey.
+        """Return for each data source the end of its documents in the split ("train" or "validation"), [sources]: 1 +
+        the number of the last one. A source without documents in the split has the same end as the source before it.
+        result: the survey, which assigns documents to splits.
         """
         code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
         for count in self._sum_by_source(result.pieces):

@@ -47,8 +47,8 @@ class CleaningResult:
 
     segments: files with the rules' results for runs of consecutive documents. codes: uint8 [N], memory-mapped: 0
     (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document. pieces: number of documents in each
-    source file. kept: number of documents that no rule dropped. longest_kept: characters in the longest of them.
-    report: counts, distributions and samples, as JSON.
+    source file. kept: number of documents that no rule dropped. longest_kept: number of characters in the longest
+    document kept. report: counts, distributions and samples, as JSON.
     """
 
     segments: tuple[Segment, ...]

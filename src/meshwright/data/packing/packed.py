@@ -51,7 +51,7 @@ class StoredTokens:
     """Token shards of one split ("train" or "validation") on disk.
 
     directory: of the shard files. shards: metadata of each shard, in order. dtype: of a token id on disk. sources:
-    number of shards of each data source, if no packed row may mix two sources; else None.
+    number of shards of each data source, which keeps rows from mixing sources; None: a row may mix sources.
     """
 
     directory: Path

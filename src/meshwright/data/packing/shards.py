@@ -26,20 +26,20 @@ _LOG_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Metadata of one shard of tokenized documents, stored as NNNNN.json. It is written last: a shard without it is
-    incomplete.
+    """Metadata of one shard of tokenized documents, stored as NNNNN.json. This file is written last: a shard without it
+    is incomplete.
 
     number: index of the shard. first, next: numbers of the documents in the corpus at which this shard and the next one
     begin. tokens, documents, bytes: totals; bytes are those of the text in UTF-8. tokenizer: SHA-256 of the
-    tokenizer.json that encoded it. files: {file name: {"bytes", "sha256"}} of
+    tokenizer.json that encoded the documents. files: {file name: {"bytes", "sha256"}} of these files:
 
     - NNNNN.tokens.bin: documents one after another, each as start token, text, end token; little-endian uint16 or
       uint32
     - NNNNN.documents.npy: uint64 [documents, 2], each document's first token and UTF-8 bytes of text
     - NNNNN.text.txt: the texts one after another (if kept: for evaluation in bits per byte)
 
-    Records may have several documents each, and `documents` then counts records; their index is uint64 [documents, 3],
-    the last column being the number of response tokens, and there is one more file:
+    A record may have several documents. For records, the field `documents` counts records, the index is uint64
+    [documents, 3] with the number of response tokens as last column, and there is one more file:
     - NNNNN.trained.bin: response mask, uint8 [tokens]
     """
 
@@ -126,8 +126,9 @@ class ShardWriter:
         self.shard_tokens, self.keep_text = shard_tokens, keep_text
 
     def write_missing(self, progress: Callable[[int], None]) -> list[list[Shard]]:
-        """Write the missing shards and return the metadata of all shards, one list per data source; intact shards of an
-        interrupted run are kept. progress: called with the number of UTF-8 bytes packed so far.
+        """Write the shards that are missing on disk and return the metadata of all shards, one list per data source.
+        Undamaged shards that an interrupted run left are reused. progress: called with the number of UTF-8 bytes packed
+        so far.
         """
         self.directory.mkdir(exist_ok=True)
         shards: list[list[Shard]] = []

@@ -26,8 +26,9 @@ _FIRST, _LAST = 0xF0000, 0xFFFFD  # private-use characters: stand-ins for those 
 class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template.
 
-    responses: character ranges [begin, end) in `text` of the assistant's turns, end token included. own: character
-    ranges of the special tokens that the template wrote; special tokens spelled out in a message are ordinary text.
+    text: the rendered conversation. responses: character ranges [begin, end) in `text` of the assistant's turns to be
+    trained on, end token included. own: character ranges of the special tokens that the template wrote; special tokens
+    spelled out in a message are ordinary text.
     """
 
     text: str

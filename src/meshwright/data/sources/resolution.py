@@ -102,8 +102,8 @@ def find_files(
 
 
 def _get_first_directory(name: str) -> str:
-    """Return the first directory of a relative path with its slash ("a/" of "a/b.txt"), or the whole name if there is
-    none.
+    """Return the first directory of the relative path `name` with its slash ("a/" of "a/b.txt"), or all of `name` if it
+    has no directory.
     """
     first, separator, _ = name.partition("/")
     return first + separator
