@@ -373,8 +373,8 @@ def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Valu
 def _replace_value(
     record: Record, value: Value, before: Annotation, source: str, fields: list[dict[str, Any]], where: str
 ) -> Record:
-    """Return a copy of the record with a value that annotators decided on. With a new response, the labels of the old
-    response are removed.
+    """Return a copy of the record with a value that annotators decided on. If the value is a new response, the labels
+    and spans of the old response are removed.
 
     value: labels, spans or rewritten response. before: the record's annotation before the import. source: tool and
     task, such as "doccano spans". fields: the tool's other JSON fields, one dict per annotator. where: position of the

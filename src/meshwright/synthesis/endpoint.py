@@ -92,10 +92,11 @@ class NoAnswer(UserError):
 class Endpoint:
     """Address of a served model, and limits for requests to it.
 
-    url: with version, "http://127.0.0.1:8000/v1"; a bare host gets "/v1". model: its name on the server. key: bearer
-    token, sent to this address alone (redirects are not followed) and never printed. timeout: seconds for a complete
-    answer. tries: maximum number of attempts for a request; the pause between them doubles from `backoff` seconds on,
-    unless the server sends Retry-After.
+    url: server's URL with version, "http://127.0.0.1:8000/v1"; "/v1" is appended to a URL without path. model: name of
+    the model on the server. key: bearer token, sent to this address alone (redirects are not followed) and never
+    printed. timeout: seconds for a complete answer. tries: maximum number of attempts for a request. backoff: pause
+    before the second attempt in seconds; each further pause is about twice as long. A Retry-After header of the server
+    replaces the pause.
     """
 
     url: str

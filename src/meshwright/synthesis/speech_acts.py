@@ -57,9 +57,10 @@ class Annotation:
     """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field is
     None if not judged; the acts of a text judged to have none are an empty tuple.
 
-    prompt, response: names of the acts of each, in the order of `ACTS`. should_refuse: the prompt should be refused.
-    refuses: the response refuses. spans: acts of parts of the text. by: author of the labels ("doccano", "prodigy",
-    "model NAME"). tool: other JSON fields of the annotation tool, kept for the next export.
+    prompt, response: names of the acts of each, in the order of `ACTS`. should_refuse: True if the prompt should be
+    refused. refuses: True if the response refuses. spans: character ranges that perform a speech act. by: author of the
+    labels ("doccano", "prodigy", "model NAME"). tool: other JSON fields of the annotation tool, kept for the next
+    export.
     """
 
     prompt: tuple[str, ...] | None = None
