@@ -115,8 +115,8 @@ def _evaluate_on_rank(
     losses in nats, number of target tokens) on the replica's first rank, (0, 0) on its others.
 
     directory: path of the model. layout: such as "dp2 tp2". data: path of a recipe or data source. sequence: context
-    length in tokens. overrides: "table.key=value" for the recipe. instruction_set: of the CPU kernels, such as "avx2",
-    equal on all ranks.
+    length in tokens. overrides: "table.key=value" for the recipe. instruction_set: instruction set of the CPU kernels,
+    such as "avx2", equal on all ranks.
     """
     mesh = Mesh.create(Layout.parse(layout))
     engine = build_offline_engine(Path(directory), mesh, "float32", scoring=True, instruction_set=instruction_set)
@@ -131,9 +131,9 @@ def _evaluate_on_rank(
 def _sum_losses(
     engine: Engine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
 ) -> tuple[float, int]:
-    """Score batches with the inference engine; return (sum of the losses of all target tokens in nats, their number). A
-    token's loss is its negated log-probability in the prompt, as a server returns it with `echo`. progress: called with
-    the number of rows done after each batch."""
+    """Score batches with the inference engine; return (sum of the losses of all target tokens in nats, number of target
+    tokens). Each document is a prompt from which nothing is generated; a token's loss is minus the log-probability that
+    the engine reports for it (`prompt_logprobs`). progress: called with the number of rows done after each batch."""
     losses, rows = array("d"), 0
     for batch in batches:
         requests, counted = _build_requests(batch)
@@ -148,10 +148,10 @@ def _sum_losses(
 
 
 def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[int]]]:
-    """Build one scoring request for each document in each row of the batch that has target tokens.
+    """Build one scoring request for each document in the batch's rows; documents without target tokens are left out.
 
-    Returns (requests, {request id: positions in its prompt whose log-probabilities count}). A prompt ends with the
-    document's last target.
+    Returns (requests, {request ID: positions in the request's prompt of the target tokens}). A prompt is the document
+    up to and including its last target token.
     """
     requests: list[Request] = []
     counted: dict[str, list[int]] = {}
@@ -186,9 +186,10 @@ def prepare_held_out(
     """Prepare the data to evaluate on with the checkpoint's own tokenizer; return (prepared data, the split to
     evaluate).
 
-    checkpoint: model directory; config: its model. data: recipe (its validation split) or source (all of it). sequence:
-    context length in tokens (None: the recipe's or the model's). log: called with each line for the user. overrides:
-    "table.key=value" for the recipe. Raises `UserError` if tokenizer or validation split are missing or do not fit.
+    checkpoint: model directory. config: configuration of the model. data: recipe (its validation split) or source (all
+    of it). sequence: context length in tokens (None: the recipe's or the model's). log: called with each line for the
+    user. overrides: "table.key=value" for the recipe. Raises `UserError` if the tokenizer or the validation split is
+    missing, or if the tokenizer has more tokens than the model's vocabulary.
     """
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json, which is needed to tokenize text")
@@ -222,8 +223,8 @@ def prepare_held_out(
 
 
 def _count_lossy(prepared: PreparedData, tokens: PackedDataset) -> int:
-    """Return the number of documents whose text changes when it is encoded to tokens and decoded again. prepared: gives
-    the tokenizer. tokens: the evaluated split, whose original texts are read."""
+    """Return the number of documents whose text changes when it is encoded to tokens and decoded again. prepared:
+    prepared data with the tokenizer. tokens: the evaluated split, whose original texts are read."""
     tokenizer, lossy = prepared.tokenizer, 0
     for texts in _batch_texts(tokens.iterate_texts(), 256):
         encoded = tokenizer.encode(texts)

@@ -35,9 +35,10 @@ def generate_samples(
     """Generate sample texts with the newest checkpoint of a run. Return one document of `generate --json` for each
     prompt; an empty list for a run of a user's own module.
 
-    prompts: texts to continue (user messages if the run trained on records); empty: `count` prompts from the run's
-    data, see `read_prompts`. count: None: 3, or `UserError` if the weights are larger than 2 GiB. log: called with a
-    line for each damaged checkpoint. `UserError` if there is no checkpoint or prompt, or if the model cannot generate.
+    prompts: texts to continue (user messages if the run trained on records); if empty, `count` prompts are read from
+    the run's data by `read_prompts`. count: number of those prompts; None: 3, and `UserError` if the weights are larger
+    than 2 GiB. log: called with a line for each damaged checkpoint. `UserError` if there is no checkpoint or no prompt,
+    or if the model cannot generate.
     """
     recipe = load_recipe(run_directory / RECIPE)
     if recipe.model is None:  # type: ignore[redundant-expr]
@@ -62,9 +63,13 @@ def _find_data(recipe: Recipe) -> PreparedData:
 
 
 def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
-    """Return up to `count` different prompts as token IDs, from the validation split, or the training split if that is
-    empty: the first `PROMPT_TOKENS` tokens of text documents, or the prompts of examples (SFT or preference data:
-    tokens before the first one with a loss). `UserError` if no document is longer than its prompt."""
+    """Return up to `count` different prompts as token IDs, from the validation split, or from the training split if the
+    validation split is empty.
+
+    A prompt is the beginning of a text document, `PROMPT_TOKENS` tokens; or of an SFT or preference example, the tokens
+    before the first one that is a target of the loss. `UserError` if both splits are empty, or if no document is longer
+    than its prompt.
+    """
     split = next((found for name in ("validation", "train") if (found := data.split(name)).sequences), None)
     if split is None:
         raise UserError("the prepared data are empty; give prompts with --prompt")
@@ -79,9 +84,13 @@ def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
 
 
 def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tuple[int, ...]]:
-    """Yield a prompt (token IDs) for each document in the first rows of a split: its first `PROMPT_TOKENS` tokens, or
-    the prompt of an example. document_mask: False: rows of text are not divided into documents, so that each gives one
-    prompt."""
+    """Yield the prompt (token IDs) of each document in the first packed rows of a split, if the document is longer than
+    its prompt.
+
+    The prompt of a text document is its first `PROMPT_TOKENS` tokens; that of an SFT or preference example is the
+    tokens before the first target of the loss. document_mask: True if rows of text are divided into documents; False:
+    each row counts as one document.
+    """
     examples = isinstance(split, PackedExamples)
     for number, batch in enumerate(islice(split.iterate_batches(_ROWS), _BATCHES)):
         rows = zip(batch.tokens, batch.targets, batch.document_starts(), strict=True)

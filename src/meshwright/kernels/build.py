@@ -98,8 +98,8 @@ def build(instruction_set: str) -> tuple[Path, str] | None:
 
 
 def _is_intact(library: Path) -> bool:
-    """Return True if the file `library` is this user's, nobody else can write it, and its SHA-256 equals the stored
-    one."""
+    """Return True if the file `library` belongs to this user, is writable by nobody else, and has the SHA-256 that the
+    checksum file beside it contains."""
     try:
         status = library.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -115,8 +115,9 @@ def _checksum_path(library: Path) -> Path:
 
 
 def _compile(compiler: str, instruction_set: str, library: Path) -> None:
-    """Compile the kernels for `instruction_set` into the file `library`, and write its checksum beside it; atomic, so
-    that several processes may do so at once. compiler: path of the C++ compiler."""
+    """Compile the kernels for `instruction_set` into the file `library`, and write the library's SHA-256 into the
+    checksum file beside it. Each file is moved into place complete, so that several processes may compile at once.
+    compiler: path of the C++ compiler."""
     sources = [str(path) for path in SOURCES if path.suffix == ".cpp"]
     options = [f"-m{option}" for option in INSTRUCTION_SETS[instruction_set]]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

@@ -32,7 +32,8 @@ def load_kernels(instruction_set: str | None = None) -> Kernels | None:
     from `choose_instruction_set`). Return None without a C++ compiler, on a processor other than x86-64 with AVX2, or
     where the system denies AMX.
 
-    Raises `ValueError` for an instruction set that the processor lacks, UserError as `choose_instruction_set`.
+    Raises `ValueError` for an instruction set that the processor lacks, `UserError` if the one that the environment
+    variable `INSTRUCTION_SET_VARIABLE` names is missing on the processor or cannot be built.
     """
     name = choose_instruction_set() if instruction_set is None else instruction_set
     if name is None:
@@ -50,9 +51,10 @@ def choose_instruction_set() -> str | None:
     """Return the instruction set whose kernels are the fastest on this processor, "amx", "avx512_bf16", "avx512" or
     "avx2"; None if no kernels can be built.
 
-    If there are several, the first call benchmarks them and stores the result on disk; with MESHWRIGHT_PROBE=0 it takes
-    the most capable one without measuring. The environment variable named by `INSTRUCTION_SET_VARIABLE` overrides the
-    choice; UserError if the processor lacks the one it names.
+    If the processor has several instruction sets, the first call benchmarks their kernels and stores the result on
+    disk; with MESHWRIGHT_PROBE=0 nothing is measured, and the most capable instruction set is returned. An instruction
+    set named by the environment variable `INSTRUCTION_SET_VARIABLE` is returned instead; `UserError` if the processor
+    lacks the named one.
     """
     supported = build.supported_instruction_sets()
     if named := os.environ.get(INSTRUCTION_SET_VARIABLE):
@@ -102,7 +104,7 @@ def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, fl
     seconds, smallest of several runs}}.
 
     candidates: {instruction set: library}. Cases: bfloat16 matrix products and attention at the shapes of decode and
-    prefill. The candidates are measured in turns.
+    prefill. In each of several rounds every candidate runs every case once.
     """
     runs = {name: _make_cases(kernels) for name, kernels in candidates.items()}
     seconds = {name: dict.fromkeys(cases, float("inf")) for name, cases in runs.items()}
@@ -116,9 +118,10 @@ def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, fl
 
 
 def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
-    """Return the benchmark cases for choosing an instruction set, {case: function that runs it once}: matrix products
-    of T rows with a [1536, 1536] weight, and attention of the last T tokens of a sequence of 1,024 tokens, with 8 query
-    heads of size 64 and 2 key-value heads; T as in decode and in prefill."""
+    """Return the benchmark cases for choosing an instruction set, {case: function that runs it once}, for T = 1, 8 and
+    128 tokens (decode to prefill). "product T" multiplies T rows by a [1536, 1536] weight. "attention T" computes
+    attention of the last T tokens of a sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value
+    heads."""
     random, heads, kv_heads, size, context = np.random.default_rng(0), 8, 2, 64, 1024
     matrix = kernels.pack(random.standard_normal((1536, 1536), np.float32), "bfloat16")
     keys, values = (kernels.empty(shape, np.uint16) for shape in LayerCache.shapes(context // 16, kv_heads, size))
@@ -137,8 +140,8 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Batch of one sequence (`StepArrays`) for timing kernels: its last `tokens` tokens are processed, with a context
-    of `context` tokens, these included. Token ids are arbitrary."""
+    """Batch (as `StepArrays`) for timing kernels: the step computes the last `tokens` tokens of a single sequence of
+    `context` tokens. Token IDs are arbitrary."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)

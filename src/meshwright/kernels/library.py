@@ -105,7 +105,7 @@ class Kernels:
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
         """Return a zeroed uint32 array of `shape` (rows, columns), in which `pack` pads rows of a weight before it
-        permutes them. number: index of the packing thread; its next call reuses, and so overwrites, the array."""
+        permutes them. number: index of the packing thread; the next call with the same number overwrites the array."""
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)
@@ -120,8 +120,8 @@ class Kernels:
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
         """Execute operations on the batch of a step and return when they are done; `OpList.run` calls it.
 
-        ops: ctypes array of operations, of which those from index `begin` to `end` (exclusive) are executed. step:
-        addresses of the batch's arrays.
+        ops: ctypes array of operations; those with the indices `begin` to `end` (exclusive) are executed. step: ctypes
+        struct with the addresses and sizes of the batch's arrays.
         """
         first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))

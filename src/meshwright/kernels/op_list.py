@@ -64,9 +64,9 @@ class OpList:
         return self._array
 
     def append(self, op: AnyOp) -> int:
-        """Append an operation; return the index of its first entry, which `run` takes as a bound. A mixture-of-experts
-        layer takes several entries, other operations one. Raises `ValueError` if the shapes of its arrays do not
-        fit."""
+        """Append an operation; return the index of its first entry, for use as `begin` or `end` of `run`. A
+        mixture-of-experts layer takes several entries, every other operation one. Raises `ValueError` if the shapes of
+        the operation's arrays are inconsistent."""
         begin = len(self._ops)
         self._ops += list(_LOWER[type(op)](op))  # all or, after an error, none
         self._held.append(op)
@@ -95,8 +95,8 @@ def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
 
 
 def _cache(cache: LayerCache) -> structures.Cache:
-    """Return the ctypes struct of a layer's KV cache. Raises `ValueError` if the shapes of its keys and values do not
-    fit each other."""
+    """Return the ctypes struct of a layer's KV cache. Raises `ValueError` if keys and values do not have the shapes of
+    `LayerCache.shapes` for the same numbers of blocks and heads."""
     blocks, kv_heads = cache.keys.shape[:2]
     if (cache.keys.shape, cache.values.shape) != LayerCache.shapes(blocks, kv_heads, cache.head_dim):
         raise ValueError(f"keys {cache.keys.shape} and values {cache.values.shape} are not those of LayerCache.shapes")
@@ -109,7 +109,8 @@ def _cache(cache: LayerCache) -> structures.Cache:
 def _op(
     kind: str, out: Float32, x: Float32 | None, *, width: int, in_width: int | None = None, **fields: Any
 ) -> structures.Op:
-    """Return the ctypes struct of one operation. Raises `ValueError` if the buffers' rows have other widths.
+    """Return the ctypes struct of one operation. Raises `ValueError` if `out` or `x` has rows of another width than
+    given.
 
     kind: key of `KIND`, such as "linear". out: buffer to write, with rows of `width` elements. x: buffer to read, with
     rows of `in_width` elements (None: `width`). fields: further fields of `structures.Op`.
@@ -166,7 +167,8 @@ def _lower_rope_store(op: RopeStore) -> Iterator[structures.Op]:
 
 
 def _lower_attention(op: Attention) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of an `Attention` operation. No sliding window becomes one of 2^40 tokens."""
+    """Yield the ctypes struct of an `Attention` operation. `window` 0 (no sliding window) is encoded as a window of
+    2^40 tokens."""
     cache, size, window = _cache(op.cache), op.cache.head_dim, op.window or 1 << 40
     yield _op(
         "attention", op.out, op.qkv, width=op.heads * size, in_width=(op.heads + 2 * cache.kv_heads) * size,
@@ -189,7 +191,8 @@ def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> It
 
 def _lower_experts(op: Experts) -> Iterator[structures.Op]:
     """Yield the seven ctypes structs of a mixture-of-experts layer: router product, top-k choice, sorting by expert, up
-    projections, activation, down projections, weighted sum. Raises `ValueError` if its workspace has other sizes."""
+    projections, activation, down projections, weighted sum. Raises `ValueError` if the workspace was allocated for
+    another number of experts or another top-k than the layer has."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
         raise ValueError(

@@ -25,12 +25,13 @@ Rows = Literal["tokens", "outputs"]
 
 
 class StepArrays(Protocol):
-    """Ragged batch of one forward step over S sequences: int32 arrays, C-contiguous.
+    """Ragged batch of one forward step over S sequences: int32 arrays, C-contiguous. W: number of block tables of a
+    sequence (kinds of attention, by sliding window); for W = 1 the dimension W may be left out.
 
-    tokens, positions: [T] ids and indices in their sequence; sequence s has the tokens starts[s] to starts[s + 1]
-    (exclusive). slots: [T], place of the token's key and value in the KV cache: block * 16 + offset. block_tables: [W,
-    S, blocks], KV blocks of each sequence for each of W block tables (kinds of attention); the first dimension may be
-    left out for W = 1. output_rows: [R], tokens whose logits are wanted. `serving.scheduler.StepBatch` is one.
+    tokens, positions: [T], token IDs and positions in their sequences. starts: [S + 1]; sequence s has the tokens with
+    the indices starts[s] to starts[s + 1] (exclusive). slots: [W, T], location of the token's key and value in the KV
+    cache of each table's layers: block * 16 + offset. block_tables: [W, S, blocks], KV blocks of each sequence.
+    output_rows: [R], indices of the tokens whose logits are wanted. `serving.scheduler.StepBatch` is such a batch.
     """
 
     tokens: Int32  # [T]
@@ -47,7 +48,8 @@ class LayerCache:
     zeroed when allocated.
 
     keys: [B, K, D, 16]. values: [B, K, 16, D rounded up to a multiple of 16]. head_dim: D. table: number of the block
-    table that lists each sequence's blocks; layers with different block tables may share arrays.
+    table (dimension W of `StepArrays.block_tables`) that lists each sequence's blocks of this layer; layers with
+    different block tables may share arrays.
     """
 
     keys: Array
@@ -156,8 +158,9 @@ class Attention:
 class Activation:
     """Activation of an MLP with intermediate size F, for T rows.
 
-    gated: True: out = activation(gate) * up, where x [T, 2F] has the columns of gate first, then those of up; False:
-    out = activation(x), x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh approximation.
+    gated: if True, out = activation(gate) * up, where x [T, 2F] holds the columns of gate, then those of up; if False,
+    out = activation(x), with x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh
+    approximation.
     """
 
     out: Float32
@@ -192,8 +195,9 @@ class Experts:
 
     out, x: [T, H]. router: packed [E, H], float32. up, down: packed [held, 2F, H] (gate first) and [held, H, F] of the
     experts that this rank holds, from number `first` on. workspace: temporary buffers. kind: activation. router_kind:
-    function of the router logits. router_bias: [E], added to scores for the choice only. normalise: True: the weights
-    of a token sum to 1. scale: factor on the weights. accumulate: add to out[t].
+    function that turns router logits into scores. router_bias: [E], added to the scores for the top-k choice, not for
+    the weights. normalise: if True, the top-k weights of a token are divided by their sum. scale: factor on the
+    weights. accumulate: if True, add the result to the present out[t].
     """
 
     out: Float32
@@ -224,8 +228,9 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class TakeRows:
-    """Copy of the rows of the R tokens whose logits are wanted: out[r] = x[output_rows[r]]. out: [R, H]. x: [T, H] for
-    T tokens and hidden size H."""
+    """Copy of the rows of the R tokens whose logits are wanted: out[r] = x[step.output_rows[r]], where `step` is the
+    batch (`StepArrays`) on which the list of operations is run. out: [R, H]. x: [T, H] for T tokens and hidden size
+    H."""
 
     out: Float32
     x: Float32

@@ -16,10 +16,10 @@ BFLOAT16 = np.dtype(np.uint16)  # numpy has no bfloat16: its bits
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`count` weight matrices [n, k] (output x input size) in the memory layout that the kernels read: panels of 16 of
-    the n outputs each.
+    """Weight matrices [n, k] (output x input size), `count` of them, in the memory layout that the kernels read: the n
+    outputs are divided into panels of 16.
 
-    `buffer`: the bytes of all; `bfloat16`: True if the elements are bfloat16, else float32.
+    buffer: the bytes of all matrices. bfloat16: True if the elements are bfloat16, else float32.
     """
 
     buffer: npt.NDArray[np.uint8]
@@ -33,7 +33,8 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 def _typed(kind: Any, names: str) -> list[tuple[str, Any]]:
-    """Return ctypes fields of one type. names: separated by spaces."""
+    """Return entries of a ctypes `_fields_` list, (field name, `kind`), for several fields of one type. kind: ctypes
+    type. names: field names, separated by spaces."""
     return [(name, kind) for name in names.split()]
 
 

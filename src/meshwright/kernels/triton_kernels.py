@@ -181,7 +181,7 @@ def product(
     Program IDs: 0 row tile, 1 column tile, 2 split, or with GROUPED expert. Split s of SPLITS sums over the s-th part
     of the inner dimension; with SPLITS > 1 `out` is [SPLITS, rows, columns], which `add_splits` sums; else [rows,
     columns], plus `bias` if BIAS. GROUPED (grouped GEMM of experts, SPLITS = 1): `weight` is [E, columns, inner], and
-    `ends` int32 [E] has the exclusive end of each expert's rows in x; row tiles begin anew for each expert. Otherwise
+    `ends` int32 [E] has the exclusive end of each expert's rows in x; no row tile spans two experts. Without GROUPED
     `ends` is not read.
     """
     z = tl.program_id(2)

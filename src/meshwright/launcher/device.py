@@ -114,8 +114,8 @@ def choose_device(wanted: str, local_rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: its name. local_rank: number of the
-    rank on its host, from 0; None if unknown. devices: UUIDs of the GPUs visible to the rank."""
+    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: host name. local_rank: number of the
+    rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs visible to the rank."""
 
     host: str
     local_rank: int | None
@@ -125,9 +125,9 @@ class RankDevices:
 def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     """Return this rank's device, "cpu" or "cuda:N", where torchrun, Kubernetes or SLURM started the ranks.
 
-    wanted: "auto", "cpu" or "cuda". place: this rank's number and the number of ranks. store: key-value store that all
-    ranks share. Collective: all ranks raise the same `UserError`. The local rank may be unknown, and each rank may see
-    one GPU only.
+    wanted: "auto", "cpu" or "cuda". place: this rank's number, the number of ranks, and the local rank if known. store:
+    key-value store that all ranks share. Collective: every rank calls it, and all raise the same `UserError` if there
+    is no device for one of them. Works also where the local rank is unknown, or where each rank sees only its own GPU.
     """
     if wanted == "cpu":
         return "cpu"
@@ -149,8 +149,8 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
 
 
 def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str]:
-    """Return the device of each rank: "cpu", or "cuda:N", where N is an index among the GPUs visible to the rank: its
-    local rank, or 0 if it sees only one GPU.
+    """Return the device of each rank, "cpu" or "cuda:N". N is an index among the GPUs visible to the rank: the local
+    rank, or 0 if only one GPU is visible.
 
     wanted: "auto", "cpu" or "cuda". rank_devices: host and GPUs of each rank. `UserError` if a rank has no GPU, or two
     ranks would share one.
@@ -177,8 +177,9 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
 
 
 def _local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
-    """Return the local rank (number on its host) of each global rank: as reported, if all ranks of the host reported
-    different ones, else counted in order of global rank. rank_devices: host and GPUs of each global rank."""
+    """Return the local rank (number on its host) of each global rank. If the ranks of a host have reported local ranks
+    that are all different, these are returned; else the ranks of that host are numbered from 0 in order of global rank.
+    rank_devices: host and GPUs of each global rank."""
     by_host: dict[str, list[int]] = {}
     for rank, each in enumerate(rank_devices):
         by_host.setdefault(each.host, []).append(rank)

@@ -20,8 +20,8 @@ from meshwright.launcher.rank_process import end_as_lost
 @contextmanager
 def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None) -> Iterator[None]:
     """Context manager that watches the communicator's collective calls on a GPU: each is recorded as complete once the
-    GPU has executed it, and one that exceeds the time limit ends this process with a `RankLost` error. No effect on
-    CPUs.
+    GPU has executed it, and a call that exceeds the communicator's time limit ends this process with a `RankLost`
+    error. No effect on CPUs.
 
     host_calls: flight recorder of the host's ranks, which writes the hang report; None: the launcher writes it.
     """
@@ -43,7 +43,7 @@ def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None)
 
 def _end_rank(communicator: Communicator, host_calls: HostCalls | None, number: int) -> None:
     """End this process because its GPU has not completed collective call `number` in time. host_calls: flight recorder
-    that first writes the hang report; None: the launcher writes it."""
+    of the host's ranks, which writes the hang report first; None: the launcher writes the report."""
     seen = communicator.calls.read()
     call = next((f"{each.name} at {each.place}" for each in seen.calls if each.number == number), f"call {number}")
     error = RankLost(f"the GPU of rank {seen.rank} did not complete {call} within {communicator.timeout_seconds:g} s")

@@ -34,8 +34,8 @@ class HostCalls:
     """Flight-recorder files of this host's ranks: each rank records its collective calls in its own file, which the
     others can read. All are in one directory in memory (/dev/shm; else the temporary directory).
 
-    directory: the run directory. place: this rank's place in the launch. token: random text, equal on all ranks of a
-    run, that names the files' directory.
+    directory: the run directory. place: this rank's number, the number of ranks, and their rendezvous. token: random
+    text, equal on all ranks of a run, that ends the name of the directory of recorder files.
     """
 
     def __init__(self, directory: RunDirectory, place: Place, token: str) -> None:
@@ -60,8 +60,8 @@ class HostCalls:
         """Create this rank's flight-recorder file in the directory of all recorder files of this host. Collective:
         every rank calls it after rank 0 has locked the run directory.
 
-        directory: the run directory. place: this rank's place in the launch. store: key-value store of all ranks,
-        through which they learn the random directory name (token) that rank 0 chooses.
+        directory: the run directory. place: this rank's number, the number of ranks, and their rendezvous. store:
+        key-value store of all ranks, through which they learn the random directory name (token) that rank 0 chooses.
         """
         if place.rank == 0:
             store.set(_KEY, secrets.token_hex(8))
@@ -70,8 +70,9 @@ class HostCalls:
     def report(self, error: RankLost) -> RankLost:
         """Return the error to raise in place of `error`, which reports that another rank stopped answering.
 
-        The first rank of this host that calls this prints the hang report, writes it to the run directory and gets an
-        error that names the rank at fault (if it is known); the other ranks get `error` back.
+        The first rank of this host that calls this reads all recorder files. If they show which rank is at fault, it
+        writes the hang report to the run directory and gets an error that names that rank. Every other call gets
+        `error` back.
         """
         try:
             os.close(os.open(self._path / _REPORTED, os.O_CREAT | os.O_EXCL))
@@ -81,8 +82,8 @@ class HostCalls:
         return error if verdict is None else RankLost(verdict.line)
 
     def _report_killed_run(self, path: Path) -> None:
-        """Print the hang report of an earlier, killed run, whose recorder files are in the directory `path`, and remove
-        them; of several ranks that call this, one does so."""
+        """Write the hang report of an earlier, killed run from its recorder files, which are in the directory `path`,
+        and remove the files. If several ranks call this, only one of them does it."""
         ours = path.with_name(f"left-{path.name}")
         with suppress(OSError):
             path.rename(ours)
@@ -90,7 +91,7 @@ class HostCalls:
 
     def _print_verdict(self, path: Path, when: str = "") -> Verdict | None:
         """Read and remove the recorder files in `path`; if they show which rank is at fault, write the hang report to
-        the run directory and print its path. Return the verdict (rank and reason), None if there is none.
+        the run directory and print its path. Return the verdict (rank and reason); None if the files do not show one.
 
         when: text printed before the verdict, such as "in the start before this one: "; empty: the verdict is not
         printed.
@@ -110,7 +111,8 @@ class HostCalls:
         return verdict
 
     def close(self) -> None:
-        """Remove this rank's recorder file after a run without errors."""
+        """End the recording after a run without errors: remove this rank's recorder file, and the directory of the
+        host's recorder files once it is empty."""
         with suppress(OSError):
             self._own_file.unlink()
             self._path.rmdir()  # succeeds for the last rank

@@ -61,10 +61,10 @@ def launch_script(
 ) -> LaunchScript:
     """Build a launch script for torchrun or SLURM that trains a recipe with one rank for each device.
 
-    kind: "torchrun" or "slurm". recipe_path: recipe file. overrides: of its settings, such as "train.steps=100".
-    resources: hosts and limits of the job. trust: True to let the recipe run code that it names. The script starts the
-    ranks in the current directory and with this Python, which every host must have. `UserError` if the recipe cannot
-    run, or its layout does not fill the devices.
+    kind: "torchrun" or "slurm". recipe_path: recipe file. overrides: new values of the recipe's settings, such as
+    "train.steps=100". resources: hosts and limits of the job. trust: True to let the recipe run code that it names. The
+    script starts the ranks in the current directory and with this Python, which every host must have. `UserError` if
+    the recipe cannot run, or its layout does not fill the devices.
     """
     time, sbatch, cpus_per_device = resources.time, resources.sbatch, resources.cpus_per_device
     recipe = load_recipe(recipe_path, overrides, trust=trust)
@@ -109,7 +109,7 @@ def split_over_hosts(layout: Layout, nodes: int | None, devices_per_node: int | 
     """Distribute the layout's ranks over hosts, one device each; return (hosts, devices per host).
 
     nodes, devices_per_node: required numbers of hosts and of devices per host; None: derived from the number of ranks.
-    `UserError`, with numbers that fit, if their product is not the number of ranks.
+    `UserError` if nodes * devices_per_node is not the number of ranks; the message suggests numbers that are.
     """
     ranks, given = layout.world_size, (nodes, devices_per_node)
     if given == (None, None):

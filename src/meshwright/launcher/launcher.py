@@ -72,9 +72,10 @@ class LaunchSpec:
 def launch(spec: LaunchSpec) -> dict[str, Any]:
     """Start the ranks of a run on this machine, wait for them, and return rank 0's result (JSON dict).
 
-    spec: what to start, and limits. Raises the ranks' own exceptions (`UserError`, `CheckFailed` ...); `RankLost` when
-    a rank died or `spec.limit_seconds` have passed; `RankFault` with the traceback of an internal error in a rank;
-    after all ranks have saved, `Terminated` if SIGTERM came and `KeyboardInterrupt` after an interrupt.
+    spec: what to start, and limits. Raises an exception that a rank reported (`UserError`, `CheckFailed` ...);
+    `RankLost` if a rank died or `spec.limit_seconds` have passed; `RankFault` with the traceback of an internal error
+    in a rank. After SIGTERM raises `Terminated`, after SIGINT `KeyboardInterrupt`, once the ranks have ended (ranks
+    that train save a checkpoint first, unless a second signal comes).
     """
     most = max(limits.limit_of("local_ranks"), 4 * count_available_cores())
     if spec.ranks > most:
@@ -139,8 +140,9 @@ class _Attempt:
     # --- while they run
 
     def _watch(self) -> None:
-        """Wait until every rank has ended, until `SETTLE_SECONDS` after one ended abnormally, or until one has been
-        suspended (SIGSTOP) too long; forward SIGTERM and SIGINT meanwhile. `RankLost` when the time limit is over."""
+        """Wait until every rank has ended; or until `SETTLE_SECONDS` after a rank has ended abnormally; or until a rank
+        has been suspended (SIGSTOP) too long. Meanwhile forward SIGTERM and SIGINT to the ranks. Raises `RankLost` at
+        the end of `spec.limit_seconds`."""
         deadline: float | None = None
         limit = self.spec.limit_seconds
         last = time.monotonic() + (math.inf if limit is None else limit)
@@ -184,8 +186,8 @@ class _Attempt:
 
     def _stopped_too_long(self) -> bool:
         """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the timeout of
-        collective calls, even if no other rank waits for it in a call (such as during a save, whose limit is much
-        longer)."""
+        collective calls, even if no other rank waits for it in a collective call (such as during a save, which has a
+        much longer time limit)."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
             rank.number
@@ -197,7 +199,7 @@ class _Attempt:
 
     def _read_report(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
         """Read what a rank has written to its report pipe (result or error); at end of file, close the pipe. selector:
-        from which the closed pipe is removed."""
+        selector that watches the pipe, from which the closed pipe is removed."""
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
@@ -246,8 +248,8 @@ class _Attempt:
                     self._send_signal(rank, signal.SIGTERM if self.signals_sent == 1 else signal.SIGKILL)
 
     def _send_signal(self, rank: StartedRank, number: signal.Signals) -> None:
-        """Send signal `number` to a rank's process and record that it was asked to stop; no effect on one that has
-        ended."""
+        """Send signal `number` to a rank's process, and record that the rank was asked to stop; no signal is sent if
+        the process has ended."""
         rank.stop_requested = True
         with suppress(ProcessLookupError):
             rank.process.send_signal(number)
@@ -292,9 +294,10 @@ class _Attempt:
     def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
         """Return one sentence on which rank was lost and why.
 
-        died: ranks that ended without a report. reported: ranks that reported an error. The sentence names a rank that
-        died, unless NCCL aborted it because another rank was suspended or made a wrong call; else the rank that the
-        recorded collective calls show to be at fault; else the first that reported an error.
+        died: ranks that ended without a report. reported: ranks that reported an error. The sentence describes the
+        first of `died`; but if NCCL aborted that rank since another one was suspended or made a wrong call, or if none
+        died, the rank that the recorded collective calls show to be at fault. If the calls show none, it is the first
+        reported error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for a suspended one.

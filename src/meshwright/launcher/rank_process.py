@@ -57,7 +57,8 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
 
 def end_as_lost(error: RankLost) -> NoReturn:
     """End this process immediately with `error`, from any thread, as the main thread may wait for a device that never
-    answers. The error is reported to the launcher; without one (torchrun, SLURM), it is printed."""
+    answers. The error is reported to the launcher, or printed if no launcher of Meshwright started this rank (torchrun,
+    SLURM)."""
     if not _report:
         print_message(f"meshwright: error: {error}")
     _end_process(_describe_error(error), 1 if _report else error.exit_code)
@@ -77,8 +78,8 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _end_process(text: str, code: int) -> NoReturn:
-    """Write `text`, the result or error as JSON, to the report pipe, if there is one, and end the process with this
-    exit code."""
+    """Write `text`, the result or error as JSON, to the report pipe, if there is one, and end the process with exit
+    code `code`."""
     _ending.acquire()
     for report in _report:
         with suppress(BrokenPipeError):  # the launcher has ended

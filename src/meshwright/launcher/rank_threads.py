@@ -36,8 +36,8 @@ class ThreadChoice:
 
 
 def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) -> ThreadChoice:
-    """Return the threads per rank: `run.threads` of the recipe; else those of the checkpoint that is resumed, if its
-    layout is the same; else `default`.
+    """Choose the threads per rank: `run.threads` of the recipe, if set; else the thread count of the checkpoint from
+    which the run resumes, if that was saved with the same layout; else `default`.
 
     state: content of the checkpoint's `state.json`, None for a fresh run.
     """
@@ -104,23 +104,25 @@ def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -> ThreadChoice:
-    """Choose the number of threads per rank of a run as `resolve_threads` does, by default by cores and model size.
-    ranks: number of ranks that share `cores` cores (None: those available to this process)."""
+    """Choose the number of threads per rank as `resolve_threads` does: the recipe's, else the checkpoint's, else a
+    default from the number of cores and the FLOPs of a layer. ranks: number of ranks that share `cores` cores (None:
+    those available to this process)."""
     return resolve_threads(recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), resumed_state(recipe))
 
 
 def share_this_host(place: Place) -> bool:
     """Return True if all ranks of the run are on this host and share its cores (SLURM did not give each rank its own);
-    then the thread count can be computed without asking the other ranks. place: this rank's place in the launch."""
+    then the thread count can be computed without asking the other ranks. place: numbers of all ranks and of those on
+    this host."""
     return place.ranks == (place.host_ranks or 1) and bool(cores_of_rank(os.environ)["shared"])
 
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
-    """Choose the threads per rank in a run that torchrun, Kubernetes or SLURM started: rank 0 chooses for all, by the
-    rank that has the fewest cores. Collective.
+    """Choose the threads per rank in a run that torchrun, Kubernetes or SLURM started. Rank 0 chooses one number for
+    all ranks, which suits the rank with the fewest cores. Collective: every rank calls it.
 
-    place: this rank's place in the launch. store: key-value store that all ranks share. If rank 0 finds a `UserError`,
-    all ranks raise it.
+    place: this rank's number and the number of ranks. store: key-value store that all ranks share. If rank 0 finds a
+    `UserError`, all ranks raise it.
     """
     store.set(f"meshwright/cores/{place.rank}", json.dumps(cores_of_rank(os.environ)))
     if place.rank == 0:

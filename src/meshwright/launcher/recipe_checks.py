@@ -39,9 +39,9 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
     """Raise `UserError` if the ranks of the run, all on this machine's CPU, certainly need more than `machine_bytes` of
     memory together; no check for runs on GPUs.
 
-    Two lower bounds are compared with it, which hold for every layout with the recipe's number of micro-batches: one
-    fp32 copy of all parameters, gradients and optimizer states; and one 16-bit hidden state per token of a global
-    micro-batch.
+    `machine_bytes` is compared with two lower bounds of the memory, which hold for every layout with the recipe's
+    number of micro-batches: one fp32 copy of all parameters, gradients and optimizer states; and one 16-bit hidden
+    state for each token of a micro-batch of all data-parallel ranks together.
     """
     if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
         return

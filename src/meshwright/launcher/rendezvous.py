@@ -94,7 +94,8 @@ _LOCAL_RANKS = (
 
 def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
     """Return this process's rank on its host from the environment variables of torchrun, SLURM or MPI, None if unknown.
-    rank, ranks: its global rank and the world size, which MPI's or SLURM's variables must match."""
+    rank, ranks: global rank and world size of this process; MPI's or SLURM's local rank is used only if their variables
+    name the same two numbers."""
     if "LOCAL_RANK" in environment:
         return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
@@ -181,8 +182,9 @@ def connect_to_store(place: Place, timeout_seconds: float) -> Store:
 def initialise(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
     """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) on device "cuda", gloo on "cpu".
 
-    place: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: limit of the meeting
-    and of every collective call. `UserError` when the ranks do not meet within it.
+    place: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: time limit of the
+    rendezvous and of every collective call. `UserError` if the rendezvous fails, also by this limit; `RankLost` if
+    Meshwright's launcher started the ranks and they meet at a file.
     """
     import torch.distributed as dist
 
@@ -266,9 +268,9 @@ STORE_TIMEOUT_SECONDS = 30.0
 
 
 def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
-    """Connect this rank to the key-value store by calling `connect`, and return the store. Ranks other than 0 first
-    wait up to `timeout` for rank 0 to listen, and then up to `STORE_TIMEOUT_SECONDS` for its answer; `RuntimeError`
-    after that.
+    """Connect this rank to the key-value store by calling `connect`, and return the store. On ranks other than 0,
+    `RuntimeError` if rank 0 does not listen within `timeout`, or listens but does not answer within
+    `STORE_TIMEOUT_SECONDS`.
 
     place: this rank and its rendezvous.
     """
@@ -295,8 +297,8 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
 
 
 def _connect_store(place: Place, timeout: timedelta) -> Store:
-    """Connect this rank to the key-value store at its rendezvous URL (`place.method`); return the store. timeout: limit
-    for the connection and for each read."""
+    """Connect this rank to the key-value store at its rendezvous URL (`place.method`); return the store. timeout: time
+    limit of the connection, and of each wait for a key."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
@@ -319,12 +321,12 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a view of torchrun's key-value store under a random key prefix, equal on all ranks, that only this start
-    of the ranks uses: keys of killed ranks remain in the store. Collective.
+    """Return a view of torchrun's key-value store under a random key prefix, equal on all ranks. Only this start of the
+    ranks uses the prefix, since the store still has the keys of ranks that were killed. Collective.
 
-    place: this rank. Rank 0 chooses the prefix and answers each rank under a random key that this rank has chosen.
-    Restart counters would not do, as those of hosts may differ. `RuntimeError` if a rank does not come within
-    `timeout_seconds`.
+    place: this rank. Rank 0 chooses the prefix, and sends it to each other rank under a random key that the other rank
+    has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts may differ.) `RuntimeError` if a
+    rank does not join within `timeout_seconds`.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 

@@ -102,9 +102,9 @@ def start_rank(
 ) -> StartedRank:  # fmt: skip
     """Start the process of one rank; return its record.
 
-    number: global rank. ranks: world size. description: what the rank has to do, sent as JSON on its standard input.
-    command: command line. threads: number of its compute threads. keep: file descriptors that it inherits. output: file
-    descriptor that becomes its standard output (2: standard error).
+    number: global rank. ranks: world size. description: work of the rank, sent as JSON on its standard input. command:
+    command line. threads: number of the rank's compute threads. keep: file descriptors that the process inherits.
+    output: file descriptor that becomes its standard output (2: standard error).
     """
     ours, theirs = os.pipe()
     calls, stack = create_memory_file(number, ranks), _temporary_descriptor()

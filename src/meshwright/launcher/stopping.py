@@ -15,8 +15,8 @@ class StopRequest:
     """Context manager that records SIGTERM and SIGINT as a request to stop (attribute `requested`), such as to save and
     end after the current step.
 
-    A second interrupt, over a second later, raises `KeyboardInterrupt`. SIGINT is left alone if the process has another
-    handler for it, as ranks of a launcher have. No effect outside the main thread.
+    A second interrupt, over a second later, raises `KeyboardInterrupt`. If the process handles SIGINT in its own way or
+    ignores it, as ranks of a launcher do, SIGINT is not recorded. No effect outside the main thread.
     """
 
     def __init__(self) -> None:

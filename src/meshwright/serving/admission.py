@@ -54,7 +54,8 @@ class AdmissionState:
 
     def allowance(self, index: int) -> int:
         """Return how many KV blocks the sequence at `index` (0: the oldest) may allocate in each of its tables now
-        without making the state unsafe. For the oldest this is every available block."""
+        without making the state unsafe. For the oldest these are all available blocks, divided by the number of
+        tables."""
         older = self._slack[:index]
         return (min(self.available, int(older.min())) if index else self.available) // self._tables
 
@@ -70,10 +71,10 @@ class AdmissionState:
         """Return a new admission state, perhaps an unsafe one, with one more sequence, the youngest; this state is
         unchanged.
 
-        `most`: KV blocks that the sequence may hold at once, per block table; `remaining`: blocks that it may still
-        allocate in each table, those of its cached prefix excluded; `cached`: blocks of that prefix that no sequence
-        holds, per table; `shared`: {(index of a running sequence, table): blocks of the prefix that it holds and no
-        younger sequence holds}.
+        `most`: KV blocks that the new sequence may hold at once, per block table. `remaining`: blocks that it may still
+        allocate in each table, those of its cached prefix excluded. `cached`: blocks of that prefix that no running
+        sequence holds, per table. `shared`: {(index of a running sequence, table): number of blocks of that prefix
+        whose youngest holder is the running sequence}.
         """
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():

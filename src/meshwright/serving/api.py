@@ -84,7 +84,7 @@ class Model:
     def generate(
         self, prompts: str | Sequence[Prompt], **options: Unpack[GenerationOptions]
     ) -> Generation | list[Generation]:
-        """Generate text after one prompt, or after several in one batch; results are those of each prompt alone.
+        """Generate text after one prompt, or after several in one batch; each result equals that of its prompt alone.
 
         Args:
             prompts: A text, or several texts or lists of token IDs.

@@ -29,7 +29,8 @@ class HashChain:
         self.extend(array("i", tokens))
 
     def extend(self, tokens: array[int]) -> None:
-        """Append the hashes of full blocks that are new. tokens: all token IDs of the sequence, from its first on."""
+        """Append a hash for each KV block that has become full since the last call. tokens: all token IDs of the
+        sequence, from its first on."""
         for block in range(len(self.hashes), len(tokens) // BLOCK_TOKENS):
             content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tobytes()
             parent = self.hashes[-1] if self.hashes else self._salt
@@ -99,8 +100,8 @@ class BlockPool:
         after the prefix.
 
         hashes: hash of each block of the sequence, in order (see `HashChain`). windows: sliding window of each block
-        table in tokens, None without. A prefix counts as found if every table has its blocks inside the window, held or
-        cached; blocks before the window are not needed.
+        table in tokens, None: no window. A prefix counts as found if for every table the pool still has the blocks
+        inside that window, held or cached; blocks before the window are not needed.
         """
         count, begins = 0, [0] * len(windows)  # of the run of known blocks of each table that ends here
         for end, content in enumerate(hashes, 1):
@@ -126,7 +127,7 @@ class BlockPool:
 
     def share(self, block: int, holder: int) -> None:
         """Let one more sequence hold the KV block with index `block`, which `find` returned. holder: age of the
-        sequence, which is younger than (a number above) those that hold the block."""
+        sequence; it must be a larger number than the ages of the present holders."""
         holders, table = self._holders[block], self._tables[block]
         if holders:
             assert holders[-1] < holder
@@ -137,8 +138,8 @@ class BlockPool:
         self.owned[holder, table] += 1
 
     def release(self, block: int, holder: int) -> None:
-        """Remove a sequence from the holders of a KV block. If nobody holds the block then, it becomes cached if it was
-        registered (see `register`), else free. holder: age of the sequence.
+        """Remove a sequence from the holders of a KV block. A block without holders becomes cached if its hash is in
+        the prefix cache (by `register`), else free. holder: age of the sequence.
 
         A sequence releases its last block first: beginnings of prompts, which more requests share, then stay cached
         longer.

@@ -67,12 +67,12 @@ class Choice:
         cached_tokens: Number of prompt tokens found in the prefix cache.
         prompt_results: Log-probabilities of the prompt's tokens, None for the first token; empty if not requested.
         completion_tokens: Number of tokens generated so far, a stop token included.
-        finish_reason: As in `Piece`.
-        stop_reason: What ended the answer, if a stop string, or the ID of a stop token other than the model's end
-            tokens; else None.
-        prefill_seconds: Time from its admission by the engine to its first token.
+        finish_reason: `"stop"`, `"length"`, `"cancelled"`, `"timeout"` or `"error"`; None while the choice goes on.
+        stop_reason: Stop string, or ID of the stop token, that ended the answer; None if it has not ended or ended
+            otherwise, such as by one of the model's own end tokens.
+        prefill_seconds: Time from the request's admission by the engine to its first token.
         begun: Time of creation in seconds of `time.perf_counter`.
-        first, last: Times of the first and the newest token so far, likewise; None before the first.
+        first, last: Times at which the first and the newest token came, in the same clock; None before the first token.
     """
 
     def __init__(self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None) -> None:
@@ -92,8 +92,8 @@ class Choice:
         self._characters = 0  # of the answer's text so far
 
     def push(self, output: Output) -> Piece:
-        """Add an engine output to the choice and return the new piece of its text. What was generated after a stop
-        string is dropped."""
+        """Add an engine output to the choice and return the new piece of its text. Tokens after a stop string are
+        dropped."""
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         text, tokens = self._extend(output)
         if tokens:

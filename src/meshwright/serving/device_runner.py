@@ -35,8 +35,9 @@ class DeviceRunner:
     """Runner of serving steps on a GPU: the model's parameters with the Triton kernels of `device_operations`;
     attributes as in `Runner`.
 
-    `batch_invariant`: the bits of a sequence's results do not depend on the rest of the batch; without it, matrix
-    products and attention tiles are chosen by the number of tokens too, which is faster.
+    `batch_invariant`: the bits of a sequence's results do not depend on the rest of the batch; without it, torch
+    chooses matrix products by the number of tokens, and the size of attention tiles depends on whether the step has
+    only decode tokens, which is faster.
     """
 
     def __init__(

@@ -66,9 +66,9 @@ class Engine:
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return figures by name: `tokens` and `context` of the last step (its tokens, and the keys that they attend
-        to, summed; absent if nothing was computed), those of `Scheduler.stats`, and `kernel_seconds`, the time in the
-        runner so far."""
+        """Return figures by name: those of `Scheduler.stats`; for the last step `tokens`, its number of tokens, and
+        `context`, the number of keys that each token attends to, summed over tokens (both absent if nothing was
+        computed); and `kernel_seconds`, the time spent in the runner since the start."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:

@@ -55,16 +55,17 @@ class EngineClient(Protocol):
         """JSON object of facts about the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
-        """Return None if the queue has room for all of `requests`, else the refusal. Nothing is queued yet: the caller
-        submits them without an await in between. With empty `requests`, return the refusal that even the shortest
-        request with this `ticket` would get, or None."""
+        """Return None if the queue has room for all of `requests`, else the refusal. Nothing is queued by this call:
+        the caller then submits the requests without an await in between. With empty `requests`, return the refusal that
+        even the shortest request with this `ticket` would get, or None."""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
-        """Queue a request at once and return the iterator over its outputs, which ends after the one with a finish
-        reason, `"timeout"` at the request's deadline: the only clock of a request's timeout.
+        """Queue a request at once and return the iterator over its outputs. The iterator ends after the output with a
+        finish reason, which is `"timeout"` if the request's deadline has passed; the HTTP server needs no timer of its
+        own.
 
-        Outputs that have not been read are merged. The iterator raises `meshwright.errors.RankLost` if the request
-        cannot be finished.
+        Outputs that have not been read are merged into one. The iterator raises `meshwright.errors.RankLost` if the
+        request cannot be finished.
         """
 
     def cancel(self, request_id: str) -> None:
@@ -81,9 +82,10 @@ class EngineClient(Protocol):
         """Return one mapping of figures per replica; a missing key counts as 0.
 
         Keys: `running`, `waiting`, `paused` sequences; `free`, `cached`, `held` KV blocks; and totals since the start:
-        `steps`, `step_seconds` (measured, from one schedule to the next), `kernel_seconds` (of it, inside kernels),
-        `predicted_seconds` (predicted for the same steps), `pauses`, `prefix_queries` and `prefix_hits` (prompt tokens
-        looked up and found in the prefix cache), `restarts` (after a lost rank).
+        `steps`, `step_seconds` (their measured time, from one schedule to the next), `kernel_seconds` (the part of
+        `step_seconds` in the runner's forward passes), `predicted_seconds` (predicted time of the same steps),
+        `pauses`, `prefix_queries` and `prefix_hits` (prompt tokens looked up and found in the prefix cache), `restarts`
+        (after a lost rank).
 
         The first mapping also has figures of the waiting line of refused requests: `outstanding` places now, and places
         `admitted` and `expired` since the start.

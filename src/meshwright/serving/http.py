@@ -138,8 +138,8 @@ class HttpApp:
         return refusal_error(Refusal("connections", wait)).to_response()
 
     def _use(self, model: type[_Body], use: Callable[[_Body], object]) -> tuple[type[Body], Endpoint]:
-        """Return (`model`, endpoint) for a path: the endpoint parses the body of a POST as a `model` and returns
-        `use(body)`."""
+        """Return (`model`, endpoint), the entry of a path in the table of POST endpoints: the endpoint parses the
+        request body as a `model` and returns `use(body)`."""
         return model, partial(self._parse, model=model, use=use)
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
@@ -152,8 +152,9 @@ class HttpApp:
 
     async def _parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:
         """Read the body of `request`, validate it as a `model`, and return `use(body)`; large bodies and conversations
-        are parsed in a thread, so that the event loop is not blocked. Raises ApiError for an invalid body; and, before
-        the body is parsed (a large one: read), if the engine's queue would refuse the request."""
+        are parsed in a thread, so that the event loop is not blocked. Raises ApiError for an invalid body, or if the
+        engine's queue would refuse the request, which is checked before any body is parsed, and for a large body before
+        it is read."""
 
         def parse(data: bytes) -> _Result:
             body = parse_body(model, data)

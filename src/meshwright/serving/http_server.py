@@ -125,8 +125,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._wait(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
 
     def _join(self) -> None:
-        """Make this the newest connection of its group; `_Server` aborts the oldest refused one first when others
-        wait."""
+        """Make this the newest connection of its group (accepted or refused ones); when new connections wait, `_Server`
+        aborts the oldest refused one first."""
         self._group.pop(self, None)
         self._group[self] = time.monotonic()
 
@@ -289,8 +289,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections on `listener` in a loop. While twice the limit are open, abort the oldest silent refused
-        one or wait."""
+        """Accept connections on `listener` in a loop. While 2 * `limit` connections are open, abort the refused one
+        that has been silent longest, or wait."""
         loop = asyncio.get_running_loop()
         with listener:
             while True:

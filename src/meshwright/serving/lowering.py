@@ -229,8 +229,8 @@ class Lowering:
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
         """End the current segment with an all-reduce of `partial` [T, H] over tp, after which `bias` [H] is added and
-        the result added to `residual` [T, H] (None: written back to `partial`). Does nothing without tp, where the
-        operations before it have added both."""
+        the result added to `residual` [T, H] (None: written back to `partial`). Does nothing without tp: the operations
+        before the call have then added bias and residual."""
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 

@@ -92,8 +92,8 @@ class Channel:
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
-        """Return all messages of which at least the first bytes have arrived, waiting for the rest. wait: if there is
-        none, block until one arrives; else return []."""
+        """Return all messages that have arrived; a message of which only a part has arrived is waited for and included.
+        wait: True: if none has arrived, block until one does; False: return [] then."""
         found = [self.receive()] if wait else []
         while self._unread or select.select([self._socket], [], [], 0.0)[0]:
             found.append(self.receive())

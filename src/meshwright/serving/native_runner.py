@@ -60,8 +60,8 @@ class NativeRunner:
         return self._logits[:rows] if self._tensor.trivial or not rows else self._gather_logits(self._logits[:rows])
 
     def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
-        """All-reduce the tensor-parallel ranks' partial results, [T, H], added in rank order, then add the segment's
-        bias, and add the sum to its residual, if any."""
+        """All-reduce the tensor-parallel ranks' `partial_TH` [T, H], added in rank order, and add the segment's bias.
+        Add the result to the segment's residual, or, if there is none, write it to `partial_TH`."""
         first_TH, *others = self._gather(partial_TH, SUM_SITE)
         for part_TH in others:
             first_TH += part_TH

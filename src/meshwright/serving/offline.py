@@ -88,8 +88,8 @@ def run_on_ranks(
     directory: Path, layout: Layout, dtype: str, requests: Sequence[Request], has_ended: Callable[[str], bool]
 ) -> Iterator[Output]:
     """Run `requests` on several rank processes of this machine, which this call starts, and yield their outputs,
-    interleaved, until every request has finished. Closing the iterator ends the processes. `has_ended`: as in
-    `run_requests`; called in another thread.
+    interleaved, until every request has finished. Closing the iterator ends the processes. `has_ended`: returns True
+    for the ID of a request that needs no more tokens, which is cancelled; called in another thread.
 
     `layout`: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over the replicas.
     """

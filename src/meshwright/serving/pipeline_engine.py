@@ -44,9 +44,13 @@ Group = tuple[tuple[Kind, int], ...]
 
 
 def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Return the steps that pipeline rank `stage` executes in each slot once all `stages` stages are busy, from the
-    checked 1F1B program: groups of steps, in order. A step is (kind, slot of its batch relative to the present
-    slot)."""
+    """Return what pipeline rank `stage` executes in each slot once all `stages` stages are busy, from the checked 1F1B
+    program. In a slot each stage computes one batch.
+
+    The result is a tuple of message groups in order, each a tuple of steps that are started together. A step is (kind,
+    offset) and concerns the batch scheduled in slot (present slot + offset). Its kind is FORWARD (compute the batch),
+    BACKWARD (record its sampled tokens), or a send or receive of hidden states or tokens.
+    """
     program = with_transfers(one_f_one_b(stages, 6 * stages))
     check_pipeline(program)
     steps, groups = program.steps, list[list[tuple[Kind, int]]]()
@@ -68,7 +72,8 @@ def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
 
 class PipelineEngine(Engine):
     """Engine of one pipeline stage. The sequences are divided into as many groups as there are stages; in each slot,
-    every stage computes the batch of a different group. `scheduler`: built with that number of groups."""
+    every stage computes the batch of a different group. `scheduler`: must have been built with the same number of
+    groups."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
         super().__init__(runner, scheduler)
@@ -87,8 +92,9 @@ class PipelineEngine(Engine):
         return self.scheduler.idle and not any(self._batches.values())
 
     def step(self) -> list[Output]:
-        """Run one slot: schedule one group's batch, compute this stage for the batch that has reached it, and record
-        the tokens that have come back from the last stage for another batch. Return the outputs of that batch."""
+        """Run one slot: schedule the next batch of one group; compute this stage for the batch that has reached it; and
+        record the sampled tokens of the batch whose tokens have come back from the last stage. Return the outputs of
+        this last batch."""
         slot, self._last = self._slot, {}
         self._batches[slot] = self.scheduler.schedule(slot % self._stages)
         outputs: list[Output] = []
@@ -130,8 +136,9 @@ class PipelineEngine(Engine):
         return self.scheduler.publish(batch, results)
 
     def _post(self, kind: Kind, number: int, batch: StepBatch) -> None:
-        """Start one send or receive for the batch of slot `number`: hidden states go to the next stage, sampled tokens
-        to the previous one. kind: SEND or RECEIVE, FORWARD (hidden states) or BACKWARD (tokens)."""
+        """Start the send or receive that `kind` names for the batch of slot `number`. SEND_FORWARD and RECEIVE_FORWARD
+        pass hidden states from one stage to the next; SEND_BACKWARD and RECEIVE_BACKWARD pass sampled tokens to the
+        previous stage."""
         if kind == Kind.RECEIVE_FORWARD:
             self._hidden[number] = torch.empty(len(batch.tokens), self.runner.config.hidden)
             self._exchange(kind, number, [self._hidden[number]], self._stage - 1)
@@ -148,8 +155,12 @@ class PipelineEngine(Engine):
             self._exchange(kind, number, _encode_results(self._results.pop(number)), self._stage - 1)
 
     def _exchange(self, kind: Kind, number: int, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Start sends or receives of `tensors` with the pipeline rank `peer`, and keep the handle of the last, which
-        completes after the others. kind, number: as in `_post`."""
+        """Start sends or receives of `tensors` with the pipeline rank `peer`, and wait for all but the last of them;
+        store the handle of the last as pending under (kind, number).
+
+        kind: send or receive, of hidden states (forward) or of sampled tokens (backward). number: slot in which the
+        batch was scheduled.
+        """
         arrives = kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
         site = HIDDEN_SITE if kind in (Kind.RECEIVE_FORWARD, Kind.SEND_FORWARD) else TOKENS_SITE
         messages = [Message(each, peer, arrives, site, f"{kind.name} {number}") for each in tensors]
@@ -158,7 +169,7 @@ class PipelineEngine(Engine):
             handle.wait()
 
     def _finish_sends(self, kind: Kind) -> None:
-        """Wait for the pending sends of a kind (of earlier batches), which frees their buffers."""
+        """Wait for the pending sends of this kind, started for earlier batches; their buffers can then be freed."""
         for key in [key for key in self._pending if key[0] == kind]:
             self._pending.pop(key).wait()
 
@@ -176,8 +187,8 @@ class PipelineEngine(Engine):
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
-    """Encode sampled tokens as the uint8 tensors to be sent: one of fixed size, and a second one for what does not fit
-    in it."""
+    """Encode sampled tokens as uint8 tensors for sending: a first one of fixed size, and a second one if the data are
+    longer."""
     content = json.dumps(results, separators=(",", ":")).encode()
     data = len(content).to_bytes(8, "little") + content
     first = np.zeros(_FIRST_BYTES, np.uint8)
@@ -187,8 +198,9 @@ def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
 
 
 def build_engine(plan: RankPlan, mesh: Mesh) -> Engine:
-    """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. Raises UserError as
-    `runner.build_runner`, and if this processor lacks the plan's instruction set."""
+    """Load this rank's part of a model and return its engine: a `PipelineEngine` if pp > 1. Raises UserError if the
+    checkpoint is damaged or no decoder, or if the kernels cannot be built or this processor lacks the plan's
+    instruction set."""
     chosen, supported = plan.instruction_set, supported_instruction_sets()
     if chosen not in (None, PLAIN_TORCH, *supported):
         raise UserError(

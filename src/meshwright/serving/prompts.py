@@ -75,7 +75,7 @@ class Prompts:
         self, text: str, add_start: bool = True, *, empty: bool = False, parse_special: bool = False
     ) -> list[int]:
         """Return the token IDs of a text, after the start token if `add_start`. Special tokens spelled out in it stay
-        ordinary text, unless `parse_special`; a text that then begins with the start token gets no other one.
+        ordinary text, unless `parse_special`; a text that begins with a parsed start token gets no second one.
 
         Raises UserError for a text that must be longer than `max_length` tokens (checked before tokenizing), for a
         token ID outside the model's vocabulary, and for a result without tokens unless `empty` is True.
@@ -92,8 +92,9 @@ class Prompts:
 
     @cached_property
     def _special_parser(self) -> tuple[Tokenizer, dict[str, str], re.Pattern[str]]:
-        """Tuple (tokenizer that writes special tokens for their random names, as that of conversations does, {special
-        token: random name}, pattern of the special tokens, the longest first)."""
+        """Tuple (tokenizer that recognises special tokens only under random names, as for conversations; {special
+        token: its random name}; pattern of the special tokens, the longest first). Special tokens in a text are
+        replaced by their random names before the text is tokenized."""
         encoder, names = make_template_encoder(self.tokenizer, self._special)
         longest_first = sorted(names, key=lambda token: (-len(token), token))
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -128,7 +129,8 @@ class Prompts:
         return list(tokens)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of a sequence of token IDs; skip_special: without special tokens, else these by name."""
+        """Return the text of a sequence of token IDs. skip_special: True leaves special tokens out; False writes their
+        names."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
 
     def detokenizer(self, before: Sequence[int]) -> IncrementalDetokenizer:

@@ -70,8 +70,8 @@ class RankPlan:
 
     @property
     def collective_seconds(self) -> float:
-        """Time limit of a collective: longer than the front waits for a step, which knows its predicted time and ends
-        the ranks of one that takes too long."""
+        """Time limit of a collective call in seconds. It is longer than any step may take: the front, which knows a
+        step's predicted time, first ends the ranks of a step that takes too long."""
         return 32 * self.step_seconds
 
     @classmethod

@@ -33,7 +33,7 @@ class Stream(AsyncIterator[Output]):
     Attributes:
         request: The request.
         tokens: IDs of the tokens generated so far.
-        losses: Number of losses of a rank while the request ran, since its newest token.
+        losses: Number of times that a rank was lost while the request ran, since its newest token.
         replica: Replica that runs it; None while no replica is ready.
         deadline: Timer that cancels the request; None without a deadline.
         ended: True if no further output will come.
@@ -96,7 +96,7 @@ class Replica:
 
     Attributes:
         index: Number of the replica, from 0.
-        places: Most sequences that it runs at a time.
+        places: Largest number of sequences that it runs at a time.
         groups: Number of pipeline groups of its sequences; a step computes one of them.
         streams: {request ID: stream} of its unfinished requests.
         peers: {rank: connection} of its ranks.
@@ -106,14 +106,14 @@ class Replica:
         heard: Time of its last message, in seconds of `time.monotonic`.
         sent: Number of requests sent to it that `report` does not include yet.
         report: Figures of its last step, from `Engine.report`.
-        totals: Figures summed since the server's start. Counters that `report` has too (`COUNTERS`) exclude the present
-            start of the ranks, which `stats` adds.
+        totals: Figures summed since the server's start. Those that `report` also counts (`COUNTERS`) are summed over
+            earlier starts of the ranks only; `stats` adds the count of the present start.
         known: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys; values
             None).
         speed: Model of its step times.
         answers: Predictor of answer lengths.
         starts: Number of starts of its ranks that have ended.
-        hangs: Number of losses by the time limit of a step since its last completed step.
+        hangs: Number of times that a step exceeded its time limit since the last completed step.
         ready_since: Time at which it became ready, in seconds of `time.monotonic`; inf before.
         lost: Future that gets the reason when the replica is lost; None before its first start.
     """
@@ -174,8 +174,8 @@ class Replica:
 
     @property
     def room(self) -> int:
-        """Number of further sequences that the replica could run at once; if negative, minus the number of those that
-        wait there."""
+        """Number of further sequences that the replica could run at once, those subtracted that were sent since its
+        last report. A negative number counts the requests that wait there."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.places - running) - waiting - self.sent
 
@@ -211,10 +211,11 @@ class Replica:
         return max(0.0, time.monotonic() - self.heard - expected) if self.streams else 0.0
 
     def limit_step(self, seconds: float, budget: int) -> float:
-        """Return the time limit of the present step in seconds: the largest of `seconds`, doubled for each loss since
-        the last completed step; ten times the predicted time of the longest step that its requests may need; and the
-        predicted time of that step's tokens one by one, as short steps teach little about long ones. budget: most
-        tokens of a step."""
+        """Return the time limit of the present step in seconds, the largest of three times. First, `seconds`, doubled
+        for each step since the last completed one that exceeded its limit. Second, ten times the predicted time of the
+        longest step that the unfinished requests may need. Third, the predicted time of that step's tokens computed one
+        by one, since predictions learnt from short steps are poor for long ones. budget: largest number of tokens of a
+        step."""
         lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
         tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
         predicted = self.speed.predict(tokens, tokens * longest)

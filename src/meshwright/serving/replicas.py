@@ -141,7 +141,8 @@ class Replicas:
         self._end(request_id, "cancelled")
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
-        """End the request with this ID on its ranks, and its stream with `reason`; nothing if it has ended."""
+        """End the request with this ID on its ranks, and end its stream with the finish reason `reason`; do nothing for
+        an ID of no unfinished request."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -206,7 +207,7 @@ class Replicas:
 
     async def _supervise(self, replica: Replica) -> None:
         """Start a replica's ranks again whenever they end, until the server closes or the replica was lost
-        `LOSSES_OF_REPLICA` times in a row without serving."""
+        `LOSSES_OF_REPLICA` times without having generated a token or been ready for `STEADY_SECONDS` in between."""
         losses = 0
         while True:
             error = await self._run_once(replica)
@@ -225,8 +226,8 @@ class Replicas:
             await asyncio.sleep(delay)
 
     async def _run_once(self, replica: Replica) -> MeshwrightError:
-        """Start a replica's ranks, wait until one has ended or the replica is lost, end the others, and return the
-        reason."""
+        """Start a replica's ranks and wait until one of them has ended or the replica is marked as lost; then end the
+        other ranks and return the reason."""
         replica.lost = asyncio.get_running_loop().create_future()
         ranks = asyncio.create_task(self._starter.run(replica.index, replace(self.plan, start=replica.starts)))
         try:
@@ -297,8 +298,8 @@ class Replicas:
                 replica.lose(f"rank {hello['rank']} has ended")
 
     def _greet(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """Register a rank that has connected, by its first message `hello`. Fail the server if its kernels differ from
-        other ranks', because answers would then depend on the replica."""
+        """Register a rank that has connected, by its first message `hello`. If the rank's kernels differ from those of
+        the other ranks, fail the server, since answers would depend on the replica."""
         first = next(iter(self.hellos.values()), hello)
         if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
             mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))

@@ -153,8 +153,8 @@ class TokenCounts:
 def sample(
     logits_V: Logits, sampling: Sampling, *, choice: int = 0, position: int = 0, counts: TokenCounts | None = None
 ) -> TokenResult:
-    """Sample the token at `position` of an answer (0: its first) from logits [V], as a function of these, the options,
-    `choice` and `position` alone.
+    """Sample the token at `position` of an answer (0: its first) from logits [V]. The result depends on nothing but the
+    arguments, among them the seed in `sampling`.
 
     `choice`: index among several answers to the prompt. `counts`: token counts, required if `sampling.penalizes`.
     Raises InvalidLogits.
@@ -169,8 +169,8 @@ def sample(
 
 
 def score_token(logits_V: Logits, token: int, alternatives: int) -> TokenResult:
-    """Return the log-probability of the token ID `token`, and the `alternatives` most likely tokens with theirs, by a
-    log-softmax of the logits [V] (absolute error up to 1e-6). Raises InvalidLogits."""
+    """Return the log-probability of the token ID `token`, and the `alternatives` most likely tokens with their
+    log-probabilities, by a log-softmax of the logits [V] (absolute error up to 1e-6). Raises InvalidLogits."""
     highest = logits_V[_find_best(logits_V)]
     normalizer = float(highest) + math.log(_weigh(logits_V, highest, 1.0).sum(dtype=np.float64))
     best = min(alternatives, len(logits_V))
@@ -218,11 +218,11 @@ def _adjust(logits_V: Logits, sampling: Sampling, position: int, counts: TokenCo
 
 
 def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
-    """Return the token at quantile `uniform`, in [0, 1), of the tokens kept by top-k, top-p and min-p: inverse-CDF
-    sampling, in the order of token IDs if all are kept, else the most likely first, the lower token ID first among
-    equals.
+    """Return the token at quantile `uniform`, in [0, 1), of the tokens kept by top-k, top-p and min-p (inverse-CDF
+    sampling). If all tokens are kept, they are ordered by token ID; else the most likely comes first, and among equals
+    the lower token ID.
 
-    The kept tokens are always the first of the latter order, so only that many are sorted.
+    The kept tokens are always the most likely ones, so only as many are sorted.
     """
     highest = logits_V.max()
     if highest == -np.inf:  # every token is a stop token before `min_tokens`

@@ -192,7 +192,7 @@ class Scheduler:
 
     def _admit(self, group: int) -> None:
         """Admit waiting requests to a pipeline group, in order, while the admission state is safe and the expected
-        lengths of all answers fit in the KV pool: otherwise sequences would soon be paused."""
+        lengths of all answers fit in the KV pool (longer answers would soon pause sequences)."""
         sizes = Counter(sequence.group for sequence in self._admitted)
         growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
         while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
@@ -229,8 +229,9 @@ class Scheduler:
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
-        """Return True if a running sequence is computing the next block of a waiting sequence's prefix: the latter
-        waits, so that equal prompts are computed once. found: number of its prefix blocks that are cached."""
+        """Return True if a running sequence is computing the KV block that follows the cached prefix of a waiting
+        sequence; the waiting one is then not admitted yet, so that equal prompts are computed once. found: number of
+        blocks of the cached prefix."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]
@@ -241,8 +242,8 @@ class Scheduler:
         )
 
     def _start(self, sequence: Sequence, group: int, count: int, found: list[list[int]]) -> None:
-        """Admit a sequence to a pipeline group. count: number of blocks of its cached prefix; found: those of each
-        block table that are inside the window."""
+        """Admit a sequence to a pipeline group. count: number of KV blocks of its cached prefix. found: for each block
+        table, the indices of the prefix's blocks inside the sliding window."""
         sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
         sequence.admitted = time.perf_counter()
         sequence.place = len(self._admitted)
@@ -276,8 +277,8 @@ class Scheduler:
         return min(wanted, room)
 
     def _build(self, picked: list[tuple[Sequence, int, range]], group: int) -> StepBatch:
-        """Return the batch of the picked sequences. picked: (sequence, number of its next tokens, range of positions
-        whose logits are wanted) for each."""
+        """Return the batch of the picked sequences. picked: for each sequence (its state, number of tokens to compute,
+        range of positions whose logits are wanted)."""
         tokens = array("i")
         output_rows: list[int] = []
         for sequence, count, positions in picked:

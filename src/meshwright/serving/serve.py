@@ -217,8 +217,8 @@ class _Model:
 def _check_model(
     path: Path, layout: str, place: rendezvous.Place | None, options: ServeOptions, log: Callable[[str], None]
 ) -> _Model:
-    """Check everything that can be checked without loading the weights, and return the checked settings. place: as in
-    `_Model`. Raises UserError."""
+    """Check everything that can be checked without loading the weights, and return the checked settings. place: rank of
+    this process if torchrun or SLURM started one process per rank, else None. Raises UserError."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
     checkpoint = find_checkpoint(path, log, check_hashes=False)

@@ -47,7 +47,8 @@ class StepTimes:
         return a + b * tokens + c * keys
 
     def observe(self, seconds: float, tokens: int, keys: int) -> None:
-        """Update the model by a step of `tokens` tokens that took `seconds`. keys: as in `predict`."""
+        """Update the model by a step of `tokens` tokens that took `seconds`. keys: number of keys that the tokens
+        attend to, summed over tokens."""
         expected = self.predict(tokens, keys) or seconds
         if seconds <= 0 or expected <= 0:
             return

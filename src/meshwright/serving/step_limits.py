@@ -48,8 +48,8 @@ class StepLimits:
 @contextmanager
 def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Iterator[None]:
     """Context manager that makes the memory of new, zeroed KV caches [blocks, ...] resident, in two background threads,
-    so that no later step can run out of memory. Its exit waits for them, but after an error makes them stop early. On
-    Linux before 5.14 the exit writes to each page instead."""
+    so that no later step can run out of memory. Leaving the context waits for the threads, or after an error makes them
+    stop early. On Linux before 5.14, leaving the context writes to each page instead."""
     memory = [each.reshape(-1).view(np.uint8) for each in caches]
     # A list's iterator gives each piece to one thread. While a piece is populated no other thread can map memory.
     pieces = [each[at : at + _PIECE] for each in memory for at in range(0, len(each), _PIECE)]

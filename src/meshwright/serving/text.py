@@ -12,7 +12,7 @@ CONTEXT_TOKENS = 4
 
 class IncrementalDetokenizer:
     """Incremental detokenizer: converts tokens to text one at a time, in pieces of whole characters; the joined pieces
-    equal the text decoded at once. `before`: token IDs that precede them, such as the prompt's.
+    equal the text decoded at once. `before`: token IDs that precede the first pushed token, such as the prompt's.
 
     Only the last tokens are decoded each time, with those before them as context (a tokenizer may drop the space before
     a first word).

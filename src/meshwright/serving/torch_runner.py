@@ -53,8 +53,8 @@ class PagedCache:
     """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a stage's layers in plain torch, for a ragged batch of
     sequences. Layers of different block tables share tensors, as each block belongs to one table.
 
-    Attention is computed token by token, so that a token's result does not depend on which others are in the batch.
-    Callers always give the positions, so `length`, of the interface of the model's caches, stays 0.
+    Attention is computed token by token, so that a token's result does not depend on which others are in the batch. The
+    attribute `length` of the model's cache interface stays 0, since callers always pass positions.
     """
 
     length = 0

@@ -80,8 +80,9 @@ class _Place:
             not held back for other places.
         expires: Time at which the place is given up.
         watched: Earliest time for which a check of the place is scheduled.
-        returned: True if the client has retried when due. It is counted in `WaitingLine.returning` only at the time at
-            which the client would have been late, so that clients that return are not counted earlier than others.
+        returned: True if the client has retried when due. The moving average `WaitingLine.returning` counts the retry
+            only at the time from which the client would have been late, so that clients that return are not counted
+            earlier than clients that do not.
     """
 
     key: bytes
@@ -127,9 +128,9 @@ class WaitingLine:
         """Admit an HTTP request or refuse it. Return None if it is admitted, which ends its place in the line, if it
         had one; else the refusal, after which it has a place (if `ticket` has a key and the line is not full).
 
-        ticket: identity of the request. requests: number of the engine's requests (choices) that it makes; 0: only ask,
-        without ending the place. tokens: number of their prompt tokens, or an estimate. queue: present state of the
-        queue.
+        ticket: identity of the request. requests: number of the engine's requests (choices) that the HTTP request
+        makes; 0: only ask for a refusal, without ending the place. tokens: number of prompt tokens of these requests,
+        or an estimate. queue: present state of the queue.
         """
         now = self._clock()
         self._expire(now)

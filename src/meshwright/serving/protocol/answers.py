@@ -209,6 +209,6 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """Return a log-probability with -inf replaced by the lowest one that is reported, as JSON has no infinity; None
-    stays None."""
+    """Return a log-probability with -inf replaced by the lowest finite one that this server reports, as JSON has no
+    infinity; None stays None."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)

@@ -292,7 +292,8 @@ class OpenAIBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> OpenAIBody:
-        """Raise an error for fields that contradict each other."""
+        """Raise an error if `best_of` differs from `n`, `stream_options` comes without `stream`, or `prompt_logprobs`
+        with `stream`."""
         for holds, field, message in (
             (self.best_of in (None, self.n), "best_of", "not supported, except equal to n"),
             (self.stream or "stream_options" not in self.model_fields_set, "stream_options", "needs stream: true"),
