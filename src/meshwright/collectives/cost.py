@@ -45,7 +45,7 @@ class Tier:
 class Inputs:
     """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
-    size: bytes of the vector. link: links between nodes, or all links if there are no nodes. inner: links inside nodes.
+    size: bytes of the vector. link, inner: links between and inside nodes (or leaf switches); equal if all links are.
     segments, groups (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if cables join
     neighbouring ranks, False if switches do. ports: number of links that a rank can use at once.
     """

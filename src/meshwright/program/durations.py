@@ -53,18 +53,18 @@ class Durations:
     ) -> Durations:
         """Build durations by stage from durations by rank, which are divided equally among the rank's stages.
 
-        shape: the program, or (ranks, stages per rank). Other arguments: fields of `Durations`, converted as by
-        `split`.
+        shape: the program, or (ranks, stages per rank). Other arguments: as the fields of `Durations`, but for all
+        stages of a rank together: one number, or one per rank. A list with one number per stage is kept as it is; so is
+        `transfer`.
         """
         return cls(forward, input_gradient, weight_gradient, transfer, update, overlapped).split(shape)
 
     def split(self, shape: PipelineProgram | tuple[int, int]) -> Durations:
         """Convert durations by rank, for all stages (model chunks) of a rank together, to durations by stage.
 
-        shape: the program, or (ranks, chunks per rank) for cyclic placement. Each field of `self` is one number or one
-        per rank, which is divided by the chunks per rank, or one per stage, which is kept (if ranks and stages are
-        equally many, a list is read as one per stage). transfer: unchanged, one number or one per stage boundary.
-        Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks per rank) for cyclic placement. A field of `self` that is one number, or
+        one per rank, is divided by the chunks per rank. A field with one number per stage is kept, also if ranks and
+        stages are equally many. `transfer` is kept too. Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape
@@ -103,8 +103,8 @@ class Durations:
     def tabulate(self, name: str, program: PipelineProgram) -> Floats:
         """Return the field `name`, such as "forward", as an array [replicas, stages] for the program.
 
-        For "transfer": [replicas, stages - 1], by stage boundary. Raises UserError for a wrong number of values, and
-        for negative or infinite ones.
+        The field "transfer" has the shape [replicas, stages - 1], with one entry per stage boundary. Raises UserError
+        for a wrong number of values, and for negative or infinite ones.
         """
         array = np.asarray(getattr(self, name), np.float64)
         columns = program.stages - (name == "transfer")
