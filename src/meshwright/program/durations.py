@@ -20,16 +20,17 @@ class Durations:
     """Durations of the steps of a pipeline on one micro-batch, in any unit of time (the same for all fields).
 
     Each is one number for all stages, or an array [stages] or [replicas, stages].
-    forward, input_gradient, weight_gradient: compute times of the passes; a full backward takes the sum of the last
-        two.
+    forward, input_gradient, weight_gradient: compute times of the passes. A full backward takes the sum of input
+    gradient and weight gradient.
     transfer: message time between adjacent stages, in either direction; one number, or one per stage boundary [stages -
-        1]. Zero between stages of one rank.
+    1]. Zero between stages of one rank.
     update: time of the optimizer step on one stage's weights.
-    overlapped: time of a forward and a backward that run as one group (None: their sum); for two different stages, the
-        mean of both values.
-    parts: share of attention, dispatch, MLP and combine in a step that is split into these components: [4], of which a
-        weight gradient uses attention and MLP in proportion; or [4, 4] for forward, backward, input gradient and weight
-        gradient. In a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
+    overlapped: time of a forward and a backward that run together as one group (None: the sum of their times). If the
+    two are on different stages, the group takes the mean of both stages' values.
+    parts: fraction of a pass that attention, dispatch, MLP and combine each take where steps are split into these
+    components. [4]: the same for all passes, except that a weight gradient is divided between attention and MLP alone,
+    in the ratio of their fractions. [4, 4]: one row each for forward, backward, input gradient and weight gradient. In
+    a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
     """
 
     forward: ArrayLike = 1.0
@@ -116,8 +117,8 @@ class Durations:
         return np.broadcast_to(array, (program.replicas, columns))
 
     def component_shares(self) -> Floats:
-        """Return the fraction of a step's duration that each layer component takes: [step kinds, components]; 1 for
-        whole steps. Kinds and components are indexed by the values of `Kind` and `Component`."""
+        """Return the fraction of a step's duration that each layer component takes: [step kinds, components], indexed
+        by the values of `Kind` and `Component`. The fraction is 1 for whole steps."""
         parts = np.asarray(self.parts, np.float64)
         if parts.shape not in ((4,), (4, 4)):
             raise UserError(f"parts: {parts.size} values; expected 4, or 4 for each of the 4 step kinds")
