@@ -120,8 +120,8 @@ class _RankState:
         """Append to the rank's program the next step that can run in this time slot. Return the micro-batch of the step
         if it is a forward or input gradient, whose result the next stage needs; None for a weight gradient or no step.
 
-        stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed on all
-        ranks. most_held: maximum saved activations of the rank, in stages.
+        stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
+        all ranks. most_held: maximum saved activations of the rank, in stages.
         """
         able = self._find_ready(stops_made, most_held)
         if self.left[F0]:
@@ -146,10 +146,10 @@ class _RankState:
         `self.waiting` of remaining steps.
 
         A step can run if its input has arrived. A forward also needs free memory: enough for itself and for the steps
-        planned before it, which will run after it. From the rank's first input gradient on its first stage until its
-        last forward on that stage, while the pipeline is full, only the first planned step is considered.
-        stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed on all
-        ranks. most_held: maximum saved activations of the rank, in stages.
+        planned before it, which will run after it. While the pipeline is full (from the rank's first input gradient on
+        its first stage until its last forward on that stage) only the first planned step is considered.
+        stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
+        all ranks. most_held: maximum saved activations of the rank, in stages.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held
