@@ -82,8 +82,9 @@ def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Inte
     """Yield the edges of a binomial tree over n ranks, level by level from the root down: four arrays with one entry
     per child.
 
-    The arrays are: parent rank, child rank, first rank of the child's subtree (to be taken modulo n), and number of
-    ranks in the subtree, which are consecutive. root: root rank of the tree.
+    The arrays are: parent rank, child rank, first rank of the child's subtree, and number of ranks in that subtree. A
+    subtree consists of consecutive ranks that wrap around after rank n - 1, so its first rank f stands for rank f
+    modulo n. root: root rank of the tree.
     """
     for near, far in list_tree_levels(n):
         yield (near + root) % n, (far + root) % n, far + root, np.minimum(far - near, n - far)

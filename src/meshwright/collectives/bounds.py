@@ -34,7 +34,7 @@ def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: f
 
 
 def _compute_latency_bound(operation: str, network: Network, root: int) -> float:
-    """Return a lower bound of the latency of an operation in seconds: that from a rank to the farthest rank that needs
+    """Return a lower bound in seconds of an operation's time: the latency from a rank to the farthest rank that needs
     its data. root: source or destination rank."""
     if operation == "send-receive":
         return float(network.compute_distances(root)[find_receiver(network.ranks, root)])
@@ -60,8 +60,8 @@ class _Traffic:
 
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
-    """Return the least time, in seconds per byte of the vector, in which the links between blocks of ranks can carry
-    the traffic that the operation requires.
+    """Return the least time, in seconds per byte of the vector, that the links between blocks of ranks need to carry
+    the traffic that the operation requires between the blocks.
 
     block: [vertices], block number of each rank, then of each switch; -1: switch outside every block. root: source or
     destination rank.
@@ -87,9 +87,10 @@ def _compute_required_traffic(operation: str, block: Integers, blocks: int, root
     vector's bytes.
 
     block: [ranks], block number of each rank. blocks: number of blocks, k. root: source or destination rank.
-    Total traffic between the blocks: a reduction sends each chunk k-1 times (once from every block but its
-    destination's), as does a broadcast; an all-reduce 2(k-1) times, as gossip among k parties takes 2(k-1) directed
-    messages (F. Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
+    Total traffic between the blocks: a reduction sends each chunk k-1 times, once from every block except the one where
+    the sum ends; a broadcast also sends each chunk k-1 times. An all-reduce sends each chunk 2(k-1) times, because
+    gossip among k parties takes 2(k-1) directed messages (F. Harary, A. Schwenk, The communication problem on graphs
+    and digraphs, 1974).
     """
     ranks = len(block)
     share = np.bincount(block, minlength=blocks) / ranks

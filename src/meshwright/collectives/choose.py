@@ -135,12 +135,12 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Return an algorithm with its best options and simulated time for a vector of `total_bytes`; None if it does
-        not accept the network's number of ranks.
+        """Return an algorithm with its best options and simulated time for a vector of `total_bytes`; None if the
+        algorithm does not accept the network's number of ranks.
 
-        A pipelined algorithm gets the number of segments with the lowest closed form. near: seconds; if the simulated
-        time is at most `near`, half as many segments are simulated too, then twice as many if half is not faster (0: no
-        further tries).
+        A pipelined algorithm gets the number of segments k with the lowest closed form. near: time in seconds below
+        which other numbers of segments are worth a simulation: if k segments take at most `near`, k/2 and then 2k
+        segments are simulated too, until one is faster than k. 0: only k segments are simulated.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -162,8 +162,8 @@ class Chooser:
         return Candidate(algorithm, settings, simulator.run(total_bytes).seconds, form)
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
-        """Return the seconds by an algorithm's closed form (formula) with its best options, for a vector of
-        `total_bytes`; infinite if it has none."""
+        """Return the seconds that an algorithm's closed form (formula) gives for a vector of `total_bytes`, with the
+        options for which the formula is lowest; infinite if the algorithm has no formula."""
         form = self._compute_form(algorithm, self._list_settings(algorithm, total_bytes)[0], total_bytes)
         return float("inf") if form is None else form
 
@@ -172,8 +172,9 @@ class Chooser:
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
     def resolve_settings(self, algorithm: str) -> Settings:
-        """Return the options for generating an algorithm's program: each as the user requested, else as the network
-        suggests, else None (the algorithm's default)."""
+        """Return the options with which to generate an algorithm's program. An option is the one that the user
+        requested; else the one that the network suggests (such as its ranks per node); else None (the algorithm's
+        default)."""
         has, n = list_options(self.operation, algorithm), self.network.ranks
         groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.requested.dims or self.network.dims
@@ -185,11 +186,11 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """Return the options of an algorithm to try for a vector of `total_bytes`, the best by the closed-form cost
-        formula first.
+        """Return the options of an algorithm to try for a vector of `total_bytes`, those with the lowest closed form
+        (cost formula) first.
 
-        A pipelined algorithm without a requested number of segments gets the best power of two, then half and twice as
-        many; any other algorithm has one entry.
+        For a pipelined algorithm without a requested number of segments: the best power of two k, then k/2 and 2k
+        segments. For any other algorithm: a single entry.
         """
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:

@@ -30,9 +30,9 @@ class Tier:
     gap: float = 0.0
 
     def time_concurrent(self, sizes: Sequence[float]) -> float:
-        """Return the seconds until all of several messages sent at once over one link have arrived. sizes: bytes of
-        each. A message starts a gap after the previous one, or when the link has carried the previous one's bytes, if
-        that is later."""
+        """Return the seconds until the last of several messages, sent at once over one link, has arrived. sizes: bytes
+        of each message. A message starts when the link has carried the previous message, and no sooner than `gap` x
+        `alpha` after that message started."""
         waits = [place * self.gap * self.alpha + sum(sizes[place:]) * self.beta for place in range(len(sizes))]
         return self.alpha + max(waits, default=0.0)
 
@@ -45,9 +45,9 @@ class Tier:
 class Inputs:
     """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
-    size: bytes of the vector. link: links between nodes (or all links). inner: links inside nodes. segments, groups
-    (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if a rank has its own link to each
-    neighbour, False with switches. ports: number of links of a rank that can be used at once.
+    size: bytes of the vector. link, inner: links between and inside nodes (or leaf switches); equal if all links are.
+    segments, groups (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if cables join
+    neighbouring ranks, False if switches do. ports: number of links that a rank can use at once.
     """
 
     ranks: int
@@ -102,8 +102,8 @@ def compute_closed_form_seconds(
     """Return the seconds that an algorithm takes by its closed form (formula), or None if it has none.
 
     total_bytes: size of the full vector. segments, groups (ranks per node), dims (sides of the grid): the algorithm's
-    options. alpha and beta are those of the network's links; if links inside and between nodes differ, hierarchical
-    algorithms use both, all others those between nodes.
+    options. If the network's links inside and between nodes differ, formulas of hierarchical algorithms use the latency
+    and bandwidth of both, all other formulas those of the links between nodes.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:
@@ -161,8 +161,8 @@ def _rabenseifner_form(c: Inputs) -> float:
 
 def _compute_exchange_seconds(c: Inputs) -> float:
     """Return the seconds, for inputs `c`, of the log2 m pairwise exchanges of recursive halving or doubling, with m the
-    largest power of two up to n: of 1, 2, 4 ... shares (1/n of the vector each), more where a rank also holds the share
-    of an extra rank beyond m."""
+    largest power of two up to n. Exchange i moves 2^i shares (1/n of the vector each), and up to twice as many if core
+    ranks also hold shares of the n - m extra ranks."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
@@ -192,7 +192,8 @@ def _bruck_all_to_all_form(c: Inputs) -> float:
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
     """Return the closed form, a function of `Inputs` that returns seconds, of a vector sent `rounds_of_tree` times (1:
-    broadcast or reduce; 2: all-reduce) along a binomial tree, in k segments, one more started per round.
+    broadcast or reduce; 2: all-reduce) along a binomial tree. The vector is cut into k segments; each round starts one
+    more.
 
     With a switch, the messages that a rank sends in one round, up to one per level of the tree, share its link.
     """
@@ -273,8 +274,9 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """Return the closed form, a function of `Inputs` that returns seconds, of torus algorithms: axis after axis, in
     both directions.
 
-    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes, for inputs without dims.
-    turns: True if the vector has one part per axis, each of which begins with another axis.
+    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
+    `dims`. turns: True if the vector is cut into one part per axis, and part i begins with axis i; False if it begins
+    with axis 0.
     """
 
     def form(c: Inputs) -> float:
@@ -292,7 +294,9 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """Return the closed form, a function of `Inputs` that returns seconds, of mesh algorithms: axis after axis, whole
-    blocks in each direction. phases, dimensions, turns: as for `_torus_form`."""
+    blocks in each direction. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes
+    if the inputs have no `dims`. turns: True if the vector is cut into one part per axis, and part i begins with axis
+    i."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -303,11 +307,10 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends along each axis in a reduce-scatter over a grid, axis after axis: a list per
-    round, with one entry per axis.
+    """Return the bytes that a rank sends in a reduce-scatter over a grid, axis after axis: [round][axis].
 
-    shape: sides of the grid. size: bytes of the vector. turns: True if the vector has one part per axis, each of which
-    begins with another axis.
+    shape: sides of the grid. size: bytes of the vector. turns: True if the vector is cut into one part per axis, and
+    part i begins with axis i; False if the whole vector begins with axis 0.
     """
     axes = list(range(len(shape)))
     starts = axes if turns else [0]

@@ -18,8 +18,8 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a vector into segments, on which a program runs one after another; return [(first element, elements per
-    chunk)], one per segment.
+    """Split a vector into segments; the program runs on one segment after another. Return a list with (index of the
+    segment's first element, elements per chunk) of each segment.
 
     For operations in which ranks own no share of the vector, such as broadcast. numel: elements of the vector.
     itemsize: bytes of an element. whole: True for a single segment.

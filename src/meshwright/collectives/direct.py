@@ -36,7 +36,9 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the linear gather: all ranks send to rank `root` at once.
 
-    1 round of n-1 messages; S/n bytes per rank; time as for `scatter`. Here: n ranks, S bytes in the vector.
+    1 round of n-1 messages; S/n bytes per rank. Time: alpha + (n-1)/n S beta if a rank can have many messages in
+    flight, (n-1) alpha + (n-1)/n S beta if the messages arrive one after the other. Here: n ranks, S bytes in the
+    vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("gather", "linear", ranks, ranks, root)
     with program.round():

@@ -39,9 +39,9 @@ def compute_in_order_parents(n: int) -> Integers:
 def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tree]:
     """Build the in-order binary tree over `ranks`, and a second tree whose inner nodes are leaves of the first.
 
-    ranks: in the order of the first tree's nodes. root: rank above both trees, None if there is none. Each tree is
-    returned as levels of edges from the root down, a pair of arrays (parents, children) per level. The second has the
-    ranks in reverse order if their number is even, else shifted by one.
+    ranks: in the order of the first tree's nodes. root: rank that is the parent of both trees' top nodes, None for
+    none. A tree is returned as levels of edges from the root down, with a pair of arrays (parents, children) per level.
+    The second tree takes the ranks in reverse order if their number is even, else shifted by one node.
     """
     complement = ranks[::-1] if len(ranks) % 2 == 0 else np.roll(ranks, -1)
     return _list_levels(ranks, root), _list_levels(complement, root)
@@ -49,7 +49,7 @@ def build_two_trees(ranks: Integers, root: int | None = None) -> tuple[Tree, Tre
 
 def _list_levels(ranks: Integers, root: int | None) -> Tree:
     """Return the in-order binary tree over `ranks` as levels of edges from the root down, a pair of arrays (parents,
-    children) per level. root: rank above the tree, None if there is none."""
+    children) per level. root: rank that is the parent of the tree's top node, None if there is none."""
     parent, rank = compute_in_order_parents(len(ranks)), np.concatenate([[-1 if root is None else root], ranks])
     levels, nodes = [], np.zeros(1, np.int64)
     while len(nodes := np.flatnonzero(np.isin(parent, nodes))):
@@ -122,8 +122,8 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
 def _run_in_segments(
     program: Builder, trees: tuple[Tree, Tree], travel: Callable[[Tree, int], Rounds]
 ) -> CollectiveProgram:
-    """Send the first half of the chunks through one tree and the second half through another, as a pipeline with a new
-    chunk of each half per round; return the finished program.
+    """Send the first half of the chunks through one tree and the second half through the other, as a pipeline: in every
+    round one more chunk of each half starts. Return the finished program.
 
     program: program under construction. trees: each as levels of edges (parents, children). travel: function (tree,
     chunk number) -> round generator that moves this chunk through the tree.

@@ -27,7 +27,7 @@ def list_factorizations(ranks: int, dimensions: int, least: int = 2) -> list[tup
 
 def find_nearly_cubic(ranks: int, dimensions: int) -> tuple[int, ...] | None:
     """Return the sides, ascending, of the grid with `ranks` ranks in `dimensions` dimensions that has the smallest
-    diameter; None if no sides of at least 2 have the product `ranks`."""
+    diameter; None if `ranks` is not a product of `dimensions` sides of at least 2."""
     if ranks == 1:
         return (1,) * dimensions
     return min(list_factorizations(ranks, dimensions), key=sum, default=None)
@@ -72,9 +72,10 @@ def resolve_sides(
 def resolve_grid(
     kind: str, ranks: int, dims: Sequence[int] | None, dimensions: int | None
 ) -> tuple[str, tuple[int, ...]]:
-    """Return (name, sides of the grid) of a torus or mesh algorithm: `resolve_sides` with the name, such as `2d-mesh`.
+    """Return the name (such as `2d-mesh`) of a torus or mesh algorithm and the sides of its grid (such as (4, 4)).
 
-    kind: "torus" or "mesh".
+    kind: "torus" or "mesh". dims: the sides, if given. dimensions: number of sides, as equal as possible, if `dims` is
+    not given. Raises UserError for sides whose product is not `ranks`.
     """
     name = f"{dimensions}d-{kind}" if dimensions else kind
     return name, resolve_sides(name, ranks, dims, dimensions)
@@ -97,12 +98,12 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
 def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """Return the phases of a reduce-scatter over a grid, one per axis (an all-gather runs them in reverse).
+    """Return the phases of a reduce-scatter over a grid, one per axis. An all-gather runs the same phases in reverse.
 
-    A phase is (ranks of each line along its axis: [..., n], first slot of the block that each of them owns after the
-    phase: [..., n], slots of that block). A slot is the buffer place of one chunk.
+    A phase is a tuple of three: ranks of each line of the grid along the phase's axis, [..., n]; first slot (buffer for
+    one chunk) of the block that each of these ranks owns after the phase, [..., n]; number of slots in such a block.
     grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
-    count: slots of each rank's final block.
+    count: number of slots in each rank's final block.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

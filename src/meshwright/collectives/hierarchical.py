@@ -42,9 +42,9 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
     """Generate the program of the BlueConnect all-reduce: reduce-scatter inside nodes, all-reduce across, all-gather
     inside.
 
-    M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. Rings everywhere,
-    across among ranks of equal local rank: 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes per rank, of which 2(k-1)/n S leave
-    the node; time 2(g-1) alpha + 2(g-1)/g S beta inside + 2(k-1) alpha + 2(k-1)/n S beta across.
+    M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. All phases use
+    rings; those across nodes join ranks of equal local rank. 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes per rank, of
+    which 2(k-1)/n S leave the node; time 2(g-1) alpha + 2(g-1)/g S beta inside + 2(k-1) alpha + 2(k-1)/n S beta across.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
@@ -102,7 +102,7 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
     """Generate the program of the hierarchical broadcast from rank `root`: to one rank of every node, then inside each
     node.
 
-    Binomial trees: log2 k + log2 g rounds, each rounded up, of S bytes.
+    Binomial trees: log2 k + log2 g rounds, with each logarithm rounded up; every message has S bytes.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """
@@ -119,7 +119,7 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
     """Generate the program of the hierarchical reduce to rank `root`: inside each node, then across.
 
-    Binomial trees: log2 g + log2 k rounds, each rounded up, of S bytes.
+    Binomial trees: log2 g + log2 k rounds, with each logarithm rounded up; every message has S bytes.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k nodes of g ranks.
     """

@@ -52,7 +52,7 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the program of the mesh all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
 
-    Best for large vectors on a mesh. With d axes, the vector has d parts that start at different axes. dims: sides of
+    Best for large vectors on a mesh. With d axes, the vector has d parts, and part i starts with axis i. dims: sides of
     the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either,
     one line.
     2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes per rank; with equal sides, time rounds x

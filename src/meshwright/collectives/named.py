@@ -38,15 +38,16 @@ BANDWIDTH = 1e9  # bytes a second
 class NamedProgram:
     """Collective program that a recipe selects for one operation on one mesh axis.
 
-    programs: the verified program; several for "auto", from which `choose_program` picks by the vector's size.
+    programs: the verified program alone, or for "auto" several, among which `choose_program` picks by the vector's
+    size.
     """
 
     programs: tuple[CheckedCollective, ...]
 
     @cached_property
     def _costs(self) -> list[tuple[float, float]]:
-        """Estimated time of each of `programs` on its busiest rank, in the same order: (fixed seconds, seconds per byte
-        of the vector)."""
+        """Estimated cost of each program of `programs`, as (fixed seconds, seconds per byte of the vector) of the
+        program's busiest rank."""
         costs = []
         for checked in self.programs:
             messages = np.bincount(checked.program.steps.rank[checked.sends], minlength=1).max()
@@ -66,10 +67,10 @@ def named_programs(
     """Load and check the collective programs that a recipe selects; return (axis name, operation such as "all_reduce")
     -> program. Operations not in the result use torch.distributed.
 
-    layout: gives the number of ranks of the data, shard and replica axes. A program serves each of these axes whose
-    number of ranks it accepts. Raises UserError if it does not accept the axis on which the operation moves gradients
-    or parameters in this layout. where: function from a key such as `collectives.all_reduce` to the beginning of the
-    error message, such as file and line.
+    layout: gives the number of ranks of the data, shard and replica axes. A program is used on every one of these axes
+    whose number of ranks it accepts. Raises UserError if a program does not accept the axis on which its operation
+    moves gradients or parameters in this layout. where: function from a key such as `collectives.all_reduce` to the
+    beginning of the error message, such as file and line.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}
@@ -97,11 +98,12 @@ def _find_main_axis(layout: Layout, key: str) -> str:
 
 
 def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Load and verify a collective program from a file; return {axis name: program} for the axes with as many ranks as
-    the program.
+    """Load and verify a collective program from a file; return {axis name: program} for the axes that have exactly as
+    many ranks as the program.
 
-    path: with leading `@`. operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis that the
-    program must fit unless it has one rank (UserError otherwise).
+    path: with leading `@`. operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis on which
+    this operation moves gradients or parameters. Raises UserError if the main axis has more than one rank, but not as
+    many as the program, or if the program is for another operation.
     """
     program = load_program(path, "collective")
     if program.operation != operation:
@@ -120,9 +122,10 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
 
 def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
     """Generate the program of an algorithm for each axis whose number of ranks it accepts; return {axis name: program}.
+    Axes of one rank are left out.
 
-    operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis that it must accept (`UserError`
-    otherwise).
+    operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis on which this operation moves
+    gradients or parameters; raises UserError if the algorithm does not accept the main axis's number of ranks.
     """
     found = {}
     for axis, size in sizes.items():

@@ -40,8 +40,8 @@ def draw_crossovers(
     algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound dashed.
 
     crossovers: sizes at which the fastest algorithm changes. requested: size in bytes to mark, None for no mark. named:
-    (algorithm that the user chose, its seconds at that size), drawn as a dot; its curve, if it has one (a program from
-    a file has none), is emphasized.
+    (algorithm that the user chose, its seconds at the requested size), drawn as a dot; the algorithm's curve is
+    emphasized. A program from a file has a dot only, no curve.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}

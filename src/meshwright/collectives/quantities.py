@@ -55,9 +55,9 @@ def is_rate(text: str) -> bool:
 
 
 def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
-    """Parse a number with one of `units` (name -> factor); return number x factor. where: prefix of errors.
+    """Parse a number with a unit, such as `64MiB`; return the number multiplied by the unit's factor.
 
-    right: description of valid text, for errors. Raises UserError.
+    units: name -> factor. where: prefix of errors. right: description of valid text, for errors. Raises UserError.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?\s*([^0-9\s.]*)", text.strip())
     unit = found[3] if found else ""
@@ -82,8 +82,9 @@ def format_seconds(value: float) -> str:
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text with three significant digits, in the largest unit that is not greater than it; values of
-    1000 to a million of that unit have all digits of their integer part. units: name -> factor, ascending."""
+    """Return `value` as text in the largest unit that is not greater than the value, with three significant digits; a
+    number of 1,000 to a million units is written with all digits before the decimal point. units: name -> factor,
+    ascending."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"

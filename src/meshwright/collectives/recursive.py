@@ -62,7 +62,7 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
     """Generate the first round for a number of ranks that is not a power of two: each extra rank sends its vector to
-    the core rank that acts for it, which adds it. No round for a power of two.
+    the core rank that acts for it, and the core rank adds this vector to its own. No round for a power of two.
 
     program: receives the sends. ranks: all ranks of the algorithm, in order.
     """

@@ -189,12 +189,13 @@ def format_crossovers(crossovers: Sequence[Crossover]) -> str:
 
 @dataclass(frozen=True)
 class CollectiveOptions(Settings):
-    """Options of an algorithm (see `Settings`), of the operation and of the network, for `collective`.
+    """Options of an algorithm (segments, ranks per node, sides of the grid), of the operation and of the network, for
+    the function `collective`.
 
-    root: source or destination rank (None: 0). reduction: "sum" (the default), "mean", "minimum" or "maximum". latency,
-    bandwidth: seconds, and bytes per second, of links for which the topology's text gives none.
+    root: source or destination rank (None: 0). reduction: "sum" (the default), "mean", "minimum" or "maximum". latency
+    (seconds), bandwidth (bytes per second): defaults for links whose values the topology's text does not give.
     reduce_bytes_per_second: rate of local reductions. crossovers: True to also find the sizes at which the fastest
-    algorithm changes, with `auto` on few ranks.
+    algorithm changes; applies to `auto` on few ranks only.
     """
 
     root: int | None = None

@@ -114,7 +114,8 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _split_directions(ranks: int) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
-    """Return (ranks in ring order, first slot of each rank's half block) for one direction of the ring, and the same
-    for the reverse direction, which has the other halves. Slot: buffer place of one chunk."""
+    """Return two pairs, one for each direction of a bidirectional ring: (ranks in the order of that direction, first
+    slot of the half block that each of these ranks owns). One direction has the first half of every block, the other
+    the second. A slot is the buffer for one chunk."""
     everyone = np.arange(ranks)
     return (everyone, 2 * everyone), (everyone[::-1], 2 * everyone[::-1] + 1)

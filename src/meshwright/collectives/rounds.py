@@ -40,8 +40,8 @@ def run_together(parts: Iterable[Rounds]) -> Rounds:
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: the generator
-    `parts[i]` starts in round i and runs beside those before it."""
+    """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: in round i the
+    generator `parts[i]` starts, and all generators that have started advance by one of their rounds."""
     active: list[Rounds] = []
     for part in parts:
         active = [part for part in [*active, part] if not _write_next_round(part)]
@@ -56,8 +56,8 @@ def run_in_sequence(*parts: Rounds) -> Rounds:
 
 
 def _write_next_round(part: Rounds) -> bool:
-    """Advance a round generator by one round, whose sends it adds to the program; return True if it has ended
-    instead."""
+    """Run the round generator `part` up to its next `yield`, which adds the sends of its next round to the program.
+    Return False; or True, with nothing added, if the generator had no more rounds."""
     return next(part, part) is part
 
 

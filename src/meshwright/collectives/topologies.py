@@ -27,7 +27,7 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class _TopologySyntax:
-    """Syntax of one kind of topology in text form: the settings that it accepts.
+    """Syntax of one kind of topology in text form: the settings that may follow its name and shape.
 
     example: valid text. tiers: names of classes of links whose latency and bandwidth can be set. numbers: names of
     settings with a number, such as `spines` for `spines=2`. flags: words without a value, such as `rails`.
@@ -54,10 +54,11 @@ TOPOLOGIES = {
 
 @dataclass
 class _Settings:
-    """Settings parsed from a topology's text; those that are not given are missing.
+    """Settings parsed from a topology's text. A setting that the text does not give has no entry.
 
-    latency, bandwidth: class of links (such as "inner" and "outer") -> seconds, and -> bytes per second.
-        numbers: name of another setting -> its number, as given by NAME=NUMBER. flags: the settings without a value.
+    latency: class of links, such as "inner" or "outer" -> seconds. bandwidth: class of links -> bytes per second.
+    numbers: name of another setting -> its number, as given by NAME=NUMBER. flags: words without a value, such as
+    "rails".
     """
 
     latency: dict[str, float]
@@ -69,8 +70,8 @@ class _Settings:
 def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
     """Build the network for `ranks` ranks that a text such as `torus:4x4,25GB/s,1us` describes.
 
-    latency (seconds), bandwidth (bytes per second): of links for which the text gives none; links inside nodes have
-    other defaults. Raises UserError, which names a valid alternative.
+    latency (seconds), bandwidth (bytes per second): defaults for links whose values the text does not give, except
+    links inside nodes, which have defaults of their own. Raises UserError, which names a valid alternative.
     """
     name, colon, shape = text.split(",")[0].partition(":")
     name = name.strip()

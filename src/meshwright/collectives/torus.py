@@ -22,7 +22,7 @@ from meshwright.program.order import Integers
 def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the program of the torus all-reduce: reduce-scatter along each axis in turn, then all-gather in reverse.
 
-    With d axes, the vector has 2d parts, one for each first axis and direction.
+    With d axes, the vector has 2d parts: for each axis, two parts that start with this axis, one in each direction.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one ring.
     2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes per rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X

@@ -21,8 +21,8 @@ class Axis:
     logarithmic: bool = False
 
     def share(self, value: float) -> float:
-        """Return the position of `value` along the axis as a fraction of its length: 0 at `low`, 1 at `high`, below 0
-        or above 1 for values outside. On a logarithmic axis values below `low` are put at 0."""
+        """Return the position of `value` along the axis as a fraction of the axis's length: 0 at `low`, 1 at `high`,
+        below 0 or above 1 for values outside. On a logarithmic axis, values below `low` have position 0."""
         if self.logarithmic:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -31,10 +31,11 @@ class Axis:
 def linear_axis(
     low: float, high: float, title: str = "", *, below: float = 0.0, above: float = 0.0, most: int = 5
 ) -> Axis:
-    """Return a linear axis from `low` to `high` with ticks at round numbers; if the two are equal, `high` is raised.
+    """Return a linear axis from `low` to `high` with ticks at round numbers.
 
-    title: of the axis. below, above: space added at the low and the high end, as a fraction of the range. most: maximum
-        number of intervals between ticks.
+    title: title of the axis. below, above: space added at the low and the high end, as a fraction of the range. most:
+    maximum number of intervals between ticks. If `low` and `high` are equal, the range is the absolute value of `high`,
+    at least 1; without `above`, the axis then ends that much higher.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span
@@ -42,10 +43,11 @@ def linear_axis(
 
 
 def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], unit: float = 1.0) -> Axis:
-    """Return a logarithmic axis that contains all `values` (each above 0), with 4 % of its length free at each end.
+    """Return a logarithmic axis that contains all `values` (each above 0) and some space beyond them at both ends: 4 %
+    of the range on the logarithmic scale, more if the range is narrow.
 
-    title: of the axis. show: formats a tick's label, given the tick's value divided by `unit`. unit: size of a display
-    unit in units of `values` (1e9 for GB of bytes), of which ticks are round multiples.
+    title: title of the axis. unit: number by which `values` are divided for display (1e9 shows bytes as GB); ticks lie
+    at round numbers of the displayed quantity. show: formats a tick's label, given the displayed number.
     """
     low, high = min(values), max(values)
     air = max(1.02, (high / low) ** 0.04, 1.5 * low / high)
@@ -55,8 +57,8 @@ def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], 
 
 
 def choose_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return the ticks of a linear axis: multiples of 1, 2 or 5 times a power of ten in [low, high]. most: maximum
-    number of intervals between them."""
+    """Return the ticks of a linear axis: the multiples, within [low, high], of a round step (1, 2 or 5 times a power of
+    ten). most: maximum number of intervals between ticks."""
     raw = max(high - low, 1e-300) / max(most, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= raw * (1 - 1e-9))
@@ -65,8 +67,9 @@ def choose_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def choose_log_ticks(low: float, high: float) -> list[float]:
-    """Return the ticks of a logarithmic axis: powers of ten in [low, high], with multiples such as 2 and 5 in between
-    if high is at most 10,000 times low; below 4 times, ticks of a linear axis."""
+    """Return the ticks of a logarithmic axis within [low, high]: powers of ten, and multiples such as 2 and 5 times a
+    power of ten if `high` is at most 10,000 times `low`. If `high` is less than 4 times `low`: the ticks of a linear
+    axis."""
     if high < 4 * low:
         return choose_ticks(low, high, 8)
     mantissas = (1,) if high > 1e4 * low else (1, 2, 5) if high > 20 * low else (1, 2, 3, 4, 6, 8)

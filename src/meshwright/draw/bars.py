@@ -24,10 +24,10 @@ def draw_stacked_bars(
 ) -> Markup:
     """Return an SVG chart of horizontal stacked bars.
 
-    rows: (name of the bar, {part: size of its segment in data units}). colours: part -> style-sheet colour, such as
-    "blue". show: formats a size as text, for totals and on hover. label: description of the picture for screen readers.
-    limit: (size, text) of a vertical line to compare the bars with; a limit above `FAR` times the longest bar is given
-    as text instead.
+    rows: (name of the bar, {part: size of the part's segment in data units}). colours: part -> style-sheet colour, such
+    as "blue". show: formats a size as text, for totals and on hover. label: description of the picture for screen
+    readers. limit: (size, text) of a vertical line to compare the bars with. If the limit is far above the longest bar,
+    a text below the bars names it and the longest bar's percentage of it; no line is drawn.
     """
     picture = Picture()
     totals = [sum(parts.values()) for _, parts in rows]
@@ -64,10 +64,10 @@ def draw_stacked_bars(
 def draw_grouped_bars(
     names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str, *, height: int = 240
 ) -> Markup:
-    """Return an SVG bar chart: above each of `names` a cluster of vertical bars, one for each group.
+    """Return an SVG chart of vertical bars: above each of `names` a cluster of bars, one bar for each group.
 
-    groups: (group name, style-sheet colour such as "blue", bar height in data units at each of `names`). title: of the
-    x axis. height: of the picture in pixels.
+    groups: (group name, style-sheet colour such as "blue", bar height in data units at each of `names`). title: title
+    of the x axis. height: height of the picture in pixels.
     """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]

@@ -65,7 +65,7 @@ def _format_cost(checked: CheckedCollective) -> str:
 
 def _make_legend(program: CollectiveProgram) -> list[Markup]:
     """Return the entries of the legend: colours, frames and stripes of cells, and arrows. If `program` reduces, the
-    entry for a cell's colour says that it is the stronger the more ranks have contributed."""
+    entry on colours says that a cell's colour is stronger if more ranks have contributed to the cell."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "final content"),
@@ -83,8 +83,8 @@ def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Ma
     """Return SVG stripes, one per rank, to draw in the lower part of a cell: coloured if the cell contains data of that
     rank, else grey.
 
-    origins: ranks whose data the cell contains. ranks: number of ranks. width: of the cell in pixels. The element has
-    an id, by which all cells with equal origins refer to it.
+    origins: ranks whose data the cell contains. ranks: number of ranks. width: width of the cell in pixels. The stripes
+    have an id, so that all cells with the same origins can refer to one drawing.
     """
     bit = (width - 12) / ranks
     stripes = (
@@ -104,7 +104,8 @@ def _stripes_id(origins: tuple[int, ...]) -> str:
 
 
 def _rank_hue(rank: int, ranks: int) -> int:
-    """Return the hue of a rank's colour in degrees, [0, 360); neighbouring ranks get distant hues."""
+    """Return the hue of the colour of rank number `rank`, in degrees from 0 to 359; consecutive ranks get distant hues.
+    ranks: number of ranks."""
     step = 7 if ranks > 10 else 3
     return (20 + 360 * (rank * step % ranks if ranks % step else rank) // ranks) % 360
 

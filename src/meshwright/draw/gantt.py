@@ -133,10 +133,11 @@ class _Chart:
         self.end = timeline.end or 1.0
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
-        """Draw the legend above the chart's rows, and set where the first row begins.
+        """Draw the legend above the chart's rows, and set the time scale and the y coordinate of the first row.
 
-        right: x coordinate at which the legend must end. baseline: y coordinate of its first line, both in pixels.
-        level_name: name of the quantity drawn as a strip below each row, such as "activations"; empty if there is none.
+        right: x coordinate at which the legend must end, in pixels. baseline: y coordinate of the legend's first line
+        of text, in pixels. level_name: name of the quantity drawn as a strip below each row, such as "activations";
+        empty if there is none.
         """
         self.scale = self.plot / self.end
         self.top = self.picture.legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
@@ -150,8 +151,11 @@ class _Chart:
         return self.top + track * self.pitch
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
-        """Return the legend's entries as (text, SVG attributes of the swatch): one for each kind of step, and one for
-        the strips below the rows if their quantity `level_name` is not empty."""
+        """Return the legend's entries as (text, SVG attributes of the swatch): one for each colour of steps, with the
+        kinds that share it, and one for the strips below the rows if they show a quantity.
+
+        level_name: name of that quantity, such as "activations"; empty if there is none.
+        """
         seen: dict[tuple[str, float, bool], Span] = {}
         for span in self.spans:
             seen.setdefault((span.kind, span.shade, span.mirrored and len(set(COLOURS[span.kind])) > 1), span)

@@ -50,11 +50,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """Named interval of the x axis in a strip of such intervals: from the end of the previous band (or the beginning of
-    the axis) to x = `end`.
+    """Named interval of the x axis, drawn as a box in a strip of consecutive bands: from the end of the previous band
+    (or the beginning of the axis) to x = `end`.
 
-    name: text in the strip. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at
-    its end, if not empty.
+    name: text in the box. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at the
+    end of the box, empty for none.
     """
 
     end: float
@@ -68,8 +68,8 @@ class Band:
 class Plot:
     """Line chart under construction; its methods append to an SVG picture.
 
-    x_axis, y_axis: axes with their ranges and ticks. left, right, top, bottom: edges of the plotting area in pixels;
-    left = 0: as much space as the labels of the y axis need.
+    x_axis, y_axis: axes with their ranges and ticks. left, right, top, bottom: edges of the plotting area in pixels.
+    For left = 0, the left edge is placed so that the labels of the y axis fit.
     """
 
     x_axis: Axis
@@ -196,8 +196,8 @@ def draw_lines(
     series.
 
     x_axis, y_axis: axes with their ranges and ticks. series: the curves. marks: vertical lines with texts. height: in
-    pixels. hover: name of the x values, such as "step", in the texts that show values on hover; empty: no such texts.
-    legend: True for a legend even with a single series.
+    pixels. hover: name of the x values, such as "step", for the texts that show all values at an x on hover; empty: no
+    such texts. legend: True for a legend even with a single series.
     """
     plot = Plot(x_axis, y_axis, right=744, bottom=height - (44 if not x_axis.title else 48))
     for one in series:
@@ -214,8 +214,9 @@ def draw_lines(
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
-    """Move labels apart so that they do not overlap; return their vertical positions in pixels: ascending, at least
-    `LINE` apart, none greater than `limit`, close to the wanted positions `places` (ascending)."""
+    """Move labels apart so that they do not overlap; return their vertical positions in pixels: ascending, at least one
+    line of text apart, none greater than `limit`, and close to the wanted positions. places: wanted positions in
+    pixels, ascending."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)
@@ -226,8 +227,8 @@ def spread_labels(places: Sequence[float], limit: float) -> list[float]:
 
 
 def downsample(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Reduce a line's points (x, y) to at most 2 x `BUCKETS` that draw the same line: minimum and maximum of each
-    bucket of consecutive points, and both ends."""
+    """Reduce the points (x, y) of a line to at most 2 x `BUCKETS` points that draw the same line. Consecutive points
+    form a bucket; the points with the lowest and the highest y of each bucket are kept, and both ends of the line."""
     if len(points) <= 2 * BUCKETS:
         return points
     kept = {0, len(points) - 1}

@@ -35,8 +35,8 @@ def escape_text(text: str) -> Markup:
 def element(name: str, /, *children: Content, **attributes: str | float | None) -> Markup:
     """Return one HTML or SVG element with the tag `name`. Plain strings among `children` are escaped, `Markup` is not.
 
-    attributes: of the element; `class_` stands for class, an underscore for a hyphen; numbers are rounded to 0.01; None
-    omits the attribute.
+    attributes: attributes of the element, with `class_` for class and an underscore for each hyphen. Numbers are
+    rounded to 0.01; an attribute that is None is omitted.
     """
     head = name + "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape_text(one if isinstance(one, str) else format_number(one))}"'
@@ -49,7 +49,7 @@ def element(name: str, /, *children: Content, **attributes: str | float | None) 
 
 def join(content: Content, between: str = "") -> Markup:
     """Concatenate contents into one `Markup`: strings (escaped), `Markup` (unchanged) and nested sequences of these.
-    between: inserted between the items, unescaped."""
+    between: text inserted between the items, without escaping."""
     if content is None:
         return Markup()
     if isinstance(content, Markup):

@@ -14,8 +14,8 @@ _QUANTITY = re.compile(r"[-–+<]?[\d.,]+( ?[^\W\d_]{0,3}|%)( / [\d.,]+)?|[-–]
 
 
 def page(title: str, *parts: Content, narrow: bool = False) -> str:
-    """Return a complete HTML page with the body `parts`, for light and dark mode. title: of the browser tab; `parts`
-    hold the heading. narrow: True for the style sheet's narrow text column."""
+    """Return a complete HTML page, for light and dark mode, whose body consists of `parts`. title: title of the browser
+    tab only; a heading must be among `parts`. narrow: True for the style sheet's narrow text column."""
     style = picture_style() + (files("meshwright.draw") / "page.css").read_text(encoding="utf-8")
     head = (
         element("meta", charset="utf-8"),
@@ -37,8 +37,9 @@ def _box_picture(part: Content) -> Content:
 def table(head: Sequence[Content], rows: Iterable[Sequence[Content]]) -> Markup:
     """Return an HTML table that scrolls horizontally if too wide.
 
-    head: cells of the header line, empty for none. rows: cells of each line, the first of which is the row's header.
-        Columns that hold only quantities (numbers with an optional unit) are aligned to the right.
+    head: cells of the header line, empty for no header. rows: cells of each line; the first cell of a line is its
+    header. Columns that hold only quantities (numbers with an optional unit) are aligned to the right, except the first
+    column.
     """
     rows = list(rows)
     kinds = ["n" if _holds_quantities([row[at] for row in rows]) else None for at in range(len((*rows, head)[0]))]

@@ -67,7 +67,8 @@ class Picture:
 
 def stack(pictures: Sequence[tuple[str, Markup]], label: str, gap: float = 14, left: float = 14) -> Markup:
     """Return an SVG file with several pictures one below the other. pictures: (heading, <svg> element with width and
-    height). label: description for screen readers. gap: pixels between them. left: x of the headings."""
+    height). label: description for screen readers. gap: pixels between the pictures. left: x coordinate of the headings
+    in pixels."""
     whole = Picture()
     widest, y = 0.0, 0.0
     for heading, drawn in pictures:

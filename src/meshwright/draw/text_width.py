@@ -10,8 +10,8 @@ _WIDE = dict.fromkeys("mMwW@%—→", 0.9)
 
 
 def text_width(text: str, size: float = 12.0, monospace: bool = False) -> float:
-    """Return the estimated width of `text` in pixels at a font size of `size` pixels. monospace: for the monospace
-    font."""
+    """Return the estimated width of `text` in pixels at a font size of `size` pixels. monospace: True for a font whose
+    characters are all equally wide."""
     return size * sum(0.61 if monospace and ord(one) < 128 else _character_width(one) for one in text)
 
 

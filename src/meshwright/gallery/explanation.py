@@ -37,8 +37,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """Step of a worked example: a picture. name: its file in docs/pictures without ".svg". caption: line below it.
-    draw: function that returns it as SVG. drawing: text version for a terminal, empty if there is none."""
+    """Step of a worked example: a picture. name: name of the picture's file in docs/pictures, without ".svg". caption:
+    line below the picture. draw: function that returns the picture as SVG. drawing: version of the picture as text for
+    a terminal, empty if there is none."""
 
     name: str
     caption: str
@@ -53,9 +54,10 @@ Step: TypeAlias = Text | Table | Figure
 
 
 class Work:
-    """Collector for the function of a worked example, which appends the steps to show and records the results.
+    """Collects a worked example while it is computed: the example's function appends steps to show and records results.
 
-    steps (attribute): `Text`, `Table` and `Figure` records in order. results (attribute): name with unit -> value.
+    steps (attribute): `Text`, `Table` and `Figure` objects in the order in which they are shown. results (attribute):
+    name of a result, with its unit or quantity -> number.
     """
 
     def __init__(self) -> None:
@@ -67,18 +69,19 @@ class Work:
         self.steps.append(Text(words))
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Append a table to the steps. title: line above it. head: column names. rows: cells, formatted by
-        `format_cell`."""
+        """Append a table to the steps. title: line above the table. head: column names. rows: cells; numbers are
+        formatted as text, such as `1,234,567` or `0.125`."""
         cells = tuple(tuple(map(format_cell, row)) for row in rows)
         self.steps.append(Table(title, tuple(head), cells))
 
     def figure(self, name: str, caption: str, draw: Callable[[], Markup], drawing: str = "") -> None:
-        """Append a `Figure` to the steps. name: its file in docs/pictures without ".svg". caption: line below it. draw:
-        function that returns it as SVG. drawing: text version for a terminal, empty if there is none."""
+        """Append a `Figure` to the steps. name: name of the picture's file in docs/pictures, without ".svg". caption:
+        line below the picture. draw: function that returns the picture as SVG. drawing: version as text for a terminal,
+        empty if there is none."""
         self.steps.append(Figure(name, caption, draw, drawing))
 
     def result(self, name: str, value: float) -> None:
-        """Record the value of a result of the example. name: with its unit or quantity, such as "bytes sent"."""
+        """Record a result of the example. name: name of the result with its unit or quantity, such as "bytes sent"."""
         self.results[name] = float(value)
 
 

@@ -160,8 +160,8 @@ def _show_ledgers(work: Work, title: str, found: dict[str, Ledger]) -> None:
 
 
 def serve_7b(work: Work) -> None:
-    """Append to `work` the worked example: memory of Llama-2-7B's weights and KV cache for serving, with 13B and
-    grouped-query models beside it."""
+    """Append to `work` the worked example: memory of Llama-2-7B's weights and KV cache for serving, compared with the
+    KV cache of a 13B model and of a model with grouped-query attention."""
     token = _show_serving(work, "llama-2-7b", 4096, 16)
     other = preset("llama-2-13b")
     opt = 2 * other.layers * other.kv_heads * other.head_dim * 2

@@ -15,8 +15,8 @@ from meshwright.spec.presets import preset
 
 
 def _name_training_code(work: Work, files: str, more: str = "") -> None:
-    """Append to `work` a sentence that names the source files whose training code computes what this example computes
-    with NumPy.
+    """Append to `work` a sentence that says in which source files the training code computes the same as this example,
+    which uses NumPy.
 
     files: paths relative to the package, joined as text: "model/loss.py and model/experts.py". more: end of the
     sentence.
@@ -35,7 +35,7 @@ def keep_largest(values: Floats, k: int) -> Floats:
 
 def sparsify(work: Work) -> None:
     """Append to `work` the worked example of top-k sparsified gradients: four steps, each of which sends the two
-    largest of eight entries and keeps the rest as memory (error feedback) for the next."""
+    largest of eight entries and adds the unsent rest to the gradient of the next step (error feedback)."""
     gradients = np.array([
         [0.9, -0.1, 0.2, 0.05, -1.2, 0.3, 0.0, 0.1], [0.1, -0.4, 0.2, 0.05, 0.1, 0.3, 0.6, 0.1],
         [0.0, -0.4, 0.3, 0.05, -0.1, 0.3, 0.1, 0.1], [0.1, 0.1, 0.2, 0.05, 0.2, 0.0, 0.1, 0.5],

@@ -118,10 +118,11 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a program so that all transfers of one round have the same level.
+    """Renumber the dependency levels of a program (a transfer or local step depends on lower levels only) so that all
+    transfers of one round have the same level.
 
-    Returns (posting order with the new levels, number of levels per round). The last level of a round is that of its
-    transfers; the levels before it are those of the local copies and reductions that precede them.
+    Returns (posting order with the new levels, number of levels per round). The last level of a round holds the round's
+    transfers; the levels before it hold the local copies and reductions that precede these transfers.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)

@@ -212,10 +212,10 @@ def _check_micro_batches(program: PipelineProgram) -> None:
 
 
 def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
-    """Raise `ProgramError` for the first step that does the work of an earlier one a second time.
+    """Raise `ProgramError` if two steps do the same work; the error names the later one.
 
-    steps: step indices. number: [steps], a key of each step's work (equal: same work). verb: word of the message, such
-        as `sent`.
+    steps: step indices. number: [steps], key of each step's work: equal for two steps that do the same work. verb: word
+    of the message, such as `sent`.
     """
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])
@@ -226,8 +226,8 @@ def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, v
 
 
 def _check_transfers(flow: Dataflow) -> None:
-    """Raise `ProgramError` for a send or receive within one rank, of a value that no step produces, or of a value sent
-    before.
+    """Raise `ProgramError` for a send or receive whose two ends are on one rank, whose value no step produces, or whose
+    value was sent (or received) by an earlier step.
 
     flow: data flow of the program.
     """
@@ -274,8 +274,8 @@ def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers
 
 
 def _check_updates(program: PipelineProgram) -> None:
-    """Raise `ProgramError` unless each weight gradient is applied by exactly one, later, update, and all stages of a
-    replica are updated after the same micro-batches."""
+    """Raise `ProgramError` unless exactly one update applies each weight gradient, this update comes after the step
+    that computes the gradient, and all stages of a replica are updated after the same micro-batches."""
     s = program.steps
     replicas, stages = program.replicas, program.stages
     final = np.flatnonzero(s.has_kind((Kind.BACKWARD, Kind.WEIGHT_GRADIENT)))

@@ -180,7 +180,8 @@ class CollectiveProgram(StepProgram):
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """Collective program whose sends are matched with its receives, as the simulator takes it; it may be unverified.
+    """Collective program with the pairs of sends and receives that belong together. The simulator accepts it without
+    the verification that a `CheckedCollective` has passed.
 
     sends, receives: [transfers], indices of the send and receive step of each transfer.
     """
@@ -236,7 +237,8 @@ class Builder:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Context manager for one round: the steps that it adds to a rank form one group, posted together."""
+        """Context manager for one round: all steps added to a rank inside its `with` block form one group, which the
+        rank posts together."""
         assert not self._open, "a round inside a round"
         self._round += 1
         self._open = True

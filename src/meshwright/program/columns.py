@@ -41,14 +41,14 @@ class StepColumns:
 
     @cached_property
     def group_index(self) -> Integers:
-        """Index of each step's group (consecutive steps of a rank that start together), with the groups of all ranks
-        numbered consecutively, rank by rank: [steps]."""
+        """Index of the group (consecutive steps of a rank that start together) to which each step belongs: [steps].
+        Groups are numbered from 0 over all ranks, rank by rank."""
         return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
 
     @cached_property
     def group_rank(self) -> Integers:
-        """Rank of each group (consecutive steps of a rank that start together), groups numbered over all ranks from 0:
-        [groups]."""
+        """Rank of each group (consecutive steps of a rank that start together): [groups]. Groups are numbered from 0
+        over all ranks, rank by rank."""
         return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
 
     def of_rank(self, rank: int) -> range:
@@ -89,8 +89,8 @@ class StepProgram:
 
 
 def count_in_runs(starts: Mask) -> Integers:
-    """Return the position of each entry in its run of consecutive entries, counted from 0. starts: True for the first
-    entry of each run; the first entry starts one."""
+    """Return the position of each entry within its run of consecutive entries, counted from 0. starts: mask that is
+    True where a run begins; entry 0 counts as the beginning of a run in any case."""
     index = np.arange(len(starts))
     position: Integers = index - np.maximum.accumulate(np.where(starts, index, 0))
     return position

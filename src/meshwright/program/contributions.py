@@ -141,8 +141,8 @@ class ContributionTracker:
     def run(self, across: SlotMoves, inside: SlotMoves, watch: Callable[[int], None] | None = None) -> None:
         """Execute all slot moves on `memory`, one dependency level after the other.
 
-        across: moves of transfers. inside: moves of local copies and combines. watch: called with the number of each
-            level after it.
+        across: moves of transfers. inside: moves of local copies and combines. watch: function called after each level
+        with the number of the level.
         Raises `ProgramError` at the first step that reads an empty slot, reduces different chunks into each other, or
         adds the contribution of a rank a second time.
         """
@@ -236,9 +236,9 @@ class ContributionTracker:
 
 
 def _find_first_failure(bad: Mask, step: Integers) -> int:
-    """Return the index of that failed move whose step comes first in the program.
+    """Return the index of a failed move: the one whose step comes first in the program.
 
-    bad: [moves], True for failed moves. step: [moves], index of each move's step.
+    bad: [moves], True for failed moves. step: [moves], index of the step to which each move belongs.
     """
     candidates = np.flatnonzero(bad)
     return int(candidates[np.argmin(step[candidates])])

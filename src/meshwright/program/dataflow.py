@@ -25,10 +25,9 @@ _MAKES = np.array([OUTPUT, GRADIENT, GRADIENT, WEIGHTS])
 class ValueReads:
     """Reads of activations and gradients by steps of a pipeline program, as columns with one entry per read.
 
-    reader: step index of the step that reads the value. maker: step index of the step that produces it, -1 if none
-        does.
-    what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient). stage: stage of the producing step.
-    between_stages: True if the value comes from another stage, and so perhaps from another rank.
+    reader: index of the step that reads the value. maker: index of the step that produces the value, -1 if no step
+    does. what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient). stage: stage of the producing step.
+    between_stages: True if the value comes from another stage, which may be on another rank.
     """
 
     reader: Integers
@@ -59,8 +58,8 @@ class Dataflow:
     def compute_value_index(
         self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers
     ) -> Integers:
-        """Return the index of values in arrays over all values, such as `last_step`: the four arguments as digits of
-        one number.
+        """Return one number per value (output or gradient of a micro-batch in a stage), by which arrays over all
+        values, such as `last_step`, are indexed. The four arguments are the digits of this number.
 
         what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). replica, stage: where the value is produced. Arguments are
         broadcast against each other; the result has their shape.
@@ -69,22 +68,27 @@ class Dataflow:
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
 
     def index_values(self, what: Integers | int, steps: Integers) -> Integers:
-        """Return the index (see `compute_value_index`) of the values `what` of the stages and micro-batches of `steps`,
-        which are step indices."""
+        """Return, for each step, the index by which arrays over all values are indexed: that of the value `what` of the
+        step's replica, stage and micro-batch.
+
+        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). steps: step indices.
+        """
         s = self.program.steps
         return self.compute_value_index(what, s.replica[steps], s.stage[steps], s.micro_batch[steps])
 
     @cached_property
     def produced(self) -> Integers:
-        """Index (see `compute_value_index`) of the value that each compute step produces: [compute steps]. Steps split
-        into layer components produce one value together."""
+        """Index, in arrays over all values, of the value (output or gradient) that each compute step produces: [compute
+        steps]. The steps of a pass that is split into layer components produce one value together."""
         return self.index_values(_MAKES[self.program.steps.kind[self.computing]], self.computing)
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
-        """Compute steps sorted by the value they produce and, within it, in execution order of the layer components.
+        """Compute steps, sorted by the value (output or gradient) that they produce and, for one value, in execution
+        order of the layer components.
 
-        Three arrays: step index; True for the first component of a value; True for the last component of a value.
+        Three arrays [compute steps]: step index; True for the first component of a value; True for the last component
+        of a value.
         """
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
@@ -94,20 +98,21 @@ class Dataflow:
 
     @cached_property
     def first_step(self) -> Integers:
-        """Step index of the first step that computes each value: [values], by `compute_value_index`; -1 if no step
-        does."""
+        """Index of the first step that works on each value (output or gradient): [values], in the order of
+        `compute_value_index`; -1 for a value that no step computes."""
         return self._tabulate_steps(1)
 
     @cached_property
     def last_step(self) -> Integers:
-        """Step index of the step that completes each value: [values], by `compute_value_index`; -1 if no step does."""
+        """Index of the step that completes each value (output or gradient): [values], in the order of
+        `compute_value_index`; -1 for a value that no step computes."""
         return self._tabulate_steps(2)
 
     def _tabulate_steps(self, which: int) -> Integers:
-        """Return the index of the first (which=1) or last (which=2) step that computes each value: [values], -1 if none
-        does.
+        """Return, for each value (output or gradient), the index of the first or of the last step that computes it:
+        [values], in the order of `compute_value_index`; -1 for a value that no step computes.
 
-        which: position in `_ordered_components` of the mask that selects the step.
+        which: 1 for the first step, 2 for the last one.
         """
         p = self.program
         table = np.full(3 * p.replicas * p.stages * p.micro_batches, -1, np.int64)
@@ -150,10 +155,11 @@ class Dataflow:
         return ValueReads(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
-        """Return, for each weight-gradient step, the index of the input-gradient step of the same value and layer
-        component.
+        """Return, for each weight-gradient step, the index of the input-gradient step or full backward of the same
+        stage, micro-batch and layer component.
 
-        weights: indices of weight-gradient steps. whole: [weights], indices to return where no such step exists.
+        weights: indices of weight-gradient steps. whole: [weights], indices to return for steps whose component has no
+        input-gradient step, because the input gradient is not split.
         """
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]

@@ -20,16 +20,17 @@ class Durations:
     """Durations of the steps of a pipeline on one micro-batch, in any unit of time (the same for all fields).
 
     Each is one number for all stages, or an array [stages] or [replicas, stages].
-    forward, input_gradient, weight_gradient: compute times of the passes; a full backward takes the sum of the last
-        two.
+    forward, input_gradient, weight_gradient: compute times of the passes. A full backward takes the sum of input
+    gradient and weight gradient.
     transfer: message time between adjacent stages, in either direction; one number, or one per stage boundary [stages -
-        1]. Zero between stages of one rank.
+    1]. Zero between stages of one rank.
     update: time of the optimizer step on one stage's weights.
-    overlapped: time of a forward and a backward that run as one group (None: their sum); for two different stages, the
-        mean of both values.
-    parts: share of attention, dispatch, MLP and combine in a step that is split into these components: [4], of which a
-        weight gradient uses attention and MLP in proportion; or [4, 4] for forward, backward, input gradient and weight
-        gradient. In a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
+    overlapped: time of a forward and a backward that run together as one group (None: the sum of their times). If the
+    two are on different stages, the group takes the mean of both stages' values.
+    parts: fraction of a pass that attention, dispatch, MLP and combine each take where steps are split into these
+    components. [4]: the same for all passes, except that a weight gradient is divided between attention and MLP alone,
+    in the ratio of their fractions. [4, 4]: one row each for forward, backward, input gradient and weight gradient. In
+    a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
     """
 
     forward: ArrayLike = 1.0
@@ -53,18 +54,18 @@ class Durations:
     ) -> Durations:
         """Build durations by stage from durations by rank, which are divided equally among the rank's stages.
 
-        shape: the program, or (ranks, stages per rank). Other arguments: fields of `Durations`, converted as by
-        `split`.
+        shape: the program, or (ranks, stages per rank). Other arguments: as the fields of `Durations`, but for all
+        stages of a rank together: one number, or one per rank. A list with one number per stage is kept as it is; so is
+        `transfer`.
         """
         return cls(forward, input_gradient, weight_gradient, transfer, update, overlapped).split(shape)
 
     def split(self, shape: PipelineProgram | tuple[int, int]) -> Durations:
         """Convert durations by rank, for all stages (model chunks) of a rank together, to durations by stage.
 
-        shape: the program, or (ranks, chunks per rank) for cyclic placement. Each field of `self` is one number or one
-        per rank, which is divided by the chunks per rank, or one per stage, which is kept (if ranks and stages are
-        equally many, a list is read as one per stage). transfer: unchanged, one number or one per stage boundary.
-        Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks per rank) for cyclic placement. A field of `self` that is one number, or
+        one per rank, is divided by the chunks per rank. A field with one number per stage is kept, also if ranks and
+        stages are equally many. `transfer` is kept too. Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape
@@ -103,8 +104,8 @@ class Durations:
     def tabulate(self, name: str, program: PipelineProgram) -> Floats:
         """Return the field `name`, such as "forward", as an array [replicas, stages] for the program.
 
-        For "transfer": [replicas, stages - 1], by stage boundary. Raises UserError for a wrong number of values, and
-        for negative or infinite ones.
+        The field "transfer" has the shape [replicas, stages - 1], with one entry per stage boundary. Raises UserError
+        for a wrong number of values, and for negative or infinite ones.
         """
         array = np.asarray(getattr(self, name), np.float64)
         columns = program.stages - (name == "transfer")
@@ -116,8 +117,8 @@ class Durations:
         return np.broadcast_to(array, (program.replicas, columns))
 
     def component_shares(self) -> Floats:
-        """Return the fraction of a step's duration that each layer component takes: [step kinds, components]; 1 for
-        whole steps. Kinds and components are indexed by the values of `Kind` and `Component`."""
+        """Return the fraction of a step's duration that each layer component takes: [step kinds, components], indexed
+        by the values of `Kind` and `Component`. The fraction is 1 for whole steps."""
         parts = np.asarray(self.parts, np.float64)
         if parts.shape not in ((4,), (4, 4)):
             raise UserError(f"parts: {parts.size} values; expected 4, or 4 for each of the 4 step kinds")

@@ -91,9 +91,10 @@ class _WaveOrder(NamedTuple):
     """Groups (steps run together on a rank) sorted into waves for vectorized simulation: a wave depends only on earlier
     waves, so all of its groups are computed at once.
 
-    order: [groups], group indices, wave by wave. bounds: end of each wave in `order` (exclusive).
-    before: [groups, in `order`], position in `order` of the previous group on the same rank. needs: list of such
-    arrays; array i has the i-th group on another rank that each group waits for. `len(order)` stands for no group.
+    order: [groups], group indices, wave by wave. bounds: end (exclusive) of each wave in `order`.
+    The other arrays have one entry for each group of `order`. before: position in `order` of the previous group on the
+    same rank. needs: arrays for the waits for other ranks; needs[i] is the position in `order` of the i-th group on
+    another rank for which each group waits. `len(order)` means that there is no such group.
     crossings: arrays like `needs`, with the index in `RemoteReads` of the read that causes the wait (-1: none).
     """
 
@@ -152,10 +153,12 @@ def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
 
 
 def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
-    """List the groups on other ranks that each group waits for, and the reads that cause the waits.
+    """List the groups (steps run together) on other ranks for which each group waits, and the reads that cause the
+    waits.
 
-    wait: values read across ranks. Returns two lists of arrays [groups]: group indices, and indices into `wait`. Array
-        i of each list has the i-th wait of every group, -1 for none.
+    wait: values read across ranks. Returns two lists of arrays [groups]: awaited groups, as group indices, and reads,
+    as indices into `wait`. Array number i of each list has the i-th wait of every group; -1 if the group has fewer
+    waits.
     """
     s = program.steps
     groups = len(s.group_rank)

@@ -69,13 +69,14 @@ class Network:
     link_from, link_to: [links], vertices. A full-duplex cable is two links.
     latency: [links], seconds that a link adds to a message. bandwidth: [links], bytes per second.
     find_routes: function (source ranks [n], target ranks [n]) -> the n routes between these pairs.
-    tiers: (seconds, bytes per second) of a message between near ranks, and of one between far ranks; closed forms use
-        them.
-    gap: fraction of a message's latency by which it delays the next message of the same group over the same first link
-        (the gap of LogP, D. Culler et al., PPoPP 1993).
-    partitions: possible bottlenecks, for the lower bound: arrays [vertices] with the block of each vertex; -1 for
-        switches outside every block. switches: names of the switches.
-    dims: sides of a torus or mesh; groups: ranks per node; both are defaults for algorithms that need them.
+    tiers: (seconds, bytes per second) of a message between near ranks (on one node or leaf switch), and of one between
+    far ranks, for the closed forms (formulas) of algorithms' times; two equal pairs in a uniform network.
+    gap: extra delay between two messages of one group that start on the same link, as a fraction of the message's
+    latency (the gap of LogP, D. Culler et al., PPoPP 1993).
+    partitions: divisions of the network into blocks whose connecting links may be the bottleneck, for the lower bound:
+    arrays [vertices] with the block of each vertex; -1 for switches outside every block. switches: names of the
+    switches.
+    dims: sides of a torus or mesh. groups: ranks per node. Both are defaults for algorithms that need them.
     """
 
     name: str
@@ -133,8 +134,8 @@ class Network:
 
     @cached_property
     def least_latency(self) -> float:
-        """Lower bound of the latency between any two ranks, in seconds: cheapest link out of a rank plus cheapest link
-        into one."""
+        """Lower bound of the latency between any two ranks, in seconds: the lowest latency of a link between two ranks,
+        or of a link from a rank to a switch plus the lowest latency of a link into a rank."""
         if self.ranks == 1:
             return 0.0
         into = self.latency[self.link_to < self.ranks].min()

@@ -70,9 +70,9 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
 class PostingOrder:
     """Order in which the groups (steps that a rank posts together) of a program can be posted.
 
-    level: [groups], number of groups in the longest dependency chain before each group, which depends only on groups of
-    lower levels. rounds: [groups], most transfers in any dependency chain before each group. depth: number of transfers
-    in the longest chain of the program, which is its number of rounds.
+    level: [groups], number of groups before each group in its longest dependency chain; a group depends only on groups
+    of lower levels. rounds: [groups], largest number of transfers in a dependency chain before each group. depth:
+    number of transfers in the longest chain of the program, which is its number of rounds.
     """
 
     level: Integers
@@ -147,10 +147,11 @@ def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:
 
 
 def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
-    """Return the group indices of one dependency cycle: each waits for the next, the last for the first.
+    """Return the group indices of one cycle of dependencies: each group waits for the next one of the tuple, and the
+    last for the first.
 
     before, after: [edges], group that is waited for, and group that waits for it. stuck: [groups], True for groups that
-    are never posted.
+    can never be posted.
     """
     inside = stuck[before] & stuck[after]
     waits_for = dict(zip(after[inside].tolist(), before[inside].tolist(), strict=True))

@@ -265,7 +265,8 @@ class RankBuilder:
         """Set all steps of the rank at once from columns [steps], in execution order, instead of appending them one by
         one.
 
-        group: steps with equal numbers run together. kind: a `Kind` each. stage, replica, micro_batch: indices from 0.
+        group: steps with equal numbers run together. kind: values of `Kind`. stage, replica, micro_batch: indices from
+        0.
         """
         assert not self.rows, "steps are appended one by one or set together, not both"
         self._table = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])

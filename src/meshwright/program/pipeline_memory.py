@@ -14,10 +14,11 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 
 def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
-    """Return the steps at whose start saved activations are allocated, and the steps at whose end they are freed.
+    """Return the steps at whose start saved activations are allocated, and the steps at whose end saved activations are
+    freed, as two arrays of step indices. Entry i of the two arrays need not concern the same activation.
 
-    flow: data flow of the program. Both are arrays of step indices; entry i of one need not belong to entry i of the
-    other. An activation lives from the start of its forward to the end of its weight gradient (or full backward).
+    flow: data flow of the program. An activation lives from the start of its forward to the end of its weight gradient
+    (or full backward).
     """
     program = flow.program
     values = program.replicas * program.stages * program.micro_batches
@@ -52,12 +53,14 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
 
 
 def count_weight_copies(program: PipelineProgram) -> Floats:
-    """Return the peak number of weight versions of each rank [ranks], in units of one copy of its share of the model.
+    """Return the peak number of weight versions on each rank, in units of one copy of the rank's share of the model:
+    [ranks].
 
     A synchronous program has one version of each replica's stages. An update makes a new version current at its
     position in the rank's steps; a forward uses the newest version, and its backward the same one. A replaced version
-    is kept until the last backward that uses it. If gradients for a later update are computed before an update, the two
-    sets must be accumulated separately, so the new version is allocated from there on (PipeDream-2BW's second buffer).
+    is kept until the last backward that uses it. If a gradient for a later update is computed before an update, the
+    gradients of the two updates must be accumulated separately: the new version counts from that gradient on
+    (PipeDream-2BW's second buffer).
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks

@@ -66,10 +66,12 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
 def find_transfers(
     flow: Dataflow, kind: Kind, what: Integers, replica: Integers, stage: Integers, micro_batch: Integers
 ) -> Integers:
-    """Return the index of the step that sends (or receives) each of the given values: [values], -1 where none does.
+    """Return the index of the step that sends (or receives) each of the given values: [values]; -1 for a value that no
+    step sends (or receives).
 
-    kind: SEND_FORWARD to find sends (of gradients too), RECEIVE_FORWARD to find receives. what: [values], OUTPUT or
-        GRADIENT. replica, stage, micro_batch: [values]; the stage is the one that sends (or receives).
+    kind: SEND_FORWARD to find sends, of activations and of gradients; RECEIVE_FORWARD to find receives of both. what:
+    [values], OUTPUT or GRADIENT. replica, stage, micro_batch: [values]; the stage is that of the sending (or receiving)
+    step.
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))

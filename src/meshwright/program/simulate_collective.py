@@ -64,10 +64,11 @@ def simulate_collective(
 
 
 class CollectiveSimulator:
-    """Simulator of one collective program on one network; its preparation is reused for several vector sizes.
+    """Simulator of one collective program on one network. What does not depend on the vector's size is computed once,
+    so that several sizes can be simulated.
 
-    checked: program with matched sends and receives. reduce_bytes_per_second: rate of local reductions, which run at
-        the end of a group (default: infinite).
+    checked: program with matched sends and receives. network: network with links that messages share.
+    reduce_bytes_per_second: rate of local reductions, which run at the end of a group of steps (default: infinite).
     """
 
     def __init__(self, checked: MatchedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
@@ -102,8 +103,8 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, how many messages of its sender's group start on the same first link before it:
-        [messages]."""
+        """Return, for each message, the number of messages of the same sending group that start on the same first link
+        and precede it in the program: [messages]."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]
@@ -131,18 +132,19 @@ def _sort_unique(numbers: Integers) -> Integers:
 
 
 class _EventKind(IntEnum):
-    """Kind of a simulation event. GROUPS_END: groups of steps end after their local work. BYTES_FLOW: messages start to
-    transmit bytes after their latency."""
+    """Kind of a simulation event. GROUPS_END: some groups (steps that a rank posts together) have finished their local
+    copies and reductions, and end. BYTES_FLOW: the latency of some messages is over, and their bytes start to flow."""
 
     GROUPS_END = 0
     BYTES_FLOW = 1
 
 
 class _SimulationState:
-    """State of one simulation of a collective program: posted groups, messages in flight, queue of events.
+    """State of one simulation of a collective program: posted groups (steps that a rank starts together), messages in
+    flight, queue of events.
 
-    plan: simulator with program, network and routes. message_bytes: [messages]. local_seconds: [groups], time of each
-        group's local reductions.
+    plan: simulator with program, network and routes. message_bytes: [messages], size of each message. local_seconds:
+    [groups], time of each group's local reductions.
     """
 
     def __init__(self, plan: CollectiveSimulator, message_bytes: Floats, local_seconds: Floats) -> None:
@@ -193,8 +195,8 @@ class _SimulationState:
         return self.start, self.end, self.last
 
     def _finish_messages(self, messages: Integers) -> None:
-        """Mark the messages with indices `messages` as arrived now, and start local reductions of groups without open
-        messages."""
+        """Mark the messages with indices `messages` as arrived at the current time. Groups (steps that a rank posts
+        together) whose messages have now all arrived start their local reductions."""
         if len(messages) == 0:
             return
         self.end[messages] = self.now
@@ -203,9 +205,10 @@ class _SimulationState:
         self._reduce_groups(_sort_unique(ends[self.open_messages[ends] == 0]))
 
     def _reduce_groups(self, groups: Integers) -> None:
-        """Start the local reductions of the groups with indices `groups`, whose messages have all arrived.
+        """Start the local reductions of the groups (steps that a rank posts together) with indices `groups`, whose
+        messages have all arrived.
 
-        Groups without reductions end at once.
+        A group without reductions ends at once.
         """
         local = self.local_seconds[groups]
         is_zero = local == 0
@@ -213,13 +216,15 @@ class _SimulationState:
         self._schedule_events(groups[~is_zero], local[~is_zero], _EventKind.GROUPS_END)
 
     def _finish_groups(self, groups: Integers) -> None:
-        """End the groups with indices `groups` now, and post the next group of each of their ranks."""
+        """End the groups (steps that a rank posts together) with indices `groups` at the current time. For each of
+        them, post the next group of the same rank, if there is one."""
         if len(groups):
             self.last = self.now
             self._post_groups(groups[~self.plan._is_last[groups]] + 1)
 
     def _post_groups(self, groups: Integers) -> None:
-        """Post the groups with indices `groups` now, and start each of their messages whose other end is posted."""
+        """Post the groups (steps that a rank starts together) with indices `groups` at the current time. A message
+        starts if the group at its other end is posted already. A group without messages starts its local reductions."""
         if len(groups) == 0:
             return
         plan = self.plan
@@ -232,9 +237,11 @@ class _SimulationState:
         self._schedule_events(alone, self.local_seconds[alone], _EventKind.GROUPS_END)
 
     def _schedule_events(self, which: Integers, delay: Floats, kind: _EventKind) -> None:
-        """Schedule an event for each of the groups or messages `which`; those with equal delay share one event.
+        """Schedule an event for each of the groups or messages `which`. Groups or messages with equal delay share one
+        event.
 
-        which: indices of groups (kind GROUPS_END) or messages (kind BYTES_FLOW). delay: [len(which)], seconds from now.
+        which: indices of groups (if kind is GROUPS_END) or of messages (if kind is BYTES_FLOW). delay: [len(which)],
+        seconds from the current time.
         """
         if len(which) and (delay == delay[0]).all():
             self._push_event(float(delay[0]), kind, which)

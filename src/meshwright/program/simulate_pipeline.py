@@ -22,8 +22,8 @@ __all__ = ["Durations", "PipelineTiming", "simulate_pipeline"]
 class PipelineTiming:
     """Result of the simulation of a pipeline program; times are in the unit of the durations.
 
-    start, end: [steps]; of a send or receive, when it is posted and when the message has arrived. order: [groups],
-        indices of the groups (steps run together) in dependency order. flow: data flow of the program.
+    start, end: [steps]. A send or receive starts when it is posted, and ends when the message has arrived. order:
+    [groups], indices of the groups (steps run together) in dependency order. flow: data flow of the program.
     """
 
     program: PipelineProgram
@@ -103,7 +103,7 @@ class PipelineTiming:
     def weight_copies(self) -> Floats:
         """Peak number of weight versions of each rank [ranks], in units of one copy of the weights of its stages.
 
-        See `count_weight_copies`.
+        A replaced version of the weights is kept until the last backward that uses it.
         """
         return pipeline_memory.count_weight_copies(self.program)
 
@@ -117,9 +117,9 @@ class PipelineTiming:
 
     @cached_property
     def steady_bubble_fraction(self) -> float:
-        """Bubble fraction while the pipeline is full: the mean over ranks of the idle fraction during the middle third
-        of their backwards. Excludes warm-up and cool-down if there are at least about 3 times as many micro-batches as
-        ranks."""
+        """Bubble fraction while the pipeline is full: fraction of the time in which a rank idles during the middle
+        third of its backwards, averaged over ranks. Warm-up and cool-down are excluded if there are at least about 3
+        times as many micro-batches as ranks."""
         s, c = self.program.steps, self._computing
         shares = []
         for rank in range(self.program.ranks):

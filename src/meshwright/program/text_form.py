@@ -13,9 +13,11 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 class ProgramParser(ABC):
-    """Parser of the text form of a program; keeps header numbers and the current line number.
+    """Base class of the parsers of the text forms of programs; stores the header's numbers and the current line number.
 
-    where: prefix of error messages, such as the file's name.
+    forms: name of a header line -> how it is written, such as `ranks NUMBER`. optional: names of header lines that may
+    be missing. repeated: names of header lines that may occur several times. where: prefix of error messages, such as
+    the file's name.
     """
 
     forms: Mapping[str, str]
@@ -31,7 +33,7 @@ class ProgramParser(ABC):
         self._given: set[str] = set()
 
     def read_steps(self, text: str) -> Iterator[tuple[int, str]]:
-        """Parse header and sections; yield (rank, line) for every line with steps."""
+        """Parse the header and the sections `rank R` of the text; yield (rank, line) for every line with steps."""
         rank, seen = -1, set[int]()
         for self.line, line in enumerate(text.splitlines(), 1):
             line = line.partition("#")[0].strip()
@@ -58,7 +60,8 @@ class ProgramParser(ABC):
 
     @abstractmethod
     def store_header(self, name: str, words: Sequence[str]) -> None:
-        """Store the value of the header line `name`. words: those that follow the name, as many as the form has."""
+        """Store the value of the header line `name`. words: the words after the name; their number is already
+        checked."""
 
     def _parse_header(self, words: Sequence[str]) -> None:
         """Check and store one header line, given its words, such as `ranks 8`."""
@@ -87,7 +90,8 @@ class ProgramParser(ABC):
                 raise self.make_error(f'the line "{name}" is missing; a program starts with {", ".join(required)}')
 
     def parse_rank(self, words: Sequence[str]) -> int:
-        """Return the rank that `words`, the words after `rank`, name; raise `UserError` if there is no such rank."""
+        """Return the rank of a line `rank R`. words: the words after `rank`. Raises `UserError` if they are not the
+        number of a rank of the program."""
         if len(words) != 1:
             raise self.make_error(f'write "rank NUMBER", not "{" ".join(["rank", *words])}"')
         rank, ranks = self.parse_number(words[0]), self.numbers["ranks"]

@@ -64,8 +64,8 @@ class Arrow:
 class Timeline:
     """Simulated program ready to draw: spans (steps) on tracks (ranks), and arrows (transfers) between them.
 
-    tracks: their titles. levels: track index -> curve of a quantity over time, as (time, value from that time on)
-        pairs. level_name: the quantity, such as `activations`. notes: one text per track, drawn beside it.
+    tracks: title of each track. levels: track index -> curve of a quantity over time, as (time, value from that time
+    on) pairs. level_name: name of that quantity, such as `activations`. notes: one text per track, drawn beside it.
     """
 
     title: str
@@ -157,8 +157,8 @@ class StepNames:
             self._chunks.append(number)
 
     def find_chunk(self, stage: int, replica: int) -> int:
-        """Return the index, from 0, of a stage among the stages of the same replica on its rank: the number of the
-        model chunk."""
+        """Return the number of a rank's model chunk: the index, from 0, of the stage among the stages of the same
+        replica on the same rank."""
         return self._chunks[replica][stage]
 
     def describe_step(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:

@@ -49,7 +49,8 @@ def make_process_event(process: int, name: str) -> dict[str, Any]:
 
 
 def make_thread_events(process: int, thread: int, name: str) -> list[dict[str, Any]]:
-    """Return the Chrome-trace metadata events that name thread number `thread`, and sort the threads by number."""
+    """Return two Chrome-trace metadata events for thread number `thread`: one gives it the name `name`, the other makes
+    the viewer list threads in the order of their numbers."""
     common = {"ph": "M", "pid": process, "tid": thread}
     return [
         {**common, "name": "thread_name", "args": {"name": name}},

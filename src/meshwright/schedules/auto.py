@@ -118,9 +118,9 @@ def search_schedule(
     """Search for a synchronous pipeline program (steps of every rank) with a small makespan; durations may differ by
     rank or stage.
 
-    durations: times of one micro-batch on all stages of a rank together (divided equally among them), one number or one
-    per rank; or times by stage, which fix the number of stages per rank, as does one transfer time per stage boundary;
-    or a function from the number of stages to `Durations`.
+    durations: times of one micro-batch. A field that is one number, or one per rank, is for all stages of a rank
+    together and is divided equally among them. A field with one number per stage (for transfers: per stage boundary)
+    fixes the number of stages per rank. Instead: a function from the number of stages to `Durations`.
     memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
     no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 allows named schedules with two
     replicas. effort: approximate number of task runs to simulate for each placement.
@@ -169,8 +169,9 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose the candidate with the smallest makespan among those within the memory limits (of equal ones that with the
-    smallest peak memory, then a named schedule); return the search result with all candidates.
+    """Choose the candidate with the smallest makespan among those within the memory limits; return the search result
+    with all candidates. Among candidates of equal makespan the smallest peak memory decides, then a named schedule
+    wins.
 
     refused: named schedule -> reason why it does not accept the sizes. bound: lower bound of the makespan, None if
     unknown.
@@ -189,10 +190,11 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return {stages per rank: durations of each stage} for all numbers of stages per rank that the search tries:
-    `chunks` if given, else the number for which durations are listed by stage, else 1 and 2.
+    """Return {stages per rank: durations} for all numbers of stages per rank that the search tries: `chunks` if given,
+    else the number for which durations are listed by stage, else 1 and 2.
 
-    durations: as in `search_schedule`. Raises UserError for invalid or contradictory numbers.
+    durations: one number per field, one per rank or one per stage; or a function from the number of stages to
+    `Durations`. Raises UserError for invalid or contradictory numbers.
     """
     for what, number in (
         ("ranks", ranks),
@@ -286,8 +288,8 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
     task is one pass on one stage.
 
     problem: placement, task durations and memory limits. named: task orders of named schedules to start from. known:
-    makespan to beat; orders far above it are not improved further. effort: approximate number of task runs to simulate.
-    Ends early when the lower bound is reached.
+    makespan of the best schedule so far; orders far above it are not improved further. effort: approximate number of
+    task runs to simulate. The search ends early when a makespan reaches the lower bound.
     """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)

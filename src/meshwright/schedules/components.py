@@ -75,7 +75,8 @@ class ComponentDurations:
     """Durations of the layer components of one stage on one micro-batch, in any unit of time.
 
     forward, input_gradient: (attention, dispatch, MLP, combine); dispatch and combine are all-to-alls. weight_gradient:
-    (attention, MLP). A full backward takes the sum of both gradients. transfer: a message between adjacent stages.
+    (attention, MLP). A full backward takes the sum of input gradient and weight gradient. transfer: time of a message
+    between adjacent stages.
     """
 
     forward: tuple[float, float, float, float]

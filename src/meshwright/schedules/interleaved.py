@@ -18,9 +18,9 @@ Order = list[tuple[int, int]]  # micro-batch and stage
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
     """Generate the program of interleaved 1F1B (virtual pipeline stages), depth first, with `chunks` stages per rank.
 
-    Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4. Any number of ranks and micro-batches
-    (see `split_into_rounds`). Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of a rank's
-    forward, full backward, input gradient and weight gradient over all its chunks:
+    Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4. Any number of ranks and micro-batches;
+    micro-batches that `ranks` does not divide run in near-equal rounds of more than `ranks`. Costs, for p ranks, m
+    micro-batches, v chunks, and F and B the times of a rank's forward and full backward over all its chunks:
     - bubble: (p - 1)(F + B) / v, for m >= p
     - peak activations: if p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); with rounds of g > p
     micro-batches, g - (g + 1 - 2p) / v on rank 0
@@ -108,10 +108,10 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
-    """Return (forwards, backwards) of one rank in depth-first order, each a list of (micro-batch, stage): each round
-    (run of consecutive micro-batches) passes through all stages of the rank before the next round starts.
+    """Return (forwards, backwards) of one rank in depth-first order, each a list of (micro-batch, stage): the
+    micro-batches of a round pass through all stages of the rank before those of the next round start.
 
-    stages: stages of the rank, ascending. rounds: micro-batches of each round.
+    stages: stages of the rank, ascending. rounds: consecutive micro-batches of each round.
     """
     forwards = [(m, stage) for taken in rounds for stage in stages for m in taken]
     backwards = [(m, stage) for taken in rounds for stage in reversed(stages) for m in taken]

@@ -29,9 +29,9 @@ def generate(
     sends and receives.
 
     chunks: stages per rank and replica (None: the schedule's default). durations, memory (maximum saved activations of
-    a rank, in micro-batches on all its stages): only for `auto`. For a file, ranks, micro-batches and chunks are
-    optional, and must agree with it. Raises UserError for unknown names and for numbers that the schedule does not
-    accept, with valid ones.
+    a rank, in micro-batches on all its stages): only for `auto`. For a file, ranks, micro-batches and chunks may be
+    None; numbers that are given must agree with the file. Raises UserError for unknown names, and for numbers that the
+    schedule does not accept; the message names valid ones.
     """
     if name == "@":
         raise UserError("@: the file name of the schedule is missing")
@@ -102,9 +102,10 @@ def search_auto(
 ) -> SearchResult:
     """Search a pipeline program for the schedule `auto`; return the result with all candidates.
 
-    chunks: stages per rank (None: 1 and 2 are tried). durations: as in `auto.search_schedule` (None: all equal).
-    memory: maximum saved activations of a rank, in micro-batches on all its stages (None: no limit). Raises UserError
-    for invalid or missing numbers.
+    chunks: stages per rank (None: 1 and 2 are tried). durations: times of one micro-batch, one number per field, one
+    per rank or one per stage, or a function from the number of stages to `Durations` (None: all equal). memory: maximum
+    saved activations of a rank, in micro-batches on all its stages (None: no limit). Raises UserError for invalid or
+    missing numbers.
     """
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)

@@ -82,10 +82,11 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
 class GreedyParameters:
     """Parameters of greedy list scheduling.
 
-    cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch. forward_first: prefer
-    forwards to input gradients. deep_first: among forwards, prefer those of later stages. hold: fraction of a forward's
-    duration; a rank starts no forward if an input gradient arrives within this time. patience: fraction of a weight
-    gradient's duration; it starts only in an idle interval of at least this length, or when memory is full.
+    cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch. forward_first: True to
+    prefer forwards to input gradients. deep_first: True to prefer, among forwards, those of later stages. hold:
+    fraction of a forward's duration; a rank starts no forward if an input gradient arrives within this time. patience:
+    fraction of a weight gradient's duration; a weight gradient starts only in an idle interval of at least this length,
+    or when memory is full.
     """
 
     cap: tuple[int, ...]
@@ -96,12 +97,13 @@ class GreedyParameters:
 
 
 def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float, list[Order]]:
-    """Build task orders by greedy list scheduling; return (makespan, [rank][position] task numbers, see `Problem`).
+    """Build task orders by greedy list scheduling; return (makespan, [rank][position] task numbers). A task is one pass
+    on one stage.
 
     problem: ranks, placement, task durations and memory limits. greed: parameters of the rule. Input gradients run as
     they arrive, forwards as memory allows, weight gradients in idle intervals or when memory is full. Never deadlocks:
-    a forward is admitted only if the oldest micro-batch on the rank can still pass through all of its stages (banker's
-    algorithm).
+    a forward is admitted only if the oldest micro-batch on the rank can still pass through all of the rank's stages
+    (banker's algorithm).
     """
     s, m, duration = problem.stages, problem.micro_batches, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * m], [0] * problem.ranks)
@@ -155,11 +157,12 @@ def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
     """Reorder task orders as out-of-order execution in a processor would; return (makespan, [rank][position] task
-    numbers, see `Problem`).
+    numbers). A task is one pass on one stage.
 
     orders: [rank][position], task numbers. window: while a rank's next task cannot start yet, one of its next `window`
-    tasks may run ahead, if all tasks that it overtakes still respect the memory limit. patience: fraction of the task's
-    duration that must fit before the input of an overtaken task arrives (1: no delay; 0: any delay is accepted).
+    tasks may run ahead, if all tasks that it overtakes still respect the memory limit. patience: a task runs ahead only
+    if at least this fraction of its duration is over when the input of an overtaken task arrives (1: no overtaken task
+    is delayed; 0: any delay is accepted).
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

@@ -80,7 +80,7 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Total number of task runs on all ranks: tasks (3 passes per stage) x micro-batches."""
+        """Number of task runs on all ranks together: 3 passes x stages x micro-batches."""
         return 3 * self.stages * self.micro_batches
 
     @cached_property
@@ -103,8 +103,8 @@ class Problem:
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Transfer time of the input of each task (one pass on one stage), from the task that produces it: [tasks]; 0
-        if both are on one rank."""
+        """Transfer time of the input of each task (one pass on one stage): [tasks]; 0 if the task that produces the
+        input is on the same rank."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property
@@ -126,7 +126,7 @@ class Problem:
 
     @cached_property
     def activation_lifetime(self) -> tuple[float, ...]:
-        """Lower bound of the memory-time that the saved activations of one micro-batch occupy on each rank: [ranks], in
+        """Lower bound of the memory-time product of the saved activations of one micro-batch on each rank: [ranks], in
         activations of one stage x time unit of the durations."""
         s, t = self.stages, self.duration
         return tuple(
@@ -135,13 +135,14 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the makespan over all orders within the memory limits: the largest of two bounds for each
-        rank.
+        """Lower bound of the makespan over all orders within the memory limits. Two bounds are computed for each rank,
+        one by time and one by memory; the result is the largest of all.
 
-        Time: a rank starts no earlier than its first micro-batch can arrive, and runs all of its tasks; before its
-        first input gradient can start, its memory limits the number of forwards; after its last input gradient come
-        those of the previous stages and the weight gradient of the first stage. Memory: the shortest lifetime of a
-        micro-batch's activations, times the number of micro-batches, divided by the number that fits.
+        Time: a rank cannot start before its first micro-batch arrives, and must run all of its tasks. Until its first
+        input gradient can start, its memory limits the forwards that it can run. After its last input gradient, the
+        input gradients of all earlier stages and the weight gradient of the first stage still have to run. Memory: the
+        time until the first micro-batch arrives, plus the memory-time product of the activations of all micro-batches
+        divided by the rank's memory limit.
         """
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)
@@ -161,11 +162,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """End times of all task runs under given task orders, in the unit of the durations.
+    """End times of all task runs under given task orders, in the unit of the durations. A task is one pass on one
+    stage.
 
-    makespan: total time, infinite for a deadlock. by_task: [task][k], end of the task's run on micro-batch k; a last
-    list of zeros stands for the input of the first stage's forward. by_rank: [rank][position], end of the rank's tasks
-    in its order.
+    makespan: total time, infinite for a deadlock. by_task: [task][k], time at which the task ends on micro-batch k; an
+    extra last list of zeros stands for the input of the first stage's forward. by_rank: [rank][position], end times of
+    the rank's tasks in execution order.
     """
 
     makespan: float  # infinite for a deadlock
@@ -178,8 +180,9 @@ def time_orders(
 ) -> TaskTimes:
     """Simulate task orders, each task as early as its rank and its input allow; return all end times.
 
-    orders: [rank][position], task numbers (see `Problem`). before: times of other orders, which differ only in tasks
-    that end at time `since` or later; their earlier times are reused (None: all times are computed).
+    orders: [rank][position], task numbers (a task is one pass on one stage). before: end times of other orders, which
+    differ from `orders` only in tasks that end at time `since` or later; end times before `since` are reused (None: all
+    times are computed).
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
@@ -223,7 +226,7 @@ def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
     """Return True if a rank's task order respects its memory limit and runs each task after the tasks of the same rank
     that produce its input.
 
-    rank: index of the rank. order: task numbers (see `Problem`) in execution order.
+    rank: index of the rank. order: task numbers (a task is one pass on one stage) in execution order.
     """
     stages, limit, needs, on = problem.stages, problem.limit[rank], problem.predecessor, problem.rank
     count, used = [0] * (3 * stages), 0

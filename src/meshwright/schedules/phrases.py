@@ -80,9 +80,9 @@ class PhraseWriter:
 
 @lru_cache(maxsize=128)
 def _parse_phrase(phrase: str) -> Integers:
-    """Parse a text such as `F0 F0&B1` (F: forward, B: full backward, I: input gradient, W: weight gradient, with chunk
-    number) into a table of steps [steps, 3]; columns: kind, chunk number (-1: any), 1 if joined by `&` to the step
-    before."""
+    """Parse a text such as `F0 F0&B1` (F: forward, B: full backward, I: input gradient, W: weight gradient; the number
+    is that of a chunk) into a table of steps [steps, 3]. Columns: kind; chunk number, -1 for a `W` without number; 1 if
+    `&` joins the step to the one before, else 0."""
     steps = [
         (_KINDS[step[0]], int(step[1:]) if step[1:] else -1, place > 0)
         for word in phrase.split()

@@ -188,11 +188,10 @@ def schedule(
 
 
 def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
-    """Return the component durations of one stage, given those of all stages of a rank together, which are divided
-    equally.
+    """Convert the times of layer components on all stages of a rank together to those of one stage, by equal division.
 
-    parts: times of attention, dispatch, MLP, combine in a forward. chunks: stages per rank. transfer: one number for
-    all stage boundaries (UserError for a list).
+    parts: times of attention, dispatch, MLP, combine in a forward. chunks: stages per rank. transfer: time of a
+    message, one number for all stage boundaries (UserError for a list).
     """
     if len(parts) != 4:
         raise UserError(f"parts: {len(parts)} durations; expected 4: attention, dispatch, MLP, combine")

@@ -11,9 +11,9 @@ from meshwright.schedules.orders import Order, Problem
 
 
 def compute_shortest_period(problem: Problem) -> float:
-    """Return a lower bound of the time per micro-batch while the pipeline is full, in the unit of the durations: the
-    larger of the work of the busiest rank on one micro-batch, and the lifetime of activations divided by the number
-    that fits into memory.
+    """Return a lower bound of the time per micro-batch while the pipeline is full, in the unit of the durations. It is
+    the larger of two times: the work of the busiest rank on one micro-batch; and the memory-time product of one
+    micro-batch's activations divided by the memory limit, on the rank where this quotient is largest.
 
     problem: placement of stages, task durations and memory limits.
     """
@@ -23,14 +23,15 @@ def compute_shortest_period(problem: Problem) -> float:
 
 
 def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> list[Order]:
-    """Build task orders in which the tasks of one micro-batch repeat for each micro-batch, `every` time units later;
-    return [rank][position], task numbers (see `Problem`).
+    """Build task orders in which the tasks of micro-batch k start k x `every` time units after those of micro-batch 0;
+    return [rank][position], task numbers (a task is one pass on one stage).
 
     problem: placement of stages, task durations and memory limits. delays: [2 x stages per rank], times added before
     each forward by chunk, then before each input gradient by chunk, to separate tasks that collide on a rank.
-    Forwards and input gradients of the first micro-batch start as soon as their input has arrived and their rank is
-    free at this time modulo `every`; weight gradients fill the remaining gaps. A task that fits into no gap of the
-    period starts at once and overlaps others: only the order is returned, and simulation delays what follows.
+    Forwards and input gradients of micro-batch 0 start as soon as their input has arrived and no task of the rank
+    occupies the same part of the period; weight gradients fill the remaining gaps. A task that fits into no gap of the
+    period starts at once and overlaps others. This is valid because only the order is returned: in a simulation, tasks
+    that overlap run one after the other.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank

@@ -67,8 +67,9 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a pipeline program in which every micro-batch runs through the same pattern of steps, a fixed number of
-    time slots (equal time units) after the previous micro-batch; then remove idle slots as far as memory allows.
+    """Build a pipeline program in which every micro-batch runs through the same pattern of steps, and starts a fixed
+    number of time slots (equal time units) after the previous micro-batch. Then remove idle slots as far as memory
+    allows.
 
     name: name of the program. block: [ranks], the four time slots in which micro-batch 0 runs its two forwards and two
     input gradients on each rank. most_held: maximum saved activations of a rank, in stages; the pattern itself must not
@@ -90,12 +91,13 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
 
 
 class _RankState:
-    """Remaining steps of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another.
+    """Progress of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another: its
+    remaining steps and the activations that it holds.
 
     writer: builder of the rank's steps. dues: planned time slots of the two forwards and two input gradients of
     micro-batch 0 on this rank. ranks: number of ranks.
-    stops: position of these four steps in the path of a micro-batch, which has 4 x ranks stops: the forwards down and
-    up the ranks, then the input gradients down and up.
+    stops (attribute): positions of these four steps in the path of a micro-batch. The path has 4 x ranks positions:
+    forwards down the ranks and up again, then input gradients down and up.
     """
 
     def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
@@ -115,11 +117,11 @@ class _RankState:
         self.held = 0
 
     def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Append to the rank's program the next step that can run in this time slot; return its micro-batch if the step
-        is a forward or input gradient, which hands it to the next stage, else None.
+        """Append to the rank's program the next step that can run in this time slot. Return the micro-batch of the step
+        if it is a forward or input gradient, whose result the next stage needs; None for a weight gradient or no step.
 
-        stops_made: [micro-batches], number of forwards and input gradients that each has passed on all ranks so far.
-        most_held: maximum saved activations of the rank, in stages.
+        stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
+        all ranks. most_held: maximum saved activations of the rank, in stages.
         """
         able = self._find_ready(stops_made, most_held)
         if self.left[F0]:
@@ -140,14 +142,14 @@ class _RankState:
         return micro_batch
 
     def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the indices, in `self.waiting` (the rank's remaining steps in planned order), of the steps that can run
-        now.
+        """Yield the remaining steps of the rank that can run now, in planned order, as indices into the list
+        `self.waiting` of remaining steps.
 
-        A step needs its input; a forward also needs memory, for itself and for the planned steps before it, which it
-        delays. While the pipeline is full (from the rank's first input gradient of its first stage until its last
-        forward of that stage) only the first planned step is considered.
-        stops_made: [micro-batches], number of forwards and input gradients that each has passed on all ranks so far.
-        most_held: maximum saved activations of the rank, in stages.
+        A step can run if its input has arrived. A forward also needs free memory: enough for itself and for the steps
+        planned before it, which will run after it. While the pipeline is full (from the rank's first input gradient on
+        its first stage until its last forward on that stage) only the first planned step is considered.
+        stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
+        all ranks. most_held: maximum saved activations of the rank, in stages.
         """
         steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
         held = highest = self.held

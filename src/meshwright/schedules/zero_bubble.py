@@ -42,8 +42,8 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
     """Generate the pipeline program called `name`: ZB-H1 with ahead=1, ZB-H2 with ahead=2.
 
-    ahead: how many more forwards a rank runs before its first backward than the next rank does, and how many fewer
-    weight gradients it defers, so that all ranks hold the same number of activations. Once no forward is left, no
+    ahead: before its first backward, a rank runs this many more forwards than the next rank; in return it defers this
+    many fewer weight gradients, so that all ranks hold the same number of activations. Once no forward is left, no
     weight gradient is deferred.
     """
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
