@@ -172,7 +172,7 @@ class ModuleTask:
         return self.values.slices(owned)
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return the bytes of buffers and frozen parameters on this rank, by kind (kind -> bytes)."""
+        """Return {"buffers": bytes of all buffers and frozen parameters on this rank}."""
         return {"buffers": self.values.nbytes()}
 
     def predicted_traffic(self) -> dict[str, int]:
