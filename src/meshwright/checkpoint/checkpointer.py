@@ -112,8 +112,8 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host memory for snapshots of `slices` (the master weights and optimizer state that this rank
-        saves) now, so that the first `save` does not wait for it."""
+        """Allocate the host memory that snapshots will need, so that the first `save` need not. slices: the master
+        weights and optimizer state that this rank saves."""
         self._buffers.reserve(slices)
 
     def save(
@@ -155,8 +155,8 @@ class Checkpointer:
             self._fault = fault
 
     def failed(self) -> str | None:
-        """Return the error message of the last save; None while it runs or if it succeeded. Raises an unexpected
-        exception of the background thread. Reset by `abandon` and the next save."""
+        """Return the error message of this rank's last save; None while the save runs, or if it succeeded. An
+        unexpected exception of the background thread is raised here. `abandon` and the next save reset the message."""
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
