@@ -282,7 +282,8 @@ class Run:
 
     def _check_skipped_steps(self, verdict: StepOutcome) -> None:
         """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
-        loss or gradient norm was not finite. verdict: outcome of the last step."""
+        loss or gradient norm was not finite. Steps with a finite loss whose gradients overflowed and thereby halved a
+        dynamic loss scale do not count. verdict: outcome of the last step; not used."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier save may still be in progress

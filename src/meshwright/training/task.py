@@ -91,8 +91,8 @@ class Task(Protocol):
         """Return the entries of a checkpoint's `state.json` that identify the data."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes;
-        False: all, to be filled by loading."""
+        """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes;
+        False for all, to be filled when a checkpoint is loaded."""
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return {"buffers": bytes of all buffers and frozen parameters on this rank}; empty for a model without

@@ -167,8 +167,8 @@ class ModuleTask:
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes (all
-        on rank 0, none elsewhere); False: all."""
+        """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes
+        (all on rank 0, none elsewhere); False for all."""
         return self.values.slices(owned)
 
     def buffer_bytes(self) -> dict[str, int]:

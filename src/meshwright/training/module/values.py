@@ -52,8 +52,8 @@ class KeptValues:
         self._before = {name: buffers[name].detach().clone() for name in names}
 
     def end_step(self) -> None:
-        """Synchronize the buffers that the step changed over the data-parallel ranks: mean of floating-point ones, rank
-        0's values of integers. Collective."""
+        """Synchronize over the data-parallel ranks the buffers that steps change: floating-point buffers get their mean
+        over ranks, integer buffers rank 0's values. Collective."""
         buffers, mesh = self._buffers(), self._mesh
         if self._looking and buffers:
             changed = [not _equal_with_nan(self._before[name], value) for name, value in buffers.items()]
@@ -90,8 +90,8 @@ class KeptValues:
         return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return all buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes
-        (all on rank 0, none elsewhere); False: all."""
+        """Return all buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank
+        writes (all on rank 0, none elsewhere); False for all."""
         if owned and self._mesh.rank:
             return []
         slices = []
