@@ -19,8 +19,8 @@ from meshwright.untrusted import parse_json, read_file
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`, one JSON object per line; on resume it cuts off the lines written after the
-    checkpoint.
+    """Writer of `metrics.jsonl`, one JSON object per line. When a run is resumed, the lines of steps after the
+    checkpoint are removed first.
 
     Each line is written completely or not at all; lines that a full disk refuses are retried with the next write.
     """

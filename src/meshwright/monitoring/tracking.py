@@ -93,9 +93,9 @@ class Tracking:
 class _TrackerThread:
     """Queue and thread that send lines (step, values by name) to one tracker.
 
-    name: of the tracker in `track.to`; tracker: its instance; run: facts about the run; recipe: dotted key -> value;
-    missing: lines of metrics.jsonl that an earlier start did not send, which are sent first and never dropped; keep:
-    function that writes all trackers' stored strings to the run directory; log: prints a line.
+    name: the tracker's name in `track.to`. tracker: the tracker. run: facts about the run. recipe: dotted key -> value.
+    missing: lines of metrics.jsonl that an earlier start of the run may not have sent; they are sent first and never
+    dropped. keep: writes the strings that trackers store for a resume to the run directory. log: prints a line.
     """
 
     def __init__(
