@@ -290,9 +290,9 @@ class Checkpointer:
 
 
 def _lock_directory(directory: Path) -> DirectoryLock:
-    """Return the lock of a checkpoint directory. All `Checkpointer`s of this process share it; it is released with the
-    last of them. It keeps other processes from removing the files of a running save as leftovers. `UserError` if
-    another process holds it."""
+    """Return the lock of a checkpoint directory. All `Checkpointer`s of this process share the lock; it is released
+    with the last of them. While it is held, no other process removes the files of a running save as leftovers.
+    `UserError` if another process holds the lock."""
     place = directory.resolve()
     lock = _locks.get(place)
     if lock is None:
@@ -329,8 +329,8 @@ def make_small_files(
     config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
 ) -> dict[str, bytes]:
     """Return file name -> content of the configuration and tokenizer files of a Hugging Face directory. dtype: of the
-    exported weights. tokenizer_directory: directory from which the `tokenizer_files` that it has are copied, None for
-    none."""
+    exported weights. tokenizer_directory: directory of tokenizer files, None for none. tokenizer_files: names of those
+    to copy; names that the directory lacks are left out."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

@@ -170,8 +170,8 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Compute hashes of a file, reading no more of it than needed. Returns (hex SHA-256 of the whole file if `whole`,
-    else None; {block number: hex SHA-256 of the block} for the numbers in `blocks`).
+    """Compute hashes of a file, reading no more of it than needed. Returns a pair: the hex SHA-256 of the whole file,
+    None unless `whole`; and a dict of block number -> hex SHA-256 of the block, for the block numbers in `blocks`.
 
     keep_going: called between reads; raises an exception to stop.
     """
