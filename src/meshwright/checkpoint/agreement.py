@@ -24,8 +24,8 @@ class Agreement:
         return self._sum([int(not mine)]) == [0]
 
     def broadcast_numbers(self, values: Sequence[int], *, count: int) -> list[int]:
-        """Return, on every rank, the first `count` of rank 0's `values` (non-negative integers; fewer if it has fewer).
-        The `values` of other ranks are ignored. `count` must be equal on all ranks."""
+        """Return, on every rank, the first `count` of rank 0's `values`, or all of them if they are fewer. values:
+        non-negative integers; those of other ranks are ignored. `count` must be equal on all ranks."""
         mine = [*values[:count], *[-1] * (count - len(values))] if self._mesh.rank == 0 else [0] * count
         return [value for value in self._sum(mine) if value >= 0]
 

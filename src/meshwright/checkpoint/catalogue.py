@@ -91,8 +91,8 @@ def open_model(path: Path) -> CheckpointPath:
 
 
 def _open_unverified(path: Path) -> CheckpointPath:
-    """Open the checkpoint directory `path`; file sizes are checked, the hashes of tensor files are not. Raises
-    `Damaged`."""
+    """Open the checkpoint directory `path`; all file sizes and the hashes of small files are checked, the
+    hashes of tensor files are not. Raises `Damaged`."""
     return open_checkpoint(path)[0]
 
 
@@ -117,7 +117,8 @@ def _iterate_intact(
     directory: Path, log: Callable[[str], None], open_it: Callable[[Path], CheckpointPath]
 ) -> Iterator[CheckpointPath]:
     """Open the checkpoints in `directory` one after the other, highest step first, and yield the intact ones; `log` is
-    called with a line about each damaged one. open_it: as in `newest`."""
+    called with a line about each damaged one. open_it: opens and checks a checkpoint directory; raises
+    `Damaged` if it is not intact."""
     for path in list_candidates(directory):
         try:
             yield open_it(path)
@@ -189,8 +190,9 @@ def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = 
     """Delete the intact checkpoints in `directory`, except the newest `keep` and, with `keep_best`, the one with the
     lowest validation loss.
 
-    saved: step of the checkpoint just saved; those of higher steps are neither deleted nor counted, since the run found
-    them damaged, resumed from an earlier one, and will overwrite them. None: all checkpoints count.
+    saved: step of the checkpoint just saved, or None. Checkpoints of higher steps than `saved` are neither deleted nor
+    counted: the run found them damaged, resumed from an earlier checkpoint, and will overwrite them. None: all
+    checkpoints count.
     """
     checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
     kept = {checkpoint.step for checkpoint in checkpoints[:keep]}
@@ -217,8 +219,8 @@ def move_into_place(partial: Path, final: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what interrupted saves left in `directory`: hidden directories of unfinished, replaced or deleted
-    checkpoints, and the file of save outcomes. A replaced checkpoint without its successor is restored. To be called
-    only while no rank saves."""
+    checkpoints, and the file of save outcomes. If a save was killed after it moved an old checkpoint away and before
+    the new one took its place, the old one is restored. To be called only while no rank saves."""
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]
         if not final.exists():

@@ -112,8 +112,8 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host memory for snapshots of `slices` (the master weights and optimizer state that this rank
-        saves) now, so that the first `save` does not wait for it."""
+        """Allocate the host memory that snapshots will need, so that the first `save` need not. slices: the master
+        weights and optimizer state that this rank saves."""
         self._buffers.reserve(slices)
 
     def save(
@@ -155,8 +155,8 @@ class Checkpointer:
             self._fault = fault
 
     def failed(self) -> str | None:
-        """Return the error message of the last save; None while it runs or if it succeeded. Raises an unexpected
-        exception of the background thread. Reset by `abandon` and the next save."""
+        """Return the error message of this rank's last save; None while the save runs, or if it succeeded. An
+        unexpected exception of the background thread is raised here. `abandon` and the next save reset the message."""
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
@@ -290,9 +290,9 @@ class Checkpointer:
 
 
 def _lock_directory(directory: Path) -> DirectoryLock:
-    """Return the lock of a checkpoint directory. All `Checkpointer`s of this process share it; it is released with the
-    last of them. It keeps other processes from removing the files of a running save as leftovers. `UserError` if
-    another process holds it."""
+    """Return the lock of a checkpoint directory. All `Checkpointer`s of this process share the lock; it is released
+    with the last of them. While it is held, no other process removes the files of a running save as leftovers.
+    `UserError` if another process holds the lock."""
     place = directory.resolve()
     lock = _locks.get(place)
     if lock is None:
@@ -329,8 +329,8 @@ def make_small_files(
     config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
 ) -> dict[str, bytes]:
     """Return file name -> content of the configuration and tokenizer files of a Hugging Face directory. dtype: of the
-    exported weights. tokenizer_directory: directory from which the `tokenizer_files` that it has are copied, None for
-    none."""
+    exported weights. tokenizer_directory: directory of tokenizer files, None for none. tokenizer_files: names of those
+    to copy; names that the directory lacks are left out."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

@@ -62,8 +62,8 @@ class DirectoryLock:
 
 def _try_lock(descriptor: int) -> bool:
     """Try repeatedly to take an exclusive flock on the open file `descriptor`; return True if it was taken, False on
-    timeout. The time limit is `PATIENCE_SECONDS`, `ORPHAN_SECONDS` if the process in the lock file has ended, and
-    `RESTART_SECONDS` if torchrun or SLURM has restarted this run."""
+    timeout. The time limit is `RESTART_SECONDS` if torchrun or SLURM has restarted this run; else `ORPHAN_SECONDS` if
+    the process named in the lock file has ended (its children may still hold the lock); else `PATIENCE_SECONDS`."""
     restarted = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTERS)
     begun = time.monotonic()
     while True:

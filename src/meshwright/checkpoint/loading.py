@@ -43,7 +43,8 @@ class _Task:
     """One block of a file to read and verify, with the elements to copy from it.
 
     file: file name. block: number of the block (from 0, `BLOCK_BYTES` each). copies: tuples (planned read of the file,
-    first element within it, number of elements, byte in the block at which they begin); empty if only to verify.
+    first element within the read, number of elements, byte in the block at which these elements begin); empty if the
+    block is only verified.
     """
 
     file: str
@@ -53,7 +54,7 @@ class _Task:
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
     """Load the checkpoint directory `path` into the tensors of `slices`. Verifies the hash of each file block that this
-    rank reads, and of its share of the exported model files, which no rank needs.
+    rank reads, and of a part of the exported model files' blocks, which are only verified, by all ranks together.
 
     rank, ranks: this rank's number, and the number of ranks. Raises `Damaged` (the tensors may then be partly
     overwritten), and `UserError` for a kind of state, such as "momentum", that the checkpoint lacks.
@@ -100,8 +101,8 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
 
 
 def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wants: Range) -> None:
-    """Copy the elements that two 1-D tensors have in common, when each holds a part of the same matrix. has, wants:
-    `Range`s of that matrix that `source` and `destination` hold."""
+    """Copy from `source` to `destination` the matrix elements that both hold. Both are 1-D tensors that hold a part of
+    the same matrix: `source` the range `has`, `destination` the range `wants`."""
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))

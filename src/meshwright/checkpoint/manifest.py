@@ -64,8 +64,8 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Load the manifest of the checkpoint directory `path`. Raises `Damaged` if the manifest is missing, or differs
-    from its own hash."""
+    """Load the manifest of the checkpoint directory `path`. Raises `Damaged` if the manifest is missing, invalid, or
+    does not match the SHA-256 that it contains of its content."""
     try:
         content = read_json(path / MANIFEST, "checkpoint_bytes")
     except FileNotFoundError:
@@ -91,7 +91,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _parse_record(name: str, found: Any) -> FileRecord:
-    """Parse the manifest's JSON record (`found`) of the file `name`. Raises `TypeError` for invalid values."""
+    """Parse the manifest's JSON record (`found`) of the file `name`. Raises `KeyError` for a missing key and
+    `TypeError` for an invalid value."""
     size, sha256, blocks = found["size"], found["sha256"], found["blocks"]
     if Path(name).is_absolute() or ".." in Path(name).parts or not name.isprintable():
         raise TypeError(f"{name[:80]!r} is not the name of a checkpoint file")
@@ -104,8 +105,8 @@ def _parse_record(name: str, found: Any) -> FileRecord:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Check the files of the checkpoint directory `path` against its manifest, without reading tensor files
-    (.safetensors). Raises `Damaged` for a missing file, a wrong size, or a wrong SHA-256 of any other file."""
+    """Check the files of the checkpoint directory `path` against its manifest: the size of every file, and the SHA-256
+    of every file that is not a tensor file (.safetensors). Raises `Damaged` for a missing file or a difference."""
     for name, record in manifest.files.items():
         try:
             size = (path / name).stat().st_size
@@ -169,8 +170,8 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Compute hashes of a file, reading no more of it than needed. Returns (hex SHA-256 of the whole file if `whole`,
-    else None; {block number: hex SHA-256 of the block} for the numbers in `blocks`).
+    """Compute hashes of a file, reading no more of it than needed. Returns a pair: the hex SHA-256 of the whole file,
+    None unless `whole`; and a dict of block number -> hex SHA-256 of the block, for the block numbers in `blocks`.
 
     keep_going: called between reads; raises an exception to stop.
     """
@@ -198,7 +199,8 @@ def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, t
     """Distribute the hashing of files over `ranks` ranks. sizes: bytes by file name. Returns for each rank a dict {file
     name: (True if the rank hashes the whole file, numbers of the blocks that it hashes)}.
 
-    The hash of a whole file is one rank's work; the largest tasks go first, to the least loaded rank.
+    A whole file is hashed by one rank, its blocks by any ranks. Tasks are assigned in order of size, largest first,
+    each to the rank with the fewest bytes so far.
     """
     tasks: list[tuple[int, str, int]] = []  # bytes, file, block (-1: the whole)
     for name, size in sizes.items():
@@ -242,5 +244,5 @@ def _hash_whole(path: Path) -> str:
 
 
 def _hash_content(content: Any) -> str:
-    """Return the hex SHA-256 of the manifest's content (JSON value) without its own hash."""
+    """Return the hex SHA-256 of the manifest's content (JSON value), which must not include this hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

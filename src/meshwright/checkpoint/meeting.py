@@ -20,10 +20,10 @@ _BEGIN = ".begin"
 
 
 class SaveMarkers:
-    """Marker files by which the ranks of one save synchronize, in the directory of the unfinished checkpoint. Each rank
-    has one object, which writes its markers and reads the others'.
+    """Marker files by which the ranks of one save synchronize, in the hidden directory of the unfinished checkpoint.
+    Each rank has one object, which writes this rank's markers and reads those of other ranks.
 
-    partial: that hidden directory. attempt: unique id of the save. rank, ranks: this rank's number, and the number of
+    partial: the hidden directory. attempt: unique id of the save. rank, ranks: this rank's number, and the number of
     ranks. outcomes: on rank 0, save id -> "done" or the error of each earlier save of the run; `record_outcome` extends
     it. Methods raise `OSError` if a file cannot be written or read, unless stated otherwise.
     """
@@ -37,8 +37,8 @@ class SaveMarkers:
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return the ranks that have called `begin` for this save, as a set: {0} once rank 0 has, else empty. Never
-        raises."""
+        """Return the set of ranks that have called `begin` for this save: {0} after rank 0's call, before it an empty
+        set. Never raises."""
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:

@@ -28,11 +28,10 @@ def save_huggingface(
     tokenizer_from: str | Path | None = None,
     largest_file_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write an unsharded model as a Hugging Face directory that transformers loads. `dtype`: dtype on disk (default:
-    the model's).
+    """Write an unsharded model as a Hugging Face directory that transformers loads. Each file is replaced atomically.
 
-    Copies tokenizer files from `tokenizer_from`. Shards the weights, with an index, above `largest_file_bytes`. Each
-    file is replaced atomically.
+    dtype: of the weights on disk, None for the model's. tokenizer_from: directory whose tokenizer files are copied,
+    None for none. largest_file_bytes: maximum tensor bytes per file; larger models get several files and an index.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -88,8 +88,8 @@ def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD
     """Plan the safetensors files that hold all parameter entries (exported tensors) of `table`.
 
     dtype: of the trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
-    keep their own. shard_bytes: maximum tensor bytes per file; a larger tensor has its own file. Entries stay in the
-    table's order, wider dtypes first, so that elements are aligned.
+    keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. Entries
+    are ordered by dtype, wider dtypes first (for alignment), and within a dtype as in the table.
     """
     codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
     in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
@@ -121,13 +121,13 @@ def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD
 def split_disk_runs(
     entry: ParameterEntry, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Cut a slice of a parameter entry (exported tensor) into runs that are contiguous on disk; yield (index on disk of
-    the run's first element, its values).
+    """Cut a slice of a parameter entry (exported tensor) into runs that are contiguous on disk. Yields (index of the
+    run's first element among the tensor's elements on disk, values of the run).
 
-    values: elements [start, start + len(values)) of the entry, a matrix being flattened row-major as [outputs, inputs];
-    with `columns` only elements of these input columns are counted. An entry that is stored in this order makes one
-    run, or one per matrix row with `columns`. One that is stored transposed, [inputs, outputs], makes one run per disk
-    row, or a single one if the slice has all elements.
+    values: elements [start, start + len(values)) of the flattened entry; a matrix is flattened row-major as [outputs,
+    inputs], and with `columns` it is reduced to these input columns first. If the matrix is stored in this order, the
+    slice is one run, or with `columns` one run per matrix row. If it is stored transposed, [inputs, outputs], the slice
+    is one run per row on disk, or a single run if it has all elements.
     """
     stop = start + len(values)
     if not entry.transposed:
@@ -163,11 +163,12 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write a slice of the parameter entry (exported tensor) located at `place` to the model files, by calls of
-    `write(file name, bytes, byte offset)`.
+    """Write a slice of one exported tensor to its model file: one call `write(file name, bytes, byte offset)` for each
+    run of elements that is contiguous on disk.
 
-    values: its elements from number `start` on, in the dtype on disk, a matrix being flattened row-major as [outputs,
-    inputs]; with `columns` only elements of these input columns are counted.
+    place: file and position of the tensor. values: the slice's elements, in the dtype on disk. start: index of the
+    first of them in the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: if given, the
+    matrix is reduced to these input columns before it is flattened.
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)

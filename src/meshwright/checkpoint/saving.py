@@ -259,9 +259,9 @@ class Save:
         self.markers.mark(what, content)
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Poll until `there()`, the set of ranks that are ready, contains all ranks of `all_of_them`. Raises
-        `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or failed on another rank. what:
-        verb phrase for the time-out message, such as "written its part"."""
+        """Wait for other ranks: poll until the set of ranks that `there()` returns contains all ranks of `all_of_them`.
+        Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or failed on another rank.
+        what: verb phrase for the time-out message "rank 3 has not ...", such as "written its part"."""
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
         while missing := set(all_of_them) - there():
@@ -383,7 +383,8 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """Yield (index of the first element, elements) of a 1-D slice in chunks, so that copies in another dtype stay
-    small. whole: True for one chunk, as transposed entries need, whose chunks would be many short runs on disk."""
+    """Return an iterable of the chunks of a 1-D slice, as (index of the chunk's first element, elements), so that a
+    chunk converted to another dtype takes little memory. whole: True for a single chunk; used for tensors that are
+    stored transposed, as a small chunk of them would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

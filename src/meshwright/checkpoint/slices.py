@@ -25,11 +25,11 @@ INDEX = "training/index.json"
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry (exported
-    tensor) `name`, a matrix being flattened row-major as [outputs, inputs]. With `columns` only elements of these input
-    columns are counted.
+    tensor) `name`, after it is flattened. A matrix is flattened row-major as [outputs, inputs]; if `columns` is given,
+    it is reduced to these input columns first.
 
-    kind: "master" (fp32 master weights), "exp_avg", "exp_avg_sq" or "momentum". file: file name. offset: byte in it at
-    which the elements begin. code: their safetensors dtype, such as "F32".
+    kind: "master" (fp32 master weights), "exp_avg", "exp_avg_sq" or "momentum". file: file name. offset: byte of the
+    file at which the elements begin. code: safetensors dtype of the elements, such as "F32".
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Slice:
 @dataclass(frozen=True, slots=True)
 class Range:
     """Part of a matrix: take its columns [first, first + width), flatten them row-major, and take elements [start,
-    stop) of the result. All indices count from 0; the number of all columns of the matrix is not needed."""
+    stop) of the result. All indices count from 0."""
 
     start: int
     stop: int
@@ -78,9 +78,9 @@ class Range:
 class Read:
     """One planned read from a file, to fill a part of one destination slice.
 
-    offset: byte in the file at which it begins. code: safetensors dtype of its elements, such as "F32". destination:
-    index of the slice to fill. source: range of the matrix that is read. wanted: range of the matrix that the
-    destination holds; elements in both are copied.
+    offset: byte of the file at which the read begins. code: safetensors dtype of the elements, such as "F32".
+    destination: index of the slice to fill. source: range of the matrix that is read. wanted: range of the matrix that
+    the slice holds. Elements that are in both ranges are copied.
     """
 
     offset: int
@@ -95,8 +95,8 @@ class Read:
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> Range:
-        """Return the range of the matrix that `count` consecutive elements of this read cover, from its element number
-        `first` (from 0) on."""
+        """Return the matrix range of only those elements of this read with the numbers `first` to `first` + `count` -
+        1, counted from 0 within the read."""
         start = self.source.start + first
         return Range(start, start + count, self.source.first, self.source.width)
 
@@ -111,8 +111,8 @@ def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Colu
     """Return the tensor name of a slice in its safetensors file: "exp_avg:model.norm.weight[0:64]", or with columns
     "exp_avg:NAME[:, 8:16][0:64]".
 
-    kind: kind of state. name: parameter entry (exported tensor). start, stop: range of its flattened elements, of which
-    only those in `columns`, if given, are counted.
+    kind: kind of state. name: parameter entry (exported tensor). start, stop: range of the entry's flattened elements.
+    columns: if given, input columns to which the matrix is reduced before it is flattened.
     """
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
@@ -164,9 +164,9 @@ def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
-    """Raise `AssertionError` unless the slices cover every element of every parameter entry of `table` exactly once,
-    for each kind of state (master weights, each optimizer moment). Buffers and frozen parameters have master values
-    alone."""
+    """Raise `AssertionError` unless, for each kind of state (master weights, each optimizer moment), the slices cover
+    every element of every parameter entry of `table` exactly once. Buffers and frozen parameters need slices of the
+    kind "master" only."""
     parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
@@ -230,8 +230,8 @@ def plan_reads(
 
 
 def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
-    """Return the elements that two `Range`s (flattened parts of one matrix's columns) have in common, as rectangles
-    (row, end row, column, end column) of that matrix, with exclusive ends."""
+    """Return the elements that two `Range`s of the same matrix have in common, as rectangles of the matrix: tuples
+    (row, end row, column, end column) with exclusive ends."""
     found = []
     for top, bottom, left, right in a.to_rectangles():
         for above, below, from_, to in b.to_rectangles():
@@ -242,9 +242,9 @@ def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) of each of two column ranges of one matrix (None: all columns). If both ranges are
-    equal, return (0, 1) for both, so that the elements are treated as a matrix of one column, whose width need not be
-    known."""
+    """Return (first column, width) for each of two column ranges of one matrix; None stands for all columns. If both
+    ranges are equal, return (0, 1) twice: the flattened elements then correspond one to one, so they are treated as a
+    matrix with a single column."""
     if a == b:
         return (0, 1), (0, 1)
     of = (a or b or Columns(0, 1, 1)).of
@@ -258,8 +258,9 @@ def list_kinds(slices: Iterable[Slice]) -> set[str]:
 
 
 def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
-    """Split reads at the boundaries of file blocks of `block_bytes`. Returns block number -> list of (read, first
-    element within the read, number of elements, byte in the block at which they begin)."""
+    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Returns block number -> parts
+    of reads in this block, tuples (read, first element within the read, number of elements, byte in the block at which
+    these elements begin)."""
     cut: dict[int, list[tuple[Read, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0

@@ -84,7 +84,8 @@ def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[Ten
 
 
 def _merge_adjacent(slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
-    """Return the slices' tensors, with those adjacent in memory merged into one view, for fewer and longer copies."""
+    """Return the slices' tensors; tensors that are adjacent in memory are merged into one view, for fewer and longer
+    copies."""
     joined: list[torch.Tensor] = []
     for item in slices:
         tensor = item.tensor.detach()

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 
 def _quantity_option(option: str, name: str, parser: str, help: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds an option whose text is parsed by the function of `collectives.quantities` named
-    `parser`, such as "parse_bytes"; None (option not given) stays None. name: of the command's parameter. The module is
-    imported only when an option is parsed."""
+    """Return a decorator that adds the click option `option` for a number with a unit. Without the option on the
+    command line, the value is None.
+
+    name: parameter of the command that gets the value. parser: name of the function in `collectives.quantities` that
+    parses the text, such as "parse_bytes"; given by name, so that the module is imported only when it is needed."""
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         """Parse the option's text; None (not given) stays None."""
@@ -89,9 +91,10 @@ def command(
     names rank, step and reason.
 
     \f
-    ranks: number of ranks, None for a program file. total_bytes: size of the full vector. topology, root, reduction: as
-    in `comm.api.collective`. latency: seconds for each link. bandwidth: bytes per second for each link and direction.
-    reduce_rate: bytes per second that a rank adds, None for no cost. segments: number of pieces of a pipelined vector.
+    ranks: number of ranks, None for a program file. total_bytes: size of the full vector. topology: kind of
+    network. root: rank from or to which a rooted operation sends. reduction: such as "sum". latency: seconds for each
+    link. bandwidth: bytes per second for each link and direction. reduce_rate: bytes per second that a rank adds, None
+    if adding takes no time. segments: number of pieces into which a pipelined algorithm divides the vector.
     groups: ranks per node. dims: sides of the grid. run: also execute the program on local processes. svg, html, trace,
     program_file: files to write, None for none. text: print the buffers after each round. as_json: print the report as
     JSON.

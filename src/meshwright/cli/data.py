@@ -265,8 +265,8 @@ def _format_example_lines(document: Mapping[str, Any]) -> list[Text]:
 
 
 def _shorten_lines(text: str) -> list[str]:
-    """Return the lines of `text`; of more than `_LINES` lines those in the middle are replaced by a note of their
-    number."""
+    """Return the lines of `text`; if they are more than `_LINES`, the middle ones are replaced by one line that
+    says how many were left out."""
     lines = text.split("\n")
     if len(lines) <= _LINES:
         return lines

@@ -28,8 +28,8 @@ def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds the options of a served model to a click command: URL, model name, key, file that keeps its
-    answers, concurrency, time-out, attempts, seed, prices."""
+    """Decorator that adds to a click command the options for requests to a served model: URL, model name, API key, file
+    that keeps the answers, maximum requests in flight, time-out, attempts, seed, prices."""
     price = click.FloatRange(0)
     options = (
         click.option("--url", required=True, metavar="URL", help="Base URL, such as http://127.0.0.1:8000/v1."),
@@ -65,7 +65,7 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 
     \f
     records: JSON Lines file. output: file to write. again: replace labels that a model gave before. as_json: print
-    JSON. served: the options of `_served_model_options`.
+    JSON. served: the options for requests to the model (`_served_model_options`), by parameter name.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.labelling import label_records
@@ -204,10 +204,11 @@ def vary(
     After a kill, the same command continues and repeats no answered request.
 
     \f
-    seeds: JSON Lines file of seed instructions. method: "self-instruct" (new tasks) or "evol-instruct" (harder ones).
-    count, instances: of Self-Instruct, new tasks and examples of each. rounds: of Evol-Instruct, rewrites of each
-    instruction. temperature, max_tokens: of the sampling. output: file to write. as_json: print JSON. served: the
-    options of `_served_model_options`.
+    seeds: JSON Lines file of seed instructions. method: "self-instruct" (new tasks) or "evol-instruct" (harder
+    ones). count, instances: for Self-Instruct, number of new tasks and of examples of each task. rounds: for
+    Evol-Instruct, number of rewrites of each instruction. temperature, max_tokens: sampling settings (temperature None:
+    the method's). output: file to write. as_json: print JSON. served: the options for requests to the model,
+    by parameter name.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.endpoint import Sampling
@@ -235,10 +236,10 @@ COMMANDS = (label, balance, export, import_, vary)
 
 
 def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
-    """Return a client of the model server that the options describe.
+    """Return a client of the model server that the options --url, --model ... describe.
 
-    served: values of the options that `_served_model_options` adds, by parameter name. output: output file of the
-    command; the file that keeps the model's answers is named after it by default.
+    served: value of each option that `_served_model_options` adds, by parameter name. output: output file of the
+    command. Without --journal, the file that keeps the model's answers is named after `output`.
     """
     from meshwright.synthesis.chat_client import ChatClient
     from meshwright.synthesis.endpoint import Endpoint, read_key
@@ -250,9 +251,10 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
 
 
 def _measure_usage(client: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the token counts of all requests that the client has made, and their price, as JSON values by name.
+    """Return counts of the client's requests (total, sent to the server, retried, refused) and of prompt and completion
+    tokens, as a JSON dict by name; with a price option also "cost".
 
-    served: values of the options that `_served_model_options` adds, by parameter name, of which the prices are used.
+    served: option name -> value; only the prices "price_in" and "price_out" (per million tokens, or None) are used.
     """
     return client.summarize_usage(served["price_in"], served["price_out"])
 

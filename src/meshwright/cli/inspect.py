@@ -43,10 +43,10 @@ def command(
     of layers and experts share a line, unless --tensors or --name asks for each.
 
     \f
-    names: globs of tensor names to show, empty for all. every: a line for each tensor. layout: also show which rank of
-    this layout would hold what.
-    sequence: tokens per sequence, for which its pipeline stages are balanced. values: number of first values of each
-    tensor to show. statistics: read all values (else the headers only). as_json: print JSON.
+    names: globs of tensor names to show, empty for all. every: a line for each tensor. layout: also show which rank
+    of this layout would hold what. sequence: tokens per sequence, for which the layout's pipeline stages are balanced.
+    values: number of first values of each tensor to show. statistics: read all values (else the headers only). as_json:
+    print JSON.
     """
     from meshwright.inspection.report import inspect_model
 
@@ -133,11 +133,11 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merge tensors of the same type and shape whose names differ only in numbers, such as those of all layers: return
-    one entry for each set, with `*` for the numbers, their "count", summed bytes and common statistics. Returns the
-    entries unchanged if no two tensors are alike.
+    """Merge tensors of the same type and shape whose names differ only in numbers, such as a weight of all layers.
+    Returns one entry for each such set: its name with `*` for the numbers, "count" (number of tensors), their summed
+    bytes and the statistics over all their values. Returns the entries unchanged if there is nothing to merge.
 
-    tensors: entries of `inspect_model`.
+    tensors: entries of the result of `inspect_model`, one dict for each tensor.
     """
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for tensor in tensors:

@@ -78,14 +78,14 @@ def command(
     the memory of a server instead.
 
     \f
-    names: MODEL, then overrides; with `calibrate` run directories. cluster: device count and kind, a cluster file, or
+    names: MODEL, then overrides; if `calibrate`, run directories. cluster: device count and kind, a cluster file, or
     "this". sequence: tokens. batch: sequences per step over all devices. layout: the one to predict, None to search.
-    top: number of layouts to show. engine: framework whose kernels and buffers are priced. compiled: blocks run under
-    torch.compile. precision: where the layout names none. documents: average number of documents packed into a
-    sequence. reserve: memory of a device to keep free, as a fraction or a size. explained: add the time of each
+    top: number of layouts to show. engine: framework whose kernels and buffers are assumed. compiled: True if blocks
+    run under torch.compile. precision: used if the layout names none. documents: average number of documents packed
+    into a sequence. reserve: memory of a device to keep free, as a fraction or a size. explained: add the time of each
     operation. every_tensor: add the memory ledger of all tensors. html: page to write. jobs: JSON Lines file of
-    requests, "-" for standard input. serves: predict a server with `memory`, `dtype`, `device` and
-    `max_length` (tokens). lists: print names. as_json: print JSON.
+    requests, "-" for standard input. serves: predict a server with `memory`, `dtype`, `device` and `max_length`
+    (tokens). lists: print names. as_json: print JSON.
     """
     if lists:
         _print_names(as_json)
@@ -181,11 +181,12 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
 
 
 def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
-    """Run `plan --calibrate`: compute corrections of the predicted step time (measured / predicted) and peak memory
-    ((measured - predicted) / predicted) from finished runs, write them into the cluster file, and print them.
+    """Run `plan --calibrate`: compute from finished runs the corrections of the predicted step time (measured /
+    predicted) and peak memory ((measured - predicted) / predicted), write the corrections into the cluster file, and
+    print them.
 
-    runs: run directories. where: path of the cluster file; None or "this" for that of this machine. as_json: print
-    JSON.
+    runs: run directories. where: path of the cluster file; None or "this" for this machine's cluster file. as_json:
+    print JSON.
     """
     from meshwright.planner.calibrate import cluster_file_with, read_run
     from meshwright.planner.cluster import this_machine

@@ -39,8 +39,8 @@ def _check_device_without_layout(context: click.Context, option: click.Parameter
 
 
 def _check_device_of_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Click callback of --device and of --layout: return the option's value; raise if --device asks for a GPU although
-    --layout, if given, runs on CPU ranks."""
+    """Click callback of --device and of --layout in commands whose --layout runs on CPU ranks: return the option's
+    value; raise an error if --layout is given and --device asks for a GPU."""
     from meshwright.launcher.device import refuse_device_of_layout
 
     given = {**context.params, str(option.name): value}
@@ -151,8 +151,8 @@ def file_option(*names: str, help: str, metavar: str = "F") -> Callable[[Any], A
 
 
 def given_options() -> dict[str, str]:
-    """Return the options that the command line of the current command gives: parameter name -> option, such as
-    "--layout", in the order of their declaration; arguments by their names."""
+    """Return the options and arguments that the user gave on the command line of the current command, in the order of
+    their declaration: {parameter name: name of the option, such as "--layout", or of the argument}."""
     context = click.get_current_context()
     return {
         str(each.name): _format_parameter_name(each)
@@ -186,15 +186,16 @@ def is_override(argument: str) -> bool:
 
 
 def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
-    """Raise `UserError` if overrides are given although `name` (None: no name was given) is not a recipe (.toml), which
-    alone they can change."""
+    """Raise `UserError` if there are KEY=VALUE overrides and `name` is not the file of a recipe (.toml): overrides can
+    only change a recipe. name: the command's argument, None if it was not given."""
     if overrides and not (name or "").endswith(".toml"):
         raise UserError(f'override "{overrides[0]}" needs a recipe (.toml); got {name or "none"}')
 
 
 class ResultPrinter(Protocol):
-    """Function that prints a command's result, called once: `document` as JSON with --json, else `text`. alone: output
-    that must be the only one on standard output, such as a program; `text` is then printed on standard error."""
+    """Function that prints a command's result; to be called once. It prints `document` as JSON if --json was given,
+    else `text`. alone: None, or output such as a program file to print on standard output; `text` then goes to standard
+    error."""
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...
 
@@ -247,14 +248,15 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
 
 
 def print_progress(text: str, last: bool) -> None:
-    """Print `text` over the previous progress text on standard error, if that is a terminal. last: end the line."""
+    """Print `text` over the previous progress text on standard error; print nothing if that is no terminal. last: True
+    to end the line, so that the text stays."""
     if sys.stderr.isatty():
         print(f"\r{text}", end="\n" if last else "", file=sys.stderr, flush=True)
 
 
 def is_standard_output(path: Path | None, option: str, as_json: bool) -> bool:
-    """Return True if `path` is `-`, which stands for standard output. Raises `UserError` if --json is given too, as its
-    document takes standard output. option: name of the option with that path, for the error."""
+    """Return True if `path` is `-`, which stands for standard output. Raises `UserError` in this case if `as_json`,
+    since standard output then carries the JSON document. option: name of the option with this path, for the error."""
     if str(path) != "-":
         return False
     if as_json:

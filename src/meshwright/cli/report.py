@@ -40,7 +40,7 @@ def command(
 
     \f
     evaluation, sample: files that `evaluate --json` and `generate --json` printed. samples: number of texts to
-    generate, None: the default, except for large models. prompts: texts to continue. as_json: print JSON.
+    generate; None: the default number, but none for large models. prompts: texts to continue. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.monitoring.report import write_report
@@ -97,9 +97,11 @@ def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tup
 
 
 def _find_document(given: Path | None, own: Path | None, command: str) -> dict[str, Any] | None:
-    """Return the JSON document that `meshwright COMMAND --json` printed into a file: the file `given` by the user
-    (`UserError` if it holds something else), or else the file `own` in the run directory (left out with a warning
-    then). None if there is neither."""
+    """Return the JSON document that `meshwright COMMAND --json` printed into a file, or None if there is no such file.
+
+    given: file that the user named; `UserError` if it holds something else. own: file in the run directory, read if
+    `given` is None; if it holds something else, a warning is printed and None returned. command: the COMMAND,
+    "evaluate" or "generate"."""
     from meshwright.errors import UserError
     from meshwright.terminal import print_message
 
@@ -113,8 +115,8 @@ def _find_document(given: Path | None, own: Path | None, command: str) -> dict[s
 
 
 def _read_document(path: Path, command: str) -> dict[str, Any]:
-    """Read and check a JSON object that `meshwright COMMAND --json` printed into a file. command: evaluate or generate.
-    `UserError` if it is something else."""
+    """Read and check a JSON object that `meshwright COMMAND --json` printed into a file. command: "evaluate" or
+    "generate". `UserError` if the file does not hold such a document."""
     from meshwright.errors import UserError
     from meshwright.monitoring.report_inputs import check_evaluation, check_sample
     from meshwright.untrusted import read_json

@@ -44,9 +44,10 @@ def command(
     script alone. A deadlock is reported immediately, breakpoint() opens the debugger of one rank.
 
     \f
-    ranks: processes to start on this machine. emulate: emulated ranks, None: processes. stop: breakpoint, show: print
-    calls, check: compare an exercise, of emulated ranks. directory: run directory, None for runs/ and the script's
-    name. restarts: maximum number of restarts after a lost rank. arguments: passed to the script. as_json: print JSON.
+    ranks: number of processes to start on this machine. emulate: number of ranks to emulate by threads; None: start
+    processes. Emulated ranks have three more options. stop: breakpoint. show: print communications. check: compare an
+    exercise's distributed() with its one_device(). directory: run directory, None for runs/ and the script's name.
+    restarts: maximum number of restarts after a lost rank. arguments: passed to the script. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launcher import RankFault

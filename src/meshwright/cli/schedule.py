@@ -25,8 +25,8 @@ from meshwright.names import SCHEDULES
 
 
 def _parse_durations(context: click.Context, option: click.Parameter, text: str | None) -> float | list[float] | None:
-    """Click callback: parse one duration as a float, or several separated by commas as a list; None (not given) stays
-    None."""
+    """Click callback that parses the text of an option with durations: a float if the text is one number, a list of
+    floats if it is several separated by commas. None, if the option is not given, stays None."""
     if text is None:
         return None
     try:
@@ -89,10 +89,11 @@ def command(
     \f
     stages: pipeline ranks. microbatches: per step. chunks: stages per rank. These three are None for a program file.
     forward, input_gradient, weight_gradient, overlapped: durations of one micro-batch, one number or one for each rank
-    or stage; transfer: one number or one for each stage boundary. parts: durations of attention, dispatch, MLP and
-    combine of a forward, in place of these. layers: number of layers of the model, to show which rank holds which.
-    memory: for schedule auto, maximum activations of a rank in micro-batches. svg, html, trace, program_file: files to
-    write, None for none. text: print the chart as text. as_json: print the report as JSON.
+    or stage; transfer: one number or one for each stage boundary. parts: durations of attention, dispatch, MLP
+    and combine in a forward, given in place of the durations of the passes. layers: number of layers of the model, to
+    show which rank holds which. memory: for schedule auto, maximum activations of a rank in micro-batches. svg, html,
+    trace, program_file: files to write, None for none. text: print the chart as text. as_json: print the report as
+    JSON.
     """
     _require_counts(schedule, stages, microbatches)
     printed = is_standard_output(program_file, "--program", as_json)

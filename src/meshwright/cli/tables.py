@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 
 def make_table(first: str, *numbers: str) -> Table:
-    """Return an empty table with bold headers. first: header of the first column, whose text is wrapped; numbers:
-    headers of the right-aligned columns."""
+    """Return a rich table without rows. first: header of the first column, whose text is wrapped; numbers: headers of
+    the further columns, which are right-aligned."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -49,8 +49,8 @@ def command(
 
     \f
     arguments: RECIPE, then overrides. layout: to verify in place of the recipe's. model: preset, Hugging Face
-    directory, config.json or recipe. dtype: "float64" or "float32", of the parameters. mutate: also inject faults one
-    at a time, each of which must be detected. thorough: more cases. as_json: print JSON.
+    directory, config.json or recipe. dtype: "float64" or "float32", of the parameters. mutate: also inject faults, one
+    at a time, and check that each is detected. thorough: verify more cases. as_json: print JSON.
     """
     names, overrides = split_overrides(arguments)
     recipe = names[0] if names else None

@@ -48,8 +48,9 @@ class StepClock:
     def working_seconds(self) -> float:
         """Return the seconds from `start()` to the last mark, without those spent waiting in collective calls.
 
-        On CUDA, where the device waits and not the host, return the seconds of the phases data, forward and backward.
-        They end before the gradients are reduced, but under ZeRO-2 and 3 include some waiting.
+        On CUDA the device waits and not the host, so waiting cannot be subtracted: return the seconds of the phases
+        "data", "forward" and "backward". They end before the gradients are reduced, but under ZeRO-2 and ZeRO-3 they
+        include some waiting.
         """
         if self.cuda:
             seconds = self.seconds()

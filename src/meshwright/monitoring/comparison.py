@@ -40,7 +40,7 @@ class ProcessMemory:
 class Prediction:
     """Predicted memory, step time and traffic of rank 0; None for what could not be predicted.
 
-    memory: peak tensor memory in bytes by category ("parameters" ...), with "peak", the sum of all categories but
+    memory: bytes of tensors at the memory peak, by category ("parameters" ...). The key "peak" is their sum without
     "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh axis.
     machine: the hardware profile (measured machine speeds). compiled: True if blocks run under torch.compile. notes:
     further console lines. process: peak RSS by item, for CPUs only.
@@ -74,8 +74,8 @@ class Prediction:
         }
 
     def _peak_entries(self) -> dict[str, int | None]:
-        """Return {"allocator_peak", "process_peak"}: the predicted peaks in bytes of the tensor allocator, and of the
-        process (None on CUDA)."""
+        """Return {"allocator_peak": predicted peak bytes of the tensor allocator, "process_peak": predicted peak RSS of
+        the process in bytes, None if not predicted (always on CUDA)}."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
@@ -129,14 +129,14 @@ class StepTimes:
             self._steps.append(_StepTime(seconds, parts, waited))
 
     def median_step(self) -> _StepTime | None:
-        """Return the times of the step of median duration among the latest `KEPT` steps, None before the first step
-        after warm-up."""
+        """Return the measured times of one step: the step of median duration among the latest `KEPT` steps. None if no
+        step after warm-up has been added."""
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
         """Return the measured times for the result document, in seconds: {"step_seconds" (median), "seconds_by_part"
-        (phase -> seconds), "seconds_by_kind" ("working" and "waiting"), "waiting_seconds"}; the last two None on CUDA,
-        all None without steps."""
+        (phase -> seconds), "seconds_by_kind" ("working" and "waiting"), "waiting_seconds"}. The last two are None on
+        CUDA; all are None if no step was added."""
         step = self.median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -160,8 +160,9 @@ def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
 
 
 def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Return {"working": seconds, "waiting": seconds} of a step, the split by which predictions and measurements are
-    compared, as their phases differ. seconds: of the whole step; waiting: those in which this rank waits for others."""
+    """Return {"working": seconds, "waiting": seconds} of a step. Predicted and measured steps have different phases and
+    are compared by these two sums. seconds: duration of the step; waiting: seconds in which this rank waits for
+    others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -173,8 +174,8 @@ def collect_measured_memory(
     "process_peak" (RSS), and "unexplained" (measured minus predicted peak).
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
-    result document. "unexplained" compares the peak of the allocator on CUDA, of the process on a CPU, and ignores what
-    calibration by earlier runs added to the prediction.
+    result document. "unexplained" is the difference of the allocator's peaks on CUDA and of the process's peaks on a
+    CPU; the prediction is taken without the bytes that calibration by earlier runs added to it.
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():
@@ -222,12 +223,14 @@ def _expected_peak(memory: Mapping[str, int]) -> int:
 
 
 def _format_seconds(seconds: float) -> str:
-    """Format a duration given in seconds, with three digits, in seconds or milliseconds."""
+    """Format a duration given in seconds with three significant digits: in milliseconds below 0.1 s, else in
+    seconds."""
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _format_traffic(axes: Mapping[str, int]) -> str:
-    """Return text for the bytes sent in a step, in all and on the axes with most traffic. axes: bytes by mesh axis."""
+    """Return text with the sum of the bytes sent in a step and the three axes with most bytes. axes: bytes by mesh
+    axis."""
     return f"{format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
 
 

@@ -73,7 +73,7 @@ class Journal:
         """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
         run: description of model and data; layout: such as "dp2 zero1 bf16"; done: number of steps done in the
-        checkpoint named `resumed_from` (None: a fresh run). threads: compute threads of a rank, None off the CPU.
+        checkpoint named `resumed_from` (None: a fresh run). threads: compute threads of a rank, None on CUDA.
         predict: called on rank 0 once all memory that persists between steps is allocated. `UserError` where the run
         directory cannot be written.
         """
@@ -107,8 +107,8 @@ class Journal:
         self.memory.begin()
 
     def log_already_done(self, checkpoint: str, done: int) -> None:
-        """Log that the run has no step left: the checkpoint named `checkpoint`, after `done` steps, has all that the
-        recipe asks for."""
+        """Log that the run has no step left to do. checkpoint: name of the newest checkpoint; done: its number of
+        steps, at least `train.steps`."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; increase train.steps to continue")
@@ -178,8 +178,8 @@ class Journal:
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
     def _keep_figures(self, line: dict[str, Any], record: StepRecord) -> None:
-        """Append a step's values to the figures from which the result document is made. Left out are the loss and
-        metrics of a skipped step, and the throughput of a profiled one. line: the step's line of `metrics.jsonl`."""
+        """Append a step's values to the lists from which the result document is made, except the loss and metrics of a
+        skipped step and the throughput of a profiled step. line: the step's line of `metrics.jsonl`."""
         left_out = {
             *(() if record.finite else ("loss", *record.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
@@ -219,8 +219,9 @@ class Journal:
         ]
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
-        """Log the rank, if any, whose own work was slower than the others', at the end of each window of steps. done:
-        number of steps done; rank_seconds: seconds of each rank's own work in this step."""
+        """At the end of each window of steps, log a rank whose own work took much longer than that of the other ranks,
+        unless it was logged for the window before. done: number of steps done; rank_seconds: seconds of each rank's own
+        work in this step, without waiting."""
         slow = self._watch.add(rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -252,8 +253,8 @@ class Journal:
     # --- at the end
 
     def record_stop(self, step: int, checkpointer: Checkpointer) -> None:
-        """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`, after SIGTERM or
-        an interrupt and the save that follows it."""
+        """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`. Called when a run
+        is stopped by SIGTERM or an interrupt, after its last save."""
         self._track(step, _checkpoint_paths(checkpointer))
 
     def make_result(
@@ -261,8 +262,8 @@ class Journal:
     ) -> dict[str, Any]:
         """Return the result document (JSON dict) of the run: outcome, predicted and measured figures, checkpoint paths.
 
-        end: final step, bytes of model states and predicted traffic. prediction: replaces the one made before the first
-        step, unless None. If this process had no step left to do, the outcome is read from `metrics.jsonl`.
+        end: final step, bytes of model states and predicted traffic. prediction: the one to report, None for that made
+        before the first step. If this process had no step left to do, the outcome is read from `metrics.jsonl`.
         """
         self.prediction = self.prediction if prediction is None else prediction
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
@@ -327,8 +328,8 @@ class Journal:
                 self.log(str(error))
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
-        """Return, on rank 0, the stored result document if it is from a run of exactly `step` steps, with its
-        checkpoint paths replaced by those that `checkpointer` finds now. Return None otherwise, and on other ranks."""
+        """Return the stored result document if it is from a run of exactly `step` steps, with the checkpoint paths that
+        `checkpointer` finds now. Return None if there is no such document, and on all ranks except 0."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None

@@ -19,8 +19,8 @@ from meshwright.untrusted import parse_json, read_file
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`, one JSON object per line; on resume it cuts off the lines written after the
-    checkpoint.
+    """Writer of `metrics.jsonl`, one JSON object per line. When a run is resumed, the lines of steps after the
+    checkpoint are removed first.
 
     Each line is written completely or not at all; lines that a full disk refuses are retried with the next write.
     """
@@ -41,8 +41,8 @@ class MetricsFile:
             raise
 
     def write(self, line: dict[str, Any]) -> str | None:
-        """Append one line; floats that are not finite become null. Return None, or the reason why the line could not be
-        written yet and waits for the next write."""
+        """Append one line; floats that are not finite become null. Return None if it was written; else the reason why
+        not, and the line is retried with the next write."""
         self._waiting += json.dumps(_replace_non_finite(line)).encode() + b"\n"
         try:
             written = os.pwrite(self._descriptor, self._waiting, self._size)
@@ -92,8 +92,8 @@ def _bytes_to_keep(content: bytes, resume_step: int) -> int:
 class SlowRankWatch:
     """Detector of a rank whose own work takes longer than the others', over windows of `window` steps.
 
-    A rank's time is the median over the window of its seconds of work, without waiting; the rank is slow when that is
-    more than `factor` times the median of the other ranks.
+    A rank's time is the median of its seconds of work per step (without waiting) over the window. The slowest rank
+    counts as slow if its time is more than `factor` times the median time of the other ranks.
     """
 
     def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
@@ -117,8 +117,8 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """True if no window of steps is in progress: the last step that was added completed one, or none was added
-        yet."""
+        """True if no window of steps is in progress: no step was added yet, or the last added step completed a
+        window."""
         return not self._steps
 
 

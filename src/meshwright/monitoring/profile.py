@@ -67,7 +67,7 @@ class Profile:
         self._recording: _ProfileRecording | None = None
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
-        """Start recording if the next step is the first to be profiled; return True if the next step is recorded.
+        """Start recording if profiling begins with the next step. Return True if the next step is recorded.
         Collective."""
         if self._recording is None and self.first <= trainer.steps_done + 1 <= self.last:
             self._recording = _ProfileRecording(trainer, self._mesh, self._record_operators)
@@ -76,8 +76,8 @@ class Profile:
         return self._recording is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
-        """Finish a recorded step, and after the last one to be profiled write the trace; return True if the step was
-        recorded. ending: True if the run ends after this step."""
+        """Record the end of a profiled step; after the last step of the profiled range write the trace. Return True if
+        the step was recorded. ending: True if the run ends after this step."""
         if self._recording is None:
             return False
         self._recording.step_done()
@@ -186,8 +186,8 @@ class _ProfileRecording:
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:
-        """Listener of `StepClock`: add the span of the step phase that just ended, and begin the next. part: name of
-        the ended phase, "" at the start of a step."""
+        """Add the trace span of the step phase that just ended, and begin the next phase; `StepClock` calls this at
+        each mark. part: name of the ended phase, "" at the start of a step."""
         now = time.time_ns()
         self._annotations.close()
         if part in _PARTS:
@@ -210,8 +210,8 @@ class _ProfileRecording:
 
 
 class _NamedCompute:
-    """Wrapper of a `Compute` (parallel/pipeline.py: forward and backward of the pipeline stages on this rank) that runs
-    each pass inside the context `around(kind, stage, replica, micro-batch)`."""
+    """Wrapper of a `Compute`, the object that runs forward and backward of this rank's pipeline stages. Each pass runs
+    inside the context manager that `around(kind, stage, replica, micro-batch)` returns."""
 
     def __init__(self, compute: Compute, around: Callable[[Kind, int, int, int], AbstractContextManager[None]]) -> None:
         self._compute, self._around = compute, around
@@ -219,7 +219,7 @@ class _NamedCompute:
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run one pass (`kind`: forward, backward ...) of the wrapped `Compute` inside the context. key: (stage,
-        replica, micro-batch). x, result: activation or gradient from and to other stages, as in `Compute.run`."""
+        replica, micro-batch). x: activation or gradient received from another stage; result: the one to send on."""
         with self._around(kind, *key):
             return self._compute.run(kind, key, x)
 
@@ -228,8 +228,8 @@ class _NamedCompute:
 
 
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
-    """Return (start of the profile on rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock
-    is ahead of rank 0's), measured at several barriers. Collective."""
+    """Compare the clocks of all ranks at several barriers. Returns (start of the profile on rank 0's clock, in
+    nanoseconds since 1970; nanoseconds by which this rank's clock is ahead of rank 0's). Collective."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # all ranks leave a barrier at nearly the same time

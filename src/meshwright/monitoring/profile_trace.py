@@ -83,8 +83,8 @@ def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int]
 
 
 def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
-    """Build the Chrome trace of one rank. Returns (trace document, the events of its GPU alone, which the merged trace
-    of all ranks includes).
+    """Build the Chrome trace of one rank. Returns (trace document; the GPU events of this rank, to be included in the
+    merged trace of all ranks).
 
     steps: spans and collective calls recorded on this rank. operators: the Chrome trace of torch's profiler on it.
     """
@@ -119,8 +119,8 @@ def merge_rank_traces(
     """Build the Chrome trace document of all ranks, in which each rank is a process.
 
     parts: for each rank the dict of `RankSteps.table`, with the events of its GPU under "kernels". program: the
-    pipeline schedule. If it has several ranks, the trace also shows its simulation with the median durations recorded
-    here, from the first forward of the last step on. places: global rank -> pipeline rank.
+    pipeline schedule. If the schedule has several ranks, the trace also shows a simulation of it with the recorded
+    median durations, drawn from the first forward of the last step on. places: global rank -> pipeline rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
@@ -196,8 +196,8 @@ def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, plac
 
 
 class _ThreadNumbers:
-    """Thread numbers of a rank in a trace, assigned to thread names in order of use. rank: global rank; first: number
-    of the first thread, within the rank's range of numbers."""
+    """Numbers of a rank's threads in a trace, assigned to thread names in order of first use. rank: global rank; first:
+    position of the first thread in the block of `THREADS` numbers that each rank has."""
 
     def __init__(self, rank: int, first: int) -> None:
         self._rank, self._first, self._numbers = rank, rank * THREADS + first, dict[str, int]()

@@ -92,7 +92,8 @@ class Progress:
             self._bar = None
 
     def _width(self) -> int:
-        """Return the number of columns of the terminal behind the stream; standard output may go elsewhere."""
+        """Return the number of columns of the terminal to which the stream prints (not of standard output's
+        terminal)."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except OSError:

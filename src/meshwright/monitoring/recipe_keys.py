@@ -18,8 +18,8 @@ def differing_from_defaults(recipe: str) -> dict[str, str] | None:
 
 
 def differing_between(recipes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the keys whose values differ between recipes (TOML texts), as {dotted key: its value in each recipe, as
-    TOML, or "–" where it is not set}. Name and directory of the run are left out."""
+    """Return the keys whose values differ between recipes (TOML texts), as {dotted key: list of the key's value in each
+    recipe, as TOML text, or "–" for a recipe that does not set it}. `run.name` and `run.directory` are left out."""
     flats = [_flatten_recipe(recipe) or {} for recipe in recipes]
     keys = dict.fromkeys(key for flat in flats for key in flat if key not in ("run.name", "run.directory"))
     values = {key: [flat.get(key, "–") for flat in flats] for key in keys}

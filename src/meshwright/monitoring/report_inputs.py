@@ -132,8 +132,8 @@ def check_sample(document: Mapping[str, Any]) -> None:
 
 
 def _validate(kind: type[_Document], value: Any, where: str) -> dict[str, Any]:
-    """Validate the parsed JSON `value` against the pydantic schema `kind` and return it unchanged. `UserError` names
-    `where` (file or document) and the first bad key."""
+    """Validate the parsed JSON `value` against the pydantic schema `kind` and return `value` unchanged. where: name of
+    the file or document. `UserError` names `where` and the first invalid key."""
     try:
         kind.model_validate(value)
     except ValidationError as error:

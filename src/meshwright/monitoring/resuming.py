@@ -51,8 +51,8 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
     """Return the content of `state.json` in the newest checkpoint of the recipe's run directory; None without a
     checkpoint.
 
-    `UserError` naming the first key that must not change but differs from the checkpoint's recipe, and where it is set;
-    also when the prepared data (`data_sha256`: checksum of their tokens) are not those of the checkpoint.
+    data_sha256: checksum of the prepared data's tokens, None to compare no data. `UserError` if a key that must not
+    change differs from the checkpoint's recipe (names the first such key and where it is set), or if the data differ.
     """
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
@@ -70,8 +70,8 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
 
 
 def check_resume_differences(old: Recipe, new: Recipe) -> None:
-    """Raise `UserError` naming the first key that differs between the checkpoint's recipe `old` and `new` and may not
-    change on resume (see `RESUMABLE`)."""
+    """Raise `UserError` if a key that may not change on resume differs between `old`, the checkpoint's recipe, and
+    `new`; the error names the first such key. `RESUMABLE` lists the keys that may change."""
     before, after = values_by_key(old), values_by_key(new)
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):

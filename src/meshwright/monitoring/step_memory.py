@@ -55,7 +55,8 @@ class StepMemory:
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
-        """Update the growth in the first `STEPS` steps; call it after each step, before anything else allocates."""
+        """Update `growth_in_first_steps` after one of the first `STEPS` steps; later calls do nothing. To be called
+        after each step, before anything else allocates memory."""
         if self._left:
             self._left -= 1
             assert self._before is not None

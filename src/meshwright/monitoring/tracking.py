@@ -93,9 +93,9 @@ class Tracking:
 class _TrackerThread:
     """Queue and thread that send lines (step, values by name) to one tracker.
 
-    name: of the tracker in `track.to`; tracker: its instance; run: facts about the run; recipe: dotted key -> value;
-    missing: lines of metrics.jsonl that an earlier start did not send, which are sent first and never dropped; keep:
-    function that writes all trackers' stored strings to the run directory; log: prints a line.
+    name: the tracker's name in `track.to`. tracker: the tracker. run: facts about the run. recipe: dotted key -> value.
+    missing: lines of metrics.jsonl that an earlier start of the run may not have sent; they are sent first and never
+    dropped. keep: writes the strings that trackers store for a resume to the run directory. log: prints a line.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` with growing pauses until it does not raise; return True if it succeeded, False after `tries`
-        failures (None: no limit) or when the run has ended."""
+        """Call `call` until it does not raise, with growing pauses; return True if it succeeded. Return False after
+        `tries` failures (None: no limit), or after a failure once the run has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:
@@ -204,14 +204,14 @@ class _TrackerThread:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _log_failure(self, reason: str) -> None:
-        """Log `reason` if it is the first failure of the tracker; store it as the latest one."""
+        """Store `reason` as the tracker's latest error, and log it if it is the tracker's first."""
         if not self._last_error:
             self._log(f"tracker {self.name} failed: {reason}; training continues, and sending is retried")
         self._last_error = reason
 
     def _save_progress(self, step: int, now: bool = False) -> None:
-        """Store `step` in the run directory: the tracker has received all lines up to it, so a resumed run sends only
-        later ones. Unless `now`, this writes at most once in `KEEP_SECONDS`."""
+        """Store in the run directory that the tracker has received all lines up to step `step`, so that a resumed run
+        sends only later lines. now: True to write at once; False to write at most once in `KEEP_SECONDS`."""
         self.run.kept["sent"] = str(max(step, 0))
         if now or time.monotonic() - self._kept_at > KEEP_SECONDS:
             self._kept_at = time.monotonic()

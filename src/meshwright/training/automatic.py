@@ -23,8 +23,8 @@ def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str]
 
     ranks: number of ranks that another launcher has started; None: one per GPU of this machine, or as many CPU
     processes as the hardware profile (measured machine speeds) was made with. log: called with each log line. probe:
-    first measure a CPU machine that has no profile, with two processes unless `ranks` is given. `UserError` if there is
-    no hardware profile or no layout fits.
+    True to measure machine speeds first if the run computes on CPUs and no profile is stored; the measurement uses
+    `ranks` processes, or two if `ranks` is None. `UserError` if there is no hardware profile or no layout fits.
     """
     where = _find_devices(recipe, ranks, log if probe else None)
     config, assumed = config_of(recipe)

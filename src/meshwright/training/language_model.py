@@ -104,11 +104,11 @@ class LanguageModelTask:
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches. divisor: number by which the sum of the loss is
-        divided.
+        """Run forward and backward of this rank's micro-batches. divisor: number by which the loss, summed over all
+        terms (target tokens or pairs), is divided.
 
-        Returns float64 [1 + metrics]: this rank's share of the divided loss and of the metric sums, which are not
-        divided; the shares of all ranks add up to the total.
+        Returns float64 [1 + metrics]: first this rank's share of the divided loss, then its shares of the metric sums,
+        which are not divided. Summed over all ranks, the shares give the loss and the metric sums of the step.
         """
         loss = self.passes.train(micro_batches, divisor)
         return self._shares(loss)
@@ -183,8 +183,8 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Identity of the run's inputs by name: sha256 of the data ("data_sha256") and of the model configuration
-        ("model"), and the precision ("precision")."""
+        """Inputs on which a preference run's reference log-probabilities depend besides the weights, by name: sha256
+        of the data ("data_sha256") and of the model configuration ("model"), and the precision ("precision")."""
         return {
             "data_sha256": self.data.sha256,
             "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
@@ -220,8 +220,8 @@ class LanguageModelTask:
         return predicted_traffic_by_axis(self.config, self.layout, self._work(), self.mesh.rank)
 
     def document_starts(self, first: int, steps: int) -> tuple[tuple[int, ...], ...]:
-        """Return the token positions at which documents begin, one tuple for each sequence that this rank reads in the
-        steps [first, first + steps)."""
+        """Return the positions within each sequence at which a document begins, as one tuple of positions for each
+        sequence that this rank reads in the steps `first` to `first` + `steps` - 1."""
         samples = [self.samples_of_step(step) for step in range(first, first + steps)]
         return tuple(tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).document_starts())
 
@@ -239,8 +239,8 @@ class LanguageModelTask:
         )
 
     def _shares(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return float64 [1 + metrics]: this rank's share of the loss and of the metric sums of the last forward
-        passes; the shares of all ranks add up to the total. loss: scalar, summed over this rank's micro-batches."""
+        """Return float64 [1 + metrics]: this rank's shares of the loss and of the metric sums of the last forward
+        passes, so that summing over all ranks gives the totals. loss: scalar, summed over this rank's micro-batches."""
         metrics = self.passes.figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
@@ -248,8 +248,8 @@ class LanguageModelTask:
         """Split the sequences with the indices 0 to `count` - 1 of a data split into this dp rank's micro-batches.
 
         Yields for each forward pass the list of its micro-batches, each an array of sequence indices. Every rank gets
-        the same number of arrays of equal length; to fill them up, indices from `count` on are replaced by `beyond`,
-        the index of a sequence that is padding.
+        equally many arrays of equal length, so the last arrays may reach beyond the data: every index from `count` on
+        is replaced by the index `beyond`, by which the caller recognises padding.
         """
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
         starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
@@ -258,9 +258,9 @@ class LanguageModelTask:
             yield [np.where(part < count, part, beyond) for part in wanted]
 
     def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
-        """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch, of which
-        this rank gets its context-parallel slice. padded: True: indices beyond the last sequence give padding; False:
-        an error."""
+        """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch and return
+        this rank's context-parallel slice of it. padded: True if an index beyond the last sequence gives a sequence of
+        padding; False if such an index is an error."""
         batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]

@@ -13,8 +13,9 @@ def learning_rate(step: int, train: TrainRecipe) -> float:
     """Return the learning rate of the optimizer update number `step`, counted from 0. train: the recipe's [train]
     table.
 
-    Linear warm-up: update number `warmup`, after `warmup` smaller ones, has the peak `learning_rate`. Then, down to
-    `minimum_learning_rate` × peak at the last step:
+    The rate rises linearly during the first `warmup` updates; update number `warmup` is the first with the peak rate,
+    `train.learning_rate`. Afterwards it depends on `train.schedule`; all but "constant" end at
+    `minimum_learning_rate` × peak in the last step:
     - cosine: half a cosine wave (Loshchilov & Hutter, SGDR, arXiv 1608.03983, equation 5, one period);
     - linear: a straight line;
     - wsd: the peak, then a straight line over the last `decay` steps (Hu et al., MiniCPM, arXiv 2404.06395, section 4);

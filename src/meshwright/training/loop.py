@@ -201,8 +201,8 @@ class Run:
         return result or {}
 
     def _prepare_first_step(self) -> None:
-        """Prepare the task's inputs and report the run's start, before the first step. If that fails on a rank, every
-        rank raises its `UserError`. Collective."""
+        """Before the first step: prepare the task's inputs and report the start of the run. If this fails on one rank,
+        all ranks raise that rank's `UserError`. Collective."""
         if self.recipe.checkpoint.background:
             with self.journal.memory.exclude_allocations():
                 self.checkpointer.reserve(self.trainer.slices(owned=True))  # no page faults in the first save
@@ -226,8 +226,8 @@ class Run:
             raise UserError(failure[1])
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """Return the layout with an explicit precision: its own, else that of `previous` (the layout notation in the
-        checkpoint), else bf16 if it is faster on this device than fp32."""
+        """Return `layout` with an explicit precision: the one that `layout` names; else the one that `previous`, the
+        layout text in the checkpoint, names; else bf16 if bf16 is faster on this device than fp32, or fp32."""
         earlier = None if previous is None else Layout.parse(previous).precision
         precision = layout.precision or earlier or choose_precision(self.mesh)
         return dataclasses.replace(layout, precision=precision)
@@ -266,8 +266,9 @@ class Run:
         return checkpoint.name
 
     def _schedule_change_note(self, state: dict[str, Any]) -> str | None:
-        """Return a log line if `train.steps`, and with it the learning-rate schedule, has changed since the checkpoint;
-        else None. state: content of the checkpoint's `state.json`."""
+        """Return a log line if `train.steps` has changed since the checkpoint was written and the learning rate of the
+        next steps depends on it (schedules "cosine" and "linear"); else None. state: content of the checkpoint's
+        `state.json`."""
         train, step = self.recipe.train, state["step"]
         before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
         if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
@@ -281,7 +282,8 @@ class Run:
 
     def _check_skipped_steps(self, verdict: StepOutcome) -> None:
         """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
-        loss or gradient norm was not finite. verdict: outcome of the last step."""
+        loss or gradient norm was not finite. Steps with a finite loss whose gradients overflowed and thereby halved a
+        dynamic loss scale do not count. verdict: outcome of the last step; not used."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier save may still be in progress
@@ -294,8 +296,8 @@ class Run:
             )
 
     def _save(self, validation_loss: float | None) -> None:
-        """Start saving a checkpoint of this step, once the previous save is complete. validation_loss: mean loss by
-        which the best checkpoint is chosen and kept; None if not measured after this step."""
+        """Wait for the previous save, then start to save a checkpoint of this step. validation_loss: mean loss after
+        this step, None if not measured; the checkpoint with the lowest validation loss is retained as the best."""
         self.journal.memory.stop()
         step = self.trainer.steps_done
         if (reason := self._wait_for_save()) is not None:
@@ -328,7 +330,7 @@ class Run:
         return failure[1] if failure else "the checkpoint could not be written"
 
     def _finish_saving(self) -> None:
-        """Wait for the last save; every rank raises `UserError` if any of them could not write."""
+        """Wait for the last save. If it failed on any rank, every rank raises `UserError`. Collective."""
         if (reason := self._wait_for_save()) is not None:
             raise UserError(reason)
 

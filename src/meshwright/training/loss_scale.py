@@ -10,8 +10,8 @@ LEAST, GREATEST = 1.0, 2.0**127
 
 
 class LossScale:
-    """Dynamic loss scale: doubled after `every` finite steps in a row, halved by a step that overflowed; with `every` 0
-    it is constant. `value`: the scale, initially 1.
+    """Loss scale, doubled after `every` finite steps in a row and halved after a step that is not finite. every: 0 for
+    a constant scale. value: the scale, initially 1 unless given.
 
     All ranks see the same all-reduced finite flag, so their scales stay equal without communication.
     """
@@ -31,8 +31,8 @@ class LossScale:
     def update(self, loss: float, finite: bool) -> bool:
         """Update the scale after a step. loss: the step's loss; finite: loss and gradient norm were both finite.
 
-        Returns True if the gradients overflowed although the loss is finite, and the scale was halved: the next step
-        may succeed.
+        Returns True if the scale was halved because the gradients overflowed with a finite loss, so that the next step
+        may succeed; else False.
         """
         if not self.dynamic:
             return False

@@ -33,8 +33,8 @@ class Policy(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Identity of the run's inputs by name: sha256 of the data and of the model configuration, and the
-        precision."""
+        """Inputs on which the reference log-probabilities depend besides the weights, by name: sha256 of the data and
+        of the model configuration, and the precision."""
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
         """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
@@ -59,21 +59,21 @@ class Objective(Protocol):
     most_pairs: int
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Return `documents` (document boundaries in the sequences of a batch) with the extra inputs of the loss:
-        response pairs and reference log-probabilities, if it has any. split: "train" or "validation"; rows: indices of
-        the sequences in it."""
+        """Return `documents` (document boundaries in the sequences of `batch`), to which a preference loss adds its
+        response pairs and their reference log-probabilities. batch: the sequences; split: the data split that they come
+        from, "train" or "validation"; rows: their indices in this split."""
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
         """Return the number of terms (target tokens or pairs) in a step's micro-batches, summed over all ranks, at
         least 1. Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return this rank's share of the number of loss terms (target tokens or pairs) in its micro-batches: their
-        number divided by the number of ranks that hold the same ones. The shares of all ranks add up to the count."""
+        """Return the number of loss terms (target tokens or pairs) in this rank's micro-batches, divided by the number
+        of ranks that hold the same terms, so that the sum over all ranks is the number of all terms."""
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return this rank's share of `sums` [1 + metrics], its loss and metric sums over its micro-batches: divided by
-        the number of ranks that compute the same sums, so that the shares of all ranks add up to the total."""
+        """Return `sums` divided by the number of ranks that compute the same sums, so that the sum over all ranks is
+        the total. sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches."""
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the metrics of a step by name. means: the metric sums divided by the number of loss terms (tokens or
@@ -105,13 +105,13 @@ class NextToken:
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return the number of target tokens in this rank's micro-batches, divided by the tp x pp ranks that hold the
-        same ones."""
+        """Return the number of target tokens in this rank's micro-batches, divided by tp x pp, the number of ranks
+        that hold the same tokens."""
         return sum((targets != -100).sum() for _, targets, _ in micro_batches) / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return this rank's loss sum divided by the tp ranks that compute the same one. sums: float64 [1], the loss
-        summed over its micro-batches."""
+        """Return `sums` divided by the number of tp ranks, which all compute the same loss. sums: float64 [1], the loss
+        summed over this rank's micro-batches."""
         return loss_share(sums, mesh)
 
     def report(self, means: Sequence[float]) -> Metrics:

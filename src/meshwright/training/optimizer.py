@@ -75,8 +75,9 @@ class Optimizer:
         """Update the master weights of all shards in place from their gradients, which are first multiplied by
         `gradient_scale` (norm clipping and loss scale).
 
-        Router biases of experts have no gradient: theirs holds the load of each expert above the mean, and a bias moves
-        against its sign by the fixed `router_bias_rate` (arXiv:2408.15664).
+        Router biases, which balance the load of experts, are not updated by gradients. The gradient elements at their
+        indices hold the load of each expert minus the mean load; each bias is changed by `router_bias_rate`, down if
+        that difference is positive and up if it is negative (arXiv:2408.15664).
         """
         self.step_count += 1
         for shard in self.shards:
@@ -91,8 +92,8 @@ class Optimizer:
             self._update([part for part in self._parts if part.weight_decay == decay], learning_rate, decay)
 
     def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float) -> None:
-        """Update all slices `parts` in place by one fused torch call. decay: weight decay of these slices, decoupled in
-        AdamW, added to the gradient in SGD."""
+        """Update all slices `parts` in place by one fused torch call. decay: weight-decay coefficient of all these
+        slices. AdamW shrinks the weights directly (decoupled); SGD adds `decay` × weights to the gradient."""
         masters, gradients = [part.master for part in parts], [part.gradient for part in parts]
         state = [[part.state[kind] for part in parts] for kind in self._state]
         common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}
@@ -106,8 +107,8 @@ class Optimizer:
             sgd(masters, gradients, momentum, **common)
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the optimizer state by kind ("exp_avg" ...), one 1-D tensor per shard. The tensors are not copied: a
-        checkpoint loader fills them in place."""
+        """Return the optimizer state by kind ("exp_avg" ...), one 1-D tensor per shard. These are the optimizer's own
+        tensors, not copies, so that a checkpoint can be loaded into them in place."""
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:

@@ -15,9 +15,9 @@ PARAMETER_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.
 
 class Arithmetic(NamedTuple):
     """Dtypes of a run, and how it computes in them. parameter_dtype: dtype of parameters and compute. master_dtype:
-    dtype of master weights, gradients and optimizer state. fused_accumulation_min_numel: number of elements from which
-    on a weight's gradient matmul accumulates directly into the gradient buffer. compile_backend: of torch.compile,
-    where the recipe has `train.compile`."""
+    dtype of master weights, gradients and optimizer state. fused_accumulation_min_numel: smallest size of
+    a weight, in elements, for which the matmul of its gradient accumulates directly into the gradient buffer.
+    compile_backend: backend of torch.compile, used only if the recipe sets `train.compile`."""
 
     parameter_dtype: torch.dtype
     master_dtype: torch.dtype = torch.float32

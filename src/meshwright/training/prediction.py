@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     """Return predictions of memory, step time and traffic of the trainer's run. Never raises: a prediction that fails
-    is None, and the reason is added to the notes. memory: meter with the measured resident memory of this process;
+    is None, and `notes` of the result has the reason. memory: meter with the measured resident memory of this process;
     None: process memory is not predicted."""
     notes: list[str] = []
 
@@ -131,9 +131,10 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
 
 
 def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Return the predicted bytes of a rank's memory by category ("parameters" ...), with "peak", the predicted peak,
-    and "unexplained", `share` times the peak. found: predicted memory ledger; share: mean fraction by which the memory
-    of finished runs exceeded their predicted peak."""
+    """Return the predicted bytes of a rank's memory by category ("parameters" ...), and two further entries: "peak",
+    the predicted peak, and "unexplained", the bytes to add to the peak according to earlier runs (`share` × peak).
+    found: predicted memory ledger. share: mean fraction by which the memory of finished runs exceeded their predicted
+    peak."""
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 

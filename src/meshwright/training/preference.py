@@ -56,8 +56,8 @@ class PreferencePairs:
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
         """Return `documents` (document boundaries in the sequences of a batch) with the response pairs of these
-        sequences, and their reference log-probabilities if known. split: "train" or "validation"; rows: indices of the
-        sequences in it."""
+        sequences and, once `prepare` has set them, the reference log-probabilities. split: "train" or "validation";
+        rows: indices of the sequences in this split."""
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
         if self.reference is not None:
             pairs = pairs.with_reference(self.reference.splits[split].select_sequences(rows, self.most_pairs))
@@ -69,14 +69,14 @@ class PreferencePairs:
         return count_pairs(_pairs_of(micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return the number of response pairs in this rank's micro-batches, divided by the cp x tp x pp ranks that hold
-        the same ones."""
+        """Return the number of response pairs in this rank's micro-batches, divided by cp x tp x pp, the number of
+        ranks that hold the same pairs."""
         pairs = sum(pairs.count / mesh.cp.size for pairs in _pairs_of(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return this rank's share of `sums` [1 + metrics], the loss and metric sums over its micro-batches: divided by
-        the number of cp x tp ranks that compute the same sums."""
+        """Return `sums` divided by cp x tp, the number of ranks that compute the same sums. sums [1 + metrics]: the
+        loss, then the metric sums, over this rank's micro-batches."""
         return loss_share(sums, mesh, of_pairs=True)
 
     def report(self, means: Sequence[float]) -> Metrics:
@@ -116,8 +116,8 @@ class PreferencePairs:
         self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
     ) -> Reference:
         """Compute the log-probabilities of all responses of all splits under the current weights. identity: checksums
-        of data and weights and the precision, stored with them; progress: called with the number of sequences done.
-        Collective."""
+        of data and weights, and the precision, to be stored with the log-probabilities. progress: called with the
+        number of sequences done. Collective."""
         splits = {name: Responses.zeros(pairs) for name, pairs in self._pairs.items()}
         mesh, before = policy.mesh, 0
         for name, responses in splits.items():

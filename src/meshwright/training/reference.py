@@ -55,7 +55,8 @@ class Responses:
 
     def select_sequences(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
         """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D] with D = 2 x
-        `most`. most: maximum number of pairs in a sequence. Missing pairs and sequences are 0."""
+        `most`. most: maximum number of pairs in a sequence. Elements without a response (a sequence with fewer pairs,
+        or an index beyond the last sequence) are 0."""
         found = torch.zeros(len(rows), 2 * most, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
             if row < self.rows:
@@ -155,8 +156,9 @@ def load_or_compute(
     agree: Agreement,
     leader: bool,
 ) -> tuple[Reference, bool]:
-    """Load the reference log-probabilities from the file `path` of an earlier start of the run, if every rank can read
-    them and they belong to the same data and weights; else compute them and let the leader write them.
+    """Return the reference log-probabilities: read from `path`, where an earlier start of the run may have stored them,
+    if every rank can read that file and it was made of the same data and weights (`made_of`); else computed, and
+    written to `path` by the leader.
 
     pairs_by_row: split name -> number of pairs in each sequence. made_of: checksums of data and weights, and precision.
     compute: returns the reference log-probabilities on this rank. agree: exchanges flags between ranks. leader: True on

@@ -69,7 +69,7 @@ def exit_codes() -> Iterator[None]:
     """Context manager that turns an exception into one printed line and the exit of the process: 2 after a user error,
     143 after SIGTERM, 130 after an interrupt, else the code of the exception's class.
 
-    Under `meshwright run` it lets exceptions pass, since that command prints them.
+    Under `meshwright run` it does nothing: that command receives the exception and prints it.
     """
     try:
         yield
@@ -90,9 +90,9 @@ def run_script(
     """Run a script on `ranks` processes of this machine and return the result document (JSON dict of figures) of its
     last `fit` on rank 0, empty if it called none.
 
-    arguments: of the script. directory: run directory, locked meanwhile. restarts: maximum number of restarts after a
-    rank was lost. aside: True: the script's standard output is written to standard error. Raises as
-    `meshwright.launcher.launcher.launch`.
+    arguments: of the script. directory: run directory, locked while the script runs. restarts: maximum number of
+    restarts after a rank was lost. aside: True to write the script's standard output to standard error. Raises the
+    ranks' exceptions (`UserError`, `ScriptFailed` ...), `RankLost` when a rank died, `Terminated` after SIGTERM.
     """
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")

@@ -36,7 +36,7 @@ class Task(Protocol):
 
     layout: degrees of parallelism. table: the parameters and how each is sharded. mesh: process groups of this rank.
     parallel: its ZeRO engine. passes: forward and backward of a step, with the profiler's hook. The trainer does not
-    look into micro-batches: `load_step` returns them, the other methods take them.
+    look into micro-batches: it passes those that `load_step` returns to the other methods.
     """
 
     @property
@@ -62,8 +62,8 @@ class Task(Protocol):
         """Run forward and backward of this rank's micro-batches; the shards of `parallel` then hold the gradients of
         the loss sum divided by `divisor`.
 
-        Returns float64 [1 + metrics]: this rank's share of the divided loss, and of the metric sums, from which
-        `report` makes metrics and which are not divided. The shares of all ranks add up to the total.
+        Returns float64 [1 + metrics]: first this rank's share of the divided loss, then its shares of the metric sums,
+        which are not divided. Summed over all ranks, the shares give the loss and the metric sums of the step.
         """
 
     def discard_step(self) -> None:
@@ -91,11 +91,12 @@ class Task(Protocol):
         """Return the entries of a checkpoint's `state.json` that identify the data."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes;
-        False: all, to be filled by loading."""
+        """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes;
+        False for all, to be filled when a checkpoint is loaded."""
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return the bytes of buffers and frozen parameters on this rank, by kind (kind -> bytes)."""
+        """Return {"buffers": bytes of all buffers and frozen parameters on this rank}; empty for a model without
+        them."""
 
     def predicted_traffic(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by call site (label of a collective call in the

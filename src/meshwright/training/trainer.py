@@ -64,8 +64,8 @@ class Trainer:
 
         The loss is summed over the terms of the whole step on all ranks (target tokens, pairs or items) and divided by
         their number, so that gradients are summed over ranks and never averaged. A step whose loss or gradient norm is
-        not finite on any rank is skipped on all. stop: this rank received SIGTERM or an interrupt; save_failed: it
-        could not save a checkpoint; the outcome has each flag if any rank has it.
+        not finite on any rank is skipped on all. stop: True if this rank received SIGTERM or an interrupt. save_failed:
+        True if this rank could not save a checkpoint. Both flags are true in the outcome if they are on any rank.
         """
         task, clock = self.task, self.clock
         clock.start()
@@ -127,8 +127,8 @@ class Trainer:
         self.parallel.all_gather_parameters()
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return master weights, optimizer state and buffers as checkpoint slices. owned: True: only those that this
-        rank writes; False: all that it must read."""
+        """Return master weights, optimizer state and buffers as checkpoint slices. owned: True for only those that
+        this rank writes; False for all that it must read."""
         slices = self.parallel.master_slices(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
             slices += self.parallel.slices_like(kind, tensors, owned)

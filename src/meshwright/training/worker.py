@@ -160,12 +160,12 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads to `given`, the launcher's choice. If that is None, it is `run.threads`,
-    else that of the resumed run with the same layout, else a number chosen by cores and model size; for a user's own
-    module torch's number replaces the latter.
+    """Set torch's number of intra-op threads. It is the first of these that is known: `given`, the launcher's choice;
+    `run.threads`; the number in the resumed checkpoint, if its layout is the same; a number chosen from cores and model
+    size or, for a user's own module, the number that torch has now.
 
-    store: key-value store by which ranks agree on the number, None if they need not. note: print the reason for the
-    choice.
+    store: key-value store by which ranks agree on the number, None if ranks need not agree. note: print the reason
+    for the choice.
     """
     import torch
 

@@ -31,10 +31,10 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 class TrackedRun:
     """Facts about the run, given to a tracker when it starts.
 
-    name: of the run. directory: run directory. fresh: True if the run is not resumed. step: last step of which the
-    tracker has all values; values of later steps are sent again, and a tracker should show them once. kept: strings
-    that are stored in the run directory for a resume, such as the id of the run on a server; the tracker may change
-    them.
+    name: of the run. directory: run directory. fresh: True if the run is not resumed. step: last step for which the
+    tracker has received all values. Values of later steps may be sent a second time; a tracker should show them once.
+    kept: strings that are stored in the run directory for a resume, such as the id of the run on a server; the tracker
+    may change them.
     """
 
     name: str
@@ -136,8 +136,8 @@ def _is_tracker(made: object) -> bool:
 
 
 def _names_server(value: object) -> bool:
-    """Return True if the value of a tracker's option contains the address of a server, to which credentials could be
-    sent, and not just of a local file or SQLite database."""
+    """Return True if the value of a tracker's option, or a value nested in it, is the address of a server, to which
+    credentials could be sent; False for a local file or SQLite database."""
     if isinstance(value, Mapping):
         return any(map(_names_server, value.values()))
     if isinstance(value, list | tuple):

@@ -65,8 +65,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return the batch with its tensors on the device; floating-point tensors are cast to `dtype` if it is narrower
-    than float32."""
+    """Return the batch (a nested structure) with all its tensors moved to `device`. Floating-point tensors are also
+    cast to `dtype`, but only if `dtype` is narrower than float32."""
     narrow = dtype if dtype.itemsize < 4 else None
 
     def move(value: Any) -> Any:
@@ -81,8 +81,10 @@ def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Share of one data-parallel (dp) rank in the `batch` samples of a step; consecutive shares go to consecutive dp
-    ranks. ranks: number of dp ranks; rank: this dp rank, from 0; micro_batches: number into which the share is split.
+    """Samples that one data-parallel (dp) rank reads in each step: an equal, consecutive part of the step's samples.
+
+    batch: number of samples of a step over all dp ranks. ranks: number of dp ranks. rank: this dp rank, from 0.
+    micro_batches: number of micro-batches into which this rank's samples are split.
     """
 
     batch: int
@@ -143,9 +145,9 @@ class TrainingSamples:
 
 
 class _EndlessBatches:
-    """`DataLoader` batch sampler that yields the batches of step `step` (from 0) and of all later ones, without end.
-    numbers: function from a step to its micro-batches, each a list of keys (global sample number, index in the data
-    set)."""
+    """`DataLoader` batch sampler that yields the micro-batches of step `step` (from 0) and of all later steps, without
+    end. numbers: function that returns the micro-batches of a step, each a list of `_SeededSamples` keys (global sample
+    number, index in the data set)."""
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
         """Make the first batch that of step `step`."""

@@ -167,12 +167,12 @@ class ModuleTask:
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes (all
-        on rank 0, none elsewhere); False: all."""
+        """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes
+        (all on rank 0, none elsewhere); False for all."""
         return self.values.slices(owned)
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return the bytes of buffers and frozen parameters on this rank, by kind (kind -> bytes)."""
+        """Return {"buffers": bytes of all buffers and frozen parameters on this rank}."""
         return {"buffers": self.values.nbytes()}
 
     def predicted_traffic(self) -> dict[str, int]:

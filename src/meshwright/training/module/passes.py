@@ -56,8 +56,8 @@ class ModulePasses:
 
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
         """Run forward and backward of all micro-batches of a step and reduce the gradients into the shards of the ZeRO
-        engine. targets: divisor of the summed loss (number of items on all ranks, divided by the loss scale). Returns
-        this rank's share of the divided loss, a float64 scalar."""
+        engine. targets: number by which the summed loss is divided: the number of items on all ranks divided by the
+        loss scale. Returns this rank's share of the divided loss, a float64 scalar."""
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -91,8 +91,8 @@ class ModulePasses:
 
 
 class _ModuleCompute:
-    """Implementation of `Compute` (parallel/pipeline.py: forward and backward of one pipeline stage) for one step: the
-    user's module is its only stage."""
+    """Forward and backward of a user's module in one step, in the form of a pipeline with the module as its only stage:
+    implements `Compute`, the interface by which pipeline steps run."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float) -> None:
         """Start a step with zero loss. micro_batches: of this rank; targets: divisor of the loss sum."""
@@ -101,8 +101,8 @@ class _ModuleCompute:
         self._loss: torch.Tensor | None = None
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> None:
-        """Run the forward or the backward (`kind`) of one micro-batch. key: (stage, replica, micro-batch), of which
-        only the micro-batch matters, since there is one stage. x: ignored."""
+        """Run the forward or the backward pass, as `kind` asks for, of one micro-batch. key: (stage, replica,
+        micro-batch number); stage and replica are always 0. x: ignored, as no other stage sends activations."""
         assert kind in (Kind.FORWARD, Kind.BACKWARD), "a single stage has no split backward"
         (self._forward if kind == Kind.FORWARD else self._backward)(self._micro_batches[key[2]])
 

@@ -85,5 +85,5 @@ def make_module_recipe(
 
 
 def parse_module_recipe(text: str, where: str) -> ModuleRecipe:
-    """Parse a recipe from the TOML text that `to_toml` writes. where: its name in errors."""
+    """Parse a recipe from the TOML text that `to_toml` writes. where: name of the text in errors."""
     return MODULE_SCHEMA.check(parse_toml(text, where), lambda key: where)

@@ -33,8 +33,9 @@ def train_module(
 ) -> dict[str, Any]:
     """Train a user's module on this rank and return the result document: a JSON dict of step, loss, predicted and
     measured figures, complete on rank 0 only. recipe: settings. mesh: process groups of the layout. run_directory:
-    already locked. spec: arguments of `fit`. show_progress: print a line for each logged step. Raises as
-    `meshwright.training.loop.train`."""
+    already locked. spec: arguments of `fit`. show_progress: print a line for each logged step. Raises `Terminated`
+    after SIGTERM and a save (`KeyboardInterrupt` after an interrupt), `CheckFailed` after too many steps in a row that
+    were not finite, and `UserError` for mistakes in script or recipe and for a last save that failed."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 

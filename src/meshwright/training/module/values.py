@@ -43,8 +43,8 @@ class KeptValues:
         self._looking = False
 
     def begin_step(self) -> None:
-        """Copy the buffers known to change in a step, so that `restore_buffers` can undo a skipped step. In steps 1, 2,
-        4, 8 ... of this process all buffers are copied, to find further ones that change."""
+        """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In steps
+        1, 2, 4, 8 ... of this process copy all buffers, so that `end_step` can find further buffers that change."""
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
         buffers = self._buffers()
@@ -52,8 +52,8 @@ class KeptValues:
         self._before = {name: buffers[name].detach().clone() for name in names}
 
     def end_step(self) -> None:
-        """Synchronize the buffers that the step changed over the data-parallel ranks: mean of floating-point ones, rank
-        0's values of integers. Collective."""
+        """Synchronize over the data-parallel ranks the buffers that steps change: floating-point buffers get their mean
+        over ranks, integer buffers rank 0's values. Collective."""
         buffers, mesh = self._buffers(), self._mesh
         if self._looking and buffers:
             changed = [not _equal_with_nan(self._before[name], value) for name, value in buffers.items()]
@@ -81,8 +81,8 @@ class KeptValues:
         return sizes[0], sizes[1]
 
     def count_compared(self) -> int:
-        """Return the number of buffers that the last step compared with copies made before it, to find those that
-        change: all buffers in steps 1, 2, 4, 8 ..., else 0."""
+        """Return the number of buffers whose values after the last step were compared with their copies from before it,
+        to find those that change: the number of all buffers in steps 1, 2, 4, 8 ..., else 0."""
         return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:
@@ -90,8 +90,8 @@ class KeptValues:
         return sum(value.nbytes for value in kept_values(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return all buffers and frozen parameters as checkpoint slices. owned: True: only those that this rank writes
-        (all on rank 0, none elsewhere); False: all."""
+        """Return all buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank
+        writes (all on rank 0, none elsewhere); False for all."""
         if owned and self._mesh.rank:
             return []
         slices = []
@@ -105,8 +105,9 @@ class KeptValues:
         return dict(self._module.named_buffers())
 
     def _synchronize(self, values: list[torch.Tensor], real: bool) -> None:
-        """Replace each of the buffers `values`, in place: if `real` (floating point) by its mean over the data-parallel
-        ranks, else (integers) by rank 0's values. Collective."""
+        """Make the buffers `values` equal on all data-parallel ranks, in place. real: True for floating-point buffers,
+        which are replaced by their mean over ranks; False for integer buffers, which get rank 0's values.
+        Collective."""
         data = self._mesh.data
         if not values or data.size == 1:
             return
