@@ -209,15 +209,16 @@ class EmulatedGroup(_ProcessGroup):
     merge_remote_group = split_group
 
     def _cut(self, whole: torch.Tensor, part: int, operation: str) -> list[torch.Tensor]:
-        """Return views of a contiguous tensor's n equal slices, one per rank, flattened. whole: the tensor. part:
-        expected elements of a slice (those of the call's other tensor); ValueError if it differs. operation: name for
-        the error."""
+        """Split a contiguous tensor into n equal slices, one per rank of the group; return flattened views of them.
+        whole: the tensor. part: number of elements that a slice must have, that of the call's other tensor; ValueError
+        if it has not. operation: name of the collective for the error."""
         if whole.numel() != part * len(self.ranks):
             raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")
         return list(whole.data.view(-1).view(len(self.ranks), -1).unbind()) if part else [whole.data] * len(self.ranks)
 
     def _split(self, tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-        """Return views of a tensor's slices along dim 0, one per rank. sizes: rows of each; empty: equal slices."""
+        """Return views of a tensor's slices along dim 0, one per rank. sizes: number of rows of each slice; empty:
+        equal slices. ValueError if the rows cannot be split this way."""
         if not sizes and tensor.shape[0] % len(self.ranks):
             raise ValueError(f"all_to_all: {tensor.shape[0]} rows are not divisible by {len(self.ranks)} ranks")
         sizes = list(sizes) or [tensor.shape[0] // len(self.ranks)] * len(self.ranks)
