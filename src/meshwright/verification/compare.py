@@ -98,8 +98,8 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield a difference for each checkpoint counter (steps, samples ...) that is not the reference's after `steps`
-        steps."""
+        """Yield a difference for each checkpoint counter (steps, samples ...) whose value after `steps` steps is not
+        that of the reference."""
         for name, right in self.reference.counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:

@@ -52,8 +52,9 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
-    """Definition of a deliberate bug: the method or function `owner.name` is replaced by `wrong`, which is called with
-    a counter, the original, and the arguments of the call. case: name of the verification case that exposes it."""
+    """Definition of a deliberate bug: the method or function `name` of `owner` (a class or module) is replaced by
+    `wrong`, which is called with a counter, the original function, and the arguments of the call. case: name of the
+    verification case that exposes the bug."""
 
     owner: Any
     name: str
@@ -74,8 +75,8 @@ class LocalFault:
 
     @contextmanager
     def planted(self) -> Iterator[FaultCounter]:
-        """Context manager that replaces the function by its buggy version in this process; yields the counter of
-        changed values."""
+        """Context manager in which the function that the fault concerns is replaced by the buggy stand-in, in this
+        process; yields the counter of changed values."""
         plan, counter = LOCAL_FAULTS[self.name], FaultCounter()
         kind = plan.owner.__dict__[plan.name]
         original = kind.__func__ if isinstance(kind, classmethod) else kind
@@ -169,7 +170,8 @@ def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: 
 
 def _uncorrected(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
     """Buggy stand-in for torch's `adamw` (`original`): moments are not divided by 1 - beta^t, as after infinitely many
-    updates. `counter` counts each call. The last of `tensors`: number of updates done, of each parameter."""
+    updates. `counter` counts each call. `tensors`: arguments of `adamw`; the last one lists the number of updates of
+    each parameter so far."""
     counter.record_if(True)
     *others, updates = tensors
     original(*others, [torch.full_like(done, 1e9) for done in updates], **options)

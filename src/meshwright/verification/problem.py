@@ -22,8 +22,9 @@ MOST_MICRO_BATCHES = 4
 class Training:
     """Optimizer settings of a verification problem: keys of a recipe's [train] table, and the dynamic loss scale.
 
-    clip: maximum gradient norm, 0: no clipping. warmup: steps. minimum_learning_rate: fraction of the peak. loss_scale:
-    initial value, 1: none; loss_scale_every: number of finite steps in a row after which it doubles, 0: constant.
+    clip: maximum gradient norm; 0: no clipping. warmup: number of warm-up steps. minimum_learning_rate: final learning
+    rate as a fraction of the peak. loss_scale: initial loss scale; 1: no scaling. loss_scale_every: number of finite
+    steps in a row after which the loss scale doubles (a non-finite step halves it); 0: the loss scale is constant.
     """
 
     optimizer: str = "sgd"

@@ -25,11 +25,11 @@ SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one
 class Reference:
     """Expected results of a problem, computed on one device at construction.
 
-    losses, norms: of every step. gradients: of every step, by parameter. weights: master weights by parameter, before
-    each step and after the last. optimizer: state by kind ("exp_avg" ...) and parameter, after the last step. scales,
-    finite_steps: loss scale and the number of finite steps since it last changed, before each step and after the last.
-    updates: number of updates made (the step with NaN activations makes none). final_loss: validation loss after the
-    last step.
+    losses, norms: loss and gradient norm of every step. gradients: of every step, by parameter (for a router bias: its
+    experts' excess loads per loss term). weights: master weights by parameter, before each step and after the last.
+    optimizer: state by kind ("exp_avg" ...) and parameter, after the last step. scales, finite_steps: loss scale and
+    the number of finite steps since it last changed, before each step and after the last. updates: number of updates
+    made (the step with NaN activations makes none). final_loss: validation loss after the last step.
     """
 
     problem: Problem
@@ -195,8 +195,9 @@ class Reference:
 
     def _update(self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int) -> ParameterValues:
         """Return the master weights after an update, by parameter: SGD with momentum and coupled decay, or AdamW
-        (arXiv:1711.05101, algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). norm:
-        global norm of the gradients. step: from 0. Only matrices have weight decay."""
+        (arXiv:1711.05101, algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). Only
+        matrices have weight decay. Router biases move by a fixed rate against the sign of their excess load
+        (arXiv:2408.15664, algorithm 1). norm: global norm of the gradients. step: from 0."""
         training = self.problem.training
         rate = learning_rate(step, self.problem.steps, training)
         scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
@@ -225,8 +226,8 @@ class Reference:
 
 
 def learning_rate(step: int, steps: int, training: Training) -> float:
-    """Return the learning rate of the step number `step`, from 0, of `steps`: linear warm-up, then constant, or linear
-    or cosine decay to the minimum."""
+    """Return the learning rate of step `step` (from 0) in a run of `steps` steps: linear warm-up, then constant, or
+    linear or cosine decay to the minimum."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
