@@ -28,10 +28,10 @@ GroupKey = tuple[int, str]  # (generation of the default group on this rank, nam
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One communication call of one rank. order: position among all ranks' calls, from 1. number: position among this
-    rank's calls, from 1. operation: such as "all_reduce", "send to 1". group: its global ranks. shape: dtype and shape,
-    such as "float32[4, 8]". bytes: of the call's inputs or outputs on this rank, whichever is larger. place: file and
-    line of the call."""
+    """Record of one communication call of one rank. order: position among all ranks' calls, from 1. number: position
+    among this rank's calls, from 1. operation: such as "all_reduce", "send to 1". group: global ranks of the process
+    group. shape: dtype and shape, such as "float32[4, 8]". bytes: size of the call's inputs or outputs on this rank,
+    whichever is larger. place: file and line of the call."""
 
     order: int
     rank: int

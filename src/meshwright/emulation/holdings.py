@@ -94,8 +94,8 @@ def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Hold
 
 
 def _add(found: dict[str, dict[tuple[str, str], list[int]]], rank: int, tensors: Any) -> None:
-    """Add a rank's tensors to `found`, which maps name -> (shape, checksum) -> ranks that hold equal copies. tensors:
-    pairs (name, tensor)."""
+    """Add a rank's tensors to `found`, which maps tensor name -> (shape, checksum) -> ranks that hold this value.
+    tensors: pairs (name, tensor)."""
     for name, tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
         key = (describe_tensor(local), compute_checksum(local))
