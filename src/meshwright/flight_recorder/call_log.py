@@ -21,8 +21,7 @@ class Group:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Global ranks that take part in a call: sender and receiver of a message, or all ranks of the process group.
-        """
+        """Global ranks that take part in a call: a message's sender and receiver, or all ranks of the process group."""
         return self.ranks if self.pair is None else self.pair
 
     def to_text(self) -> str:

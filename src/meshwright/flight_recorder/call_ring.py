@@ -173,8 +173,7 @@ class CallWriter:
         return self._groups[key]
 
     def count(self, group: int) -> int:
-        """Return how many calls this rank has made so far in a group. group: number that the method `group` returned.
-        """
+        """Return how many calls this rank has made so far in a group. group: number returned by the method `group`."""
         return self._counts[group]
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:

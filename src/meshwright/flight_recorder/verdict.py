@@ -133,8 +133,8 @@ def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> 
 
 
 def describe_activity(seen: RankState, now: float) -> str:
-    """Return a clause on the call that a rank waits in, such as "it is in call 57 (...), at ...", or else on its last
-    completed call. seen: the rank's state; now: seconds of the monotonic clock."""
+    """Return a clause on the call in which a rank waits, such as "it is in call 57 (...), at ..."; for a rank that
+    waits in none, on its last completed call. seen: the rank's state. now: seconds of the monotonic clock."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None
