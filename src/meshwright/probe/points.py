@@ -208,8 +208,8 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
-    """Return the seconds of one run of a measurement point, measured by `time_call` in about `seconds`; for a layer
-    operation that launches several device kernels, the mean per kernel."""
+    """Return the seconds of one run of a measurement point. A layer operation may launch several device kernels: then
+    return the mean per kernel. seconds: approximate time for measuring, by `time_call`."""
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds) / point.kernels
 

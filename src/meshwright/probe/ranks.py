@@ -85,9 +85,9 @@ def probe(
 
 
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
-    """Measure the machine as one of the ranks that torchrun, Kubernetes or SLURM started; return the result of `probe`
-    on every rank, with "rank" set to its own number. device: "auto", "cpu" or "cuda". directory: where the disk is
-    measured."""
+    """Measure the machine as one of the ranks that torchrun, Kubernetes or SLURM started. Return the result of `probe`
+    on every rank; its entry "rank" is the number of the rank that returns it. device: "auto", "cpu" or "cuda".
+    directory: where the disk is measured."""
     start = rendezvous.read_place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
