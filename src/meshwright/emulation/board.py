@@ -1,4 +1,5 @@
-"""Board on which emulated ranks meet: matches their collective calls and messages, and records every call in order."""
+"""Board on which emulated ranks post their communication calls: it matches the calls of a group's ranks with each other
+and sends with receives, and records every call in order."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ GroupKey = tuple[int, str]  # (generation of the default group on this rank, nam
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One communication call of one rank. order: position among all ranks' calls, from 1. number: position among this
-    rank's calls, from 1. operation: such as "all_reduce", "send to 1". group: its global ranks. shape: dtype and shape,
-    such as "float32[4, 8]". bytes: of the call's inputs or outputs on this rank, whichever is larger. place: file and
-    line of the call."""
+    """Record of one communication call of one rank. order: position among all ranks' calls, from 1. number: position
+    among this rank's calls, from 1. operation: such as "all_reduce", "send to 1". group: global ranks of the process
+    group. shape: dtype and shape, such as "float32[4, 8]". bytes: size of the call's inputs or outputs on this rank,
+    whichever is larger. place: file and line of the call."""
 
     order: int
     rank: int
@@ -43,9 +44,10 @@ class Event:
 
 
 class Meeting:
-    """Collective call that the ranks of one group are joining; complete when all of them have. operation: such as
-    "all_reduce". ranks: global ranks of the group. Attributes: `parts`: each rank's tensors, by index in the group;
-    `results`: [index in the group][output], None until complete."""
+    """One collective call of a group, from the first rank that posts it until all ranks of the group have; then it is
+    complete. operation: such as "all_reduce". ranks: global ranks of the group. Attributes: `parts`: tensors of each
+    rank that has posted the call, by index in the group; `results`: result tensors, [index in the group][output], None
+    until complete."""
 
     def __init__(self, operation: str, ranks: tuple[int, ...]) -> None:
         self.operation, self.ranks = operation, ranks
@@ -60,10 +62,10 @@ class Meeting:
 
 @dataclass(slots=True, eq=False)
 class Letter:
-    """One end of a message between two ranks.
+    """Send or receive that a rank has posted: one end of a message between two ranks.
 
-    part: this end's call, with its tensor. sender: index of the sending rank in the group; -1 at the receiving end of a
-    message from any rank, until matched. result: copy of the sent tensor, once both ends are posted; None before.
+    part: the posted call, with the tensor to send or to fill. sender: index of the sending rank in the group; -1 for a
+    receive from any rank, until a send matches it. result: copy of the sent tensor; None until both ends are posted.
     """
 
     part: Part
@@ -72,8 +74,9 @@ class Letter:
 
 
 class EmulatedWork(dist.Work):
-    """Handle of a communication call in flight. Its results are written to the output tensors only when it is waited
-    for, so that a forgotten `wait` shows in every run. letter: the message, for a receive; else None."""
+    """Handle of a communication call in flight. The call's results are written to the output tensors only when the
+    program waits for the handle (or finds it completed), so that a forgotten `wait` shows in every run. letter: the
+    posted receive, if the call is one; None for other calls."""
 
     def __init__(self, board: Board, ready: Callable[[], bool], describe: Callable[[], str], finish: Any) -> None:
         """Store what to wait for. ready: True once the call is complete. finish: writes the results."""
@@ -88,8 +91,8 @@ class EmulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True if the call is complete; if not, let another rank run first, so that a polling program makes
-        progress."""
+        """Return True if the call is complete, after writing its results to the output tensors. If it is not complete,
+        first let another rank run and check again, so that a program that polls makes progress."""
         if not self._ready():
             self._board.scheduler.poll(self._ready, self._describe)
         if self._ready():
@@ -106,8 +109,8 @@ class EmulatedWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Wait for the call; return a completed future of its output tensors. (C++ code that waits for the future,
-        such as DistributedDataParallel's, would let no other rank run.)"""
+        """Wait for the call; return a completed future of its output tensors. The call is waited for here because C++
+        code that waits for a future, such as DistributedDataParallel's, would let no other rank run."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(list(self._outputs))
@@ -128,12 +131,12 @@ class EmulatedWork(dist.Work):
 
 
 class Board:
-    """Board on which emulated ranks post their calls: matches the parts of a group's collective call, and sent with
-    received messages.
+    """Board on which emulated ranks post their calls. It matches the calls that a group's ranks make to one collective,
+    and each send with its receive.
 
-    scheduler: scheduler of the ranks. Attributes: `events`: all calls in order; `on_call`: function called before each
-    call with (rank, number of the call on that rank, the caller's frame); `on_event`: function called with each
-    recorded call.
+    scheduler: scheduler of the ranks. Attributes: `events`: all calls in order; `on_call`: None, or a function called
+    before each call with (rank, number of the call on that rank, the caller's frame); `on_event`: None, or a function
+    called with each recorded call.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -146,7 +149,7 @@ class Board:
         self.store: dict[str, bytes] = {}
 
     def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
-        """Post this rank's part in a collective call of `group` (an `EmulatedGroup`); return the handle.
+        """Post this rank's call of a collective over `group` (an `EmulatedGroup`); return its handle.
 
         operation: such as "all_reduce". part: this rank's input and output tensors. op: name of the reduction, such as
         "SUM". root: index of the root rank in the group. Raises EmulationFailed if another rank of the group makes
@@ -206,8 +209,8 @@ class Board:
         return work
 
     def _post(self, letter: Letter, sends: bool, key: tuple[GroupKey, int, int]) -> None:
-        """Match one end of a message with the other end if that has been posted, else keep it. sends: True for the
-        sending end. key: (group, index of the receiving rank, tag)."""
+        """Match a send or receive with its counterpart if that has been posted; otherwise keep it until the counterpart
+        is. letter: the send or receive. sends: True for a send. key: (group, index of the receiving rank, tag)."""
         others = self._unmatched[not sends, *key]
         other = next(
             (each for each in others if each.sender == letter.sender or -1 in (each.sender, letter.sender)), None
@@ -274,7 +277,8 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 def find_caller() -> FrameType | None:
-    """Return the innermost stack frame outside torch, comm/ and emulation/: the program's line that communicates."""
+    """Return the innermost stack frame outside torch, comm/ and emulation/: that of the program's line that makes the
+    communication call. None if there is no such frame."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_INTERNAL, "<")):
         frame = frame.f_back

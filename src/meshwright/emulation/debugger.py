@@ -12,8 +12,8 @@ from meshwright.errors import UserError
 
 
 class RankDebugger(pdb.Pdb):
-    """pdb debugger of one emulated rank, whose prompt shows the rank. output: stream that it prints to, in place of
-    `sys.stdout`, whose lines get the rank as prefix."""
+    """pdb debugger of one emulated rank, whose prompt shows the rank. output: stream that the debugger prints to. It is
+    used instead of `sys.stdout`, which prefixes each line with the rank."""
 
     def __init__(self, rank: int, output: IO[str]) -> None:
         # Readline needs a terminal; signal handlers need the main thread, and ranks run in others.
@@ -38,7 +38,8 @@ class RankDebugger(pdb.Pdb):
 
 
 def parse_breakpoint(text: str, ranks: int) -> tuple[int, int]:
-    """Parse "RANK" or "RANK:CALL"; return (rank, number of its communication call, from 1), call 1 if none is given.
+    """Parse "RANK" or "RANK:CALL"; return (rank, number of the rank's communication call, from 1). "RANK" means the
+    rank's first call.
 
     ranks: number of ranks. Raises UserError for another form or a rank out of range.
     """
@@ -63,8 +64,8 @@ def break_before(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int,
 
 
 def make_breakpoint_hook(current: Callable[[], int], output: IO[str]) -> Callable[..., Any]:
-    """Return a function for `sys.breakpointhook` that opens the debugger of the rank that runs. current: returns that
-    rank. output: stream for the debugger's prompt."""
+    """Return a function for `sys.breakpointhook`, so that `breakpoint()` opens the debugger of the rank that calls it.
+    current: returns the running rank. output: stream for the debugger's prompt."""
 
     def hook(*_: Any, **__: Any) -> None:
         """Stop at the line after the caller's."""

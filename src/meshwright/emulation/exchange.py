@@ -1,4 +1,4 @@
-"""Data of collective calls between emulated ranks: what each rank brings, and the results that each receives."""
+"""Data of collective calls between emulated ranks: each rank's tensors, and the results that each rank receives."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(slots=True)
 class Part:
-    """One rank's part in a communication call.
+    """One rank's tensors and description of a communication call.
 
-    inputs: tensors that it sends. outputs: tensors that receive its results. shown: tensor whose shape reports print.
-    form: text that must be equal on all ranks (root, reduction, shape). place: code location of the call. number: count
-    of the rank's calls, this one included.
+    inputs: tensors that the rank sends. outputs: tensors that receive the call's results. shown: tensor whose dtype and
+    shape are printed in reports, None if the call has no tensor. form: text (root, reduction, shape) that must be equal
+    on all ranks of a collective call. place: file and line of the call. number: position among the rank's calls, from
+    1.
     """
 
     inputs: Tensors
@@ -48,8 +49,8 @@ unseen_by_modes = _disable_current_modes
 
 @unseen_by_modes()
 def copy_results(outputs: Tensors, results: Tensors) -> None:
-    """Copy a call's results into its output tensors, without a record in autograd, as a real backend writes them.
-    Shapes may differ, numbers of elements may not (ValueError)."""
+    """Copy a call's results into its output tensors without recording the copy in autograd, as a real backend writes
+    them. A result and its output may differ in shape, but must have equally many elements (else ValueError)."""
     for output, result in zip(outputs, results, strict=True):
         if output.numel() != result.numel():
             raise ValueError(f"a result of shape {list(result.shape)} does not fit into {list(output.shape)}")

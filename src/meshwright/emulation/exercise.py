@@ -74,8 +74,9 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
     ‖a-b‖ / ‖b‖ exceeds `TOLERANCE`, or if no rank returns some of its elements.
 
     truth: results of `one_device()`: name -> tensor, in the order of computation. ranks: results of `distributed()` by
-    rank: name -> the whole tensor, or (part, index) for the part `tensor[index]` of it. Raises UserError if a rank
-    returns a name that is not in `truth`, a function returns anything but tensors by name, or `truth` is empty.
+    rank: name -> the whole tensor, or (part, index) where part holds the elements `tensor[index]` of the whole tensor.
+    Raises UserError if a rank returns a name that is not in `truth`, a function returns anything but tensors by name,
+    or `truth` is empty.
     """
     _check_returned("one_device() returns", truth, None)
     if not truth:
@@ -109,9 +110,9 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
     """Raise UserError unless an exercise's function returned a dictionary of tensors by name.
 
-    says: beginning of the error message. returned: the function's result. truth: None for the result of one_device();
-    for distributed(), the result of one_device(): values may then be (part, index) pairs whose index fits the whole
-    tensor.
+    says: beginning of the error message. returned: the function's result. truth: None to check the result of
+    `one_device()`. To check a result of `distributed()`, pass the result of `one_device()`: values may then also be
+    pairs (part, index) whose index fits the whole tensor.
     """
     if not isinstance(returned, Mapping):
         raise UserError(f"{says} {shorten_repr(returned)}: return a dictionary of tensors by name")
@@ -132,8 +133,8 @@ def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] 
 
 
 def _compare(part: torch.Tensor, right: torch.Tensor) -> tuple[float, str]:
-    """Return (relative error, reason as text) of a rank's tensor `part` against `right`, the same elements of one
-    device's tensor; the error is infinite if the shapes differ."""
+    """Compare a rank's tensor `part` with `right`, the same elements of the single device's tensor; return (relative
+    error, text for the user on what differs). The error is infinite if the shapes differ."""
     if part.shape != right.shape:
         return math.inf, f"shape {list(part.shape)}, one device has {list(right.shape)}"
     scale = float(right.double().norm())

@@ -20,10 +20,12 @@ from meshwright.flight_recorder.call_log import format_ranks
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Distinct values of a named tensor, and the ranks that hold them.
+    """One value of a named tensor, with the ranks that hold this value. A tensor that differs between ranks has several
+    entries.
 
-    name: such as "Linear.weight" (class of the module and parameter) or a global variable. shape: with dtype,
-    "float32[4, 8]". ranks: ranks whose tensors are bitwise equal. checksum: CRC-32 of the bytes, in hexadecimal.
+    name: class of the module and name of the parameter, such as "Linear.weight", or name of a global variable. shape:
+    dtype and shape, "float32[4, 8]". ranks: ranks whose tensors are bitwise equal. checksum: CRC-32 of the bytes, in
+    hexadecimal.
     """
 
     name: str
@@ -33,7 +35,8 @@ class Holding:
 
 
 class ModuleLog:
-    """Record of the `torch.nn.Module`s that each rank creates. It holds references to them, so that none is freed."""
+    """Record of the `torch.nn.Module`s that each rank creates. The record references the modules, so that none is
+    freed."""
 
     def __init__(self) -> None:
         self._modules: dict[int, dict[int, torch.nn.Module]] = {}
@@ -41,8 +44,9 @@ class ModuleLog:
 
     @contextmanager
     def watching(self, current: Callable[[], int]) -> Iterator[None]:
-        """Context manager in which a module is recorded when it gets its first parameter or child module. current:
-        returns the rank that runs."""
+        """Context manager that adds modules to the record: a module when it registers a parameter or a child module,
+        and the child itself. A module with neither parameters nor children is not recorded. current: function that
+        returns the running rank, for which a module is recorded."""
 
         def add(module: Any, *_: Any) -> None:
             """Record a module that gets a parameter."""
@@ -63,7 +67,8 @@ class ModuleLog:
                 handle.remove()
 
     def roots(self, rank: int) -> list[torch.nn.Module]:
-        """Return the top-level modules of a rank (no submodules), in the order in which they were made."""
+        """Return the modules that a rank created and that are not children of other modules, in the order in which they
+        were recorded."""
         return [module for key, module in self._modules.get(rank, {}).items() if key not in self._children]
 
 
@@ -89,8 +94,8 @@ def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Hold
 
 
 def _add(found: dict[str, dict[tuple[str, str], list[int]]], rank: int, tensors: Any) -> None:
-    """Add a rank's tensors to `found`, which maps name -> (shape, checksum) -> ranks that hold equal copies. tensors:
-    pairs (name, tensor)."""
+    """Add a rank's tensors to `found`, which maps tensor name -> (shape, checksum) -> ranks that hold this value.
+    tensors: pairs (name, tensor)."""
     for name, tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
         key = (describe_tensor(local), compute_checksum(local))

@@ -78,8 +78,8 @@ class EmulatedGroup(_ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> EmulatedWork:
-        """Reduce each rank's tensors[0] over the ranks into that of the root (`opts.rootRank`). Returns the handle of
-        the call."""
+        """Reduce tensors[0] of all ranks; the root (`opts.rootRank`) receives the result in its tensors[0]. Returns the
+        handle of the call."""
         op = name_reduction(opts.reduceOp)
         outputs = tensors if opts.rootRank == self._rank else []
         form = f"{op} {describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
@@ -95,8 +95,8 @@ class EmulatedGroup(_ProcessGroup):
     def allgather(
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Gather one tensor of each rank on all of them: outputs[0][i] receives rank i's tensors[0]. Returns the handle
-        of the call."""
+        """Gather one tensor of each rank on all ranks: outputs[0][i] on every rank receives rank i's tensors[0].
+        Returns the handle of the call."""
         self._check_count(outputs[0], "all_gather")
         return self.board.join(self, "all_gather", Part(tensors, outputs[0], tensors[0], str(tensors[0].dtype)))
 
@@ -123,7 +123,7 @@ class EmulatedGroup(_ProcessGroup):
         return self.board.join(self, "gather", Part(tensors, mine, tensors[0], form), root=opts.rootRank)
 
     def scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
-        """Send one tensor of the root (`opts.rootRank`) to each rank: outputs[0] on rank i receives the root's
+        """Scatter tensors of the root (`opts.rootRank`), one to each rank: outputs[0] on rank i receives the root's
         tensors[0][i]. Returns the handle of the call."""
         mine = tensors[0] if opts.rootRank == self._rank else []
         form = f"{describe_tensor(outputs[0])} from {self.ranks[opts.rootRank]}"
@@ -209,15 +209,16 @@ class EmulatedGroup(_ProcessGroup):
     merge_remote_group = split_group
 
     def _cut(self, whole: torch.Tensor, part: int, operation: str) -> list[torch.Tensor]:
-        """Return views of a contiguous tensor's n equal slices, one per rank, flattened. whole: the tensor. part:
-        expected elements of a slice (those of the call's other tensor); ValueError if it differs. operation: name for
-        the error."""
+        """Split a contiguous tensor into n equal slices, one per rank of the group; return flattened views of them.
+        whole: the tensor. part: number of elements that a slice must have, that of the call's other tensor; ValueError
+        if it has not. operation: name of the collective for the error."""
         if whole.numel() != part * len(self.ranks):
             raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")
         return list(whole.data.view(-1).view(len(self.ranks), -1).unbind()) if part else [whole.data] * len(self.ranks)
 
     def _split(self, tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-        """Return views of a tensor's slices along dim 0, one per rank. sizes: rows of each; empty: equal slices."""
+        """Return views of a tensor's slices along dim 0, one per rank. sizes: number of rows of each slice; empty:
+        equal slices. ValueError if the rows cannot be split this way."""
         if not sizes and tensor.shape[0] % len(self.ranks):
             raise ValueError(f"all_to_all: {tensor.shape[0]} rows are not divisible by {len(self.ranks)} ranks")
         sizes = list(sizes) or [tensor.shape[0] // len(self.ranks)] * len(self.ranks)

@@ -1,4 +1,5 @@
-"""State that belongs to a process and that emulated ranks share: swapped when another rank runs."""
+"""Process-wide state that emulated ranks share (such as torch.distributed's groups and random generators): it is saved
+and replaced whenever another rank runs."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class World:
 
 
 class ProcessState:
-    """State that a process has once, kept for each rank because all ranks share a process: torch.distributed's world,
+    """State of which a process has one copy, such as random states. As all emulated ranks share a process, each rank
+    has its own `ProcessState`, which is loaded into the process when the rank runs. It holds torch.distributed's world,
     environment variables, `__main__`, `sys.argv`, the modules of the script's directory, random states, default dtype,
     and the mesh axes and call records of `comm`."""
 
@@ -172,8 +174,8 @@ class NumpyRandom:
         return cls(b"", seeded.get_state(legacy=False), seeded._bit_generator)
 
     def read_again(self) -> NumpyRandom:
-        """Return the current state of NumPy's global generator; this same object if no number was drawn since it was
-        written."""
+        """Return the current state of NumPy's global generator. To save time this same object is returned if the
+        generator's memory shows that no number was drawn since this state was written."""
         # NumPy draws normals in pairs: the second call returns the cached one without changing the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]

@@ -32,8 +32,8 @@ _emulations: list[EmulatedRanks] = []
 class EmulatedRanks:
     """Ranks that are threads of this process, of which one runs at a time. Use it as a context manager.
 
-    world_size: number of ranks. initialized: initialize torch.distributed on each. Attribute `states`: process state of
-    each rank, [rank].
+    world_size: number of ranks. initialized: True to initialize torch.distributed on each rank; False leaves that to
+    the functions that run. Attribute `states`: process state of each rank, [rank].
     """
 
     backend: str | None = None  # reported backend of every group; None: the requested one
@@ -155,8 +155,8 @@ class EmulatedRanks:
         return group, store
 
     def _make_event_wait(self) -> Callable[..., bool]:
-        """Return a stand-in for `threading.Event.wait` that lets other ranks run if it has a timeout, as in programs
-        that poll."""
+        """Return a stand-in for `threading.Event.wait`. A wait with a timeout, as in programs that poll, lets other
+        ranks run."""
         wait, scheduler = threading.Event.wait, self.scheduler
 
         def wait_or_yield(event: threading.Event, timeout: float | None = None) -> bool:
@@ -171,8 +171,8 @@ class EmulatedRanks:
         return wait_or_yield
 
     def _make_signal(self) -> Callable[[int, Any], Any]:
-        """Return a stand-in for `signal.signal` that ignores handlers of rank threads: Python allows them in the main
-        thread only."""
+        """Return a stand-in for `signal.signal` that ignores handlers which a rank's thread sets, because Python allows
+        this in the main thread only."""
         set_handler = signal.signal
 
         def set_or_ignore(number: int, handler: Any) -> Any:

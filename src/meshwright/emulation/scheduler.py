@@ -1,5 +1,5 @@
 """Scheduler of emulated ranks: threads of one process, of which one runs at a time. A rank runs until it waits for
-another; then the next rank, in cyclic order, that can go on runs. Free of torch."""
+another rank; then the next rank, in cyclic order, that can continue runs. Free of torch."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Failure:
 
 
 class RankThread:
-    """Thread of one emulated rank. index: the rank. state: its process state, which is loaded into the process while it
-    runs."""
+    """Thread of one emulated rank. index: the rank. state: the rank's process state, which is loaded into the process
+    while the rank runs."""
 
     def __init__(self, index: int, state: Any) -> None:
         self.index, self.state = index, state
@@ -134,7 +134,8 @@ class Scheduler:
     def wait(self, ready: Callable[[], bool], describe: Callable[[], str], polled: bool = False) -> None:
         """Block the running rank until `ready()` is True, while the other ranks run. describe: returns text on what the
         rank waits for, such as "recv from rank 1", for the deadlock report. polled: True if the program polls (asks
-        again and again) instead of blocking. Raises RankStopped if another rank failed meanwhile."""
+        again and again) instead of blocking. Raises RankStopped if the run has failed meanwhile (an error on a rank, or
+        a deadlock)."""
         rank = self.current()
         self.check_stopped()
         if not ready():
@@ -146,17 +147,19 @@ class Scheduler:
             self.check_stopped()
 
     def yield_baton(self, describe: Callable[[], str] = lambda: "polling", polled: bool = False) -> None:
-        """Let the next rank that can run do so, and return at this rank's next turn; for programs that poll. A deadlock
-        in which all ranks poll this way is not detected. describe, polled: as in `Wait`."""
+        """Let the next rank that can run do so, and return at this rank's next turn; for programs that poll. If all
+        ranks only yield, no deadlock is detected. describe: returns text on what the rank does, for the deadlock
+        report. polled: True if the program asks whether a call is complete."""
         turns = iter((False,))
         self.wait(lambda: next(turns, True), describe, polled)
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let the next rank that can run do so, as `yield_baton`; called when a program asks if a call is complete that
-        is not. After `MOST_POLLS` polls of a rank without any rank making a call, and if no other rank can run, the run
-        fails with a deadlock.
+        """Let other ranks run when the program asks whether a call is complete and the call is not. The run fails with
+        a deadlock after `MOST_POLLS` polls of this rank during which no rank made a call, if no other rank can run
+        either.
 
-        ready, describe: as in `Wait`. Raises RankStopped for a deadlock.
+        ready: returns True once the call is complete. describe: returns text on the call for the deadlock report.
+        Raises RankStopped for a deadlock.
         """
         self.yield_baton(describe, polled=True)
         rank, calls = self.current(), sum(each.calls for each in self.ranks)
@@ -200,7 +203,8 @@ class Scheduler:
                 rank.thread.join()
 
     def _serve(self, rank: RankThread) -> None:
-        """Main function of a rank's thread: run the rank's task each time that it is resumed with one."""
+        """Main function of a rank's thread: each time the thread is resumed, run the rank's current task; return when
+        the scheduler is closed."""
         while True:
             rank.resume.acquire()
             if self._closed:
@@ -217,8 +221,8 @@ class Scheduler:
                 return
 
     def _pass_baton(self, rank: RankThread) -> bool:
-        """Save the process state of `rank`, which stops running, and resume the next rank that can run. Returns False,
-        without doing either, if the run was interrupted (Ctrl-C) while `rank` computed."""
+        """Save the process state of `rank`, which stops running, and resume the next rank that can run; return True. If
+        the run was interrupted (Ctrl-C) while `rank` computed, do neither and return False."""
         with self._lock:
             if not self._abandoned:
                 rank.state.save()

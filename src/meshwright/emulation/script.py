@@ -32,9 +32,10 @@ from meshwright.terminal import print_message
 class ScriptOptions:
     """Options for a script on emulated ranks.
 
-    breakpoint: "RANK" or "RANK:CALL": open the debugger before this rank's first, or CALL-th, communication call; None:
-    never. show: print each communication call, and at the end which rank holds which tensors. check: compare the
-    script's `distributed()` on all ranks with its `one_device()`.
+    breakpoint: "RANK": open the debugger before the first communication call of this rank; "RANK:CALL": before the
+    rank's communication call with this number, from 1; None: do not open it. show: print each communication call, and
+    at the end which rank holds which tensors. check: compare the script's `distributed()` on all ranks with its
+    `one_device()`.
     """
 
     breakpoint: str | None = None
@@ -95,8 +96,8 @@ class RankOutput(io.TextIOBase):
         self._lines: dict[int | None, str] = {}
 
     def write(self, text: str) -> int:
-        """Write the complete lines in `text` with the running rank as prefix; keep the rest until its line ends.
-        Returns the length of `text`."""
+        """Write the complete lines in `text`, each with the running rank as prefix; keep an incomplete last line until
+        a later call ends it. Returns the length of `text`."""
         rank = self._current()
         *lines, self._lines[rank] = (self._lines.get(rank, "") + text).split("\n")
         for line in lines:
@@ -242,11 +243,12 @@ class ScriptEnded(MeshwrightError):
 
 
 def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
-    """Return (text, rank, exit code) for the report of a failed run. The text is the message of an error that the
-    emulation raises or of a script's exit code, else the rank's traceback.
+    """Return (text, rank, exit code) for the report of a failed run. The text is the error's message if the emulation
+    raised the error, the script ended with an exit code, or `failure` is None; for other errors it is the rank's
+    traceback.
 
-    failure: first error of any rank; None: none was recorded, and the returned rank is None. error: exception that
-    ended the run.
+    failure: first error of any rank; None if none was recorded, and then the returned rank is None. error: exception
+    that ended the run.
     """
     if failure is None:
         return str(error), None, 1

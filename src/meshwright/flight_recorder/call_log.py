@@ -9,8 +9,8 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Group of ranks that must make the same calls in the same order: a process group, or two of its ranks that
-    exchange point-to-point messages.
+    """Ranks that must make the same calls in the same order: all ranks of a process group, or two of them that exchange
+    point-to-point messages.
 
     ranks: global ranks of the process group. pair: (sender, receiver) of the messages as global ranks; None for
     collectives.
@@ -21,7 +21,7 @@ class Group:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Global ranks that take part in a call: the pair, or all ranks of the process group."""
+        """Global ranks that take part in a call: a message's sender and receiver, or all ranks of the process group."""
         return self.ranks if self.pair is None else self.pair
 
     def to_text(self) -> str:
@@ -32,8 +32,8 @@ class Group:
 
     @classmethod
     def from_text(cls, text: str) -> Group:
-        """Parse the text of a group as `to_text` writes it, such as `0-3` or `0-3:2>3`; return a group without ranks
-        for invalid text."""
+        """Parse the text of a group, such as `0-3` or, for messages from rank 2 to 3, `0-3:2>3`. Invalid text gives a
+        group without ranks."""
         ranks, _, pair = text.partition(":")
         try:
             first, _, second = pair.partition(">")
@@ -139,8 +139,8 @@ class RankCalls:
 
     @property
     def waiting(self) -> Call | None:
-        """Oldest incomplete call that the process waits for; None if it waits for none. On a GPU, which runs calls in
-        order, this is the call that is running."""
+        """Oldest incomplete call that the process has begun to wait for; None if there is none. On a GPU, which runs
+        calls in order, this is the call that is running."""
         return next((call for call in self.calls if call.waiting), None)
 
     @property

@@ -1,11 +1,11 @@
 """Ring buffer of one rank's collective calls in a memory-mapped file that outlives the process: written without locks
 or system calls, readable by another process at any time. Torch-free.
 
-    header | number of calls of each group | records, the oldest overwritten first | heap of names
+    header | number of calls of each group | records, the oldest overwritten first | text area
 
-A record is one cache line. Its constant part has a checksum, by which a reader detects a record that is being written;
-the two times that are set later are aligned words. Names (sites, groups, code locations, shapes) are written once, to
-the heap; records hold their numbers.
+A record is one cache line. Most of it is written once, with a checksum by which a reader detects a record that is being
+written; the two times that are set later (wait, completion) are aligned words. Each text (sites, groups, code
+locations, shapes) is written once, to the text area; records refer to texts by number.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
 
 class CallWriter:
     """Recorder of this process's collective calls in a ring buffer. descriptor: open file of the rank's ring buffer
-    (`create_memory_file`, `create_named_file`); None: memory that no other process can read.
+    (`create_memory_file`, `create_named_file`); None: private memory that no other process can read.
 
     Recording one call by `post`, `wait` and `done` takes one to three microseconds in all.
     """
@@ -159,8 +159,8 @@ class CallWriter:
         return number
 
     def group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
-        """Return the number by which `post` refers to a group of ranks that all make the same calls in the same order;
-        the first use registers the group.
+        """Return the number by which `post` refers to a group (ranks that all make the same calls in the same order).
+        The first use of a group registers it.
 
         ranks: global ranks of the process group. pair: (sender, receiver), global ranks in the group, for
         point-to-point messages; None for collectives.
@@ -173,16 +173,16 @@ class CallWriter:
         return self._groups[key]
 
     def count(self, group: int) -> int:
-        """Return how many calls this rank has made so far in a group, given by the number that `group` returned."""
+        """Return how many calls this rank has made so far in a group. group: number returned by the method `group`."""
         return self._counts[group]
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
-        """Record that this rank enters a call; return the call's number, for `wait` and `done`.
+        """Record that this rank enters a call; return the call's number, which `wait` and `done` take.
 
-        group: number that the method `group` returned; site: label of the calling line, such as "data.gradients";
-        operation: such as "all_reduce"; axis: mesh axis; payload_bytes, dtype, shape: of its data on this rank. The
-        file stores each distinct text once and frees none, so a dim that differs from call to call must be given as
-        "..." in `shape`.
+        group: number that the method `group` returned. site: label of the calling line, such as "data.gradients".
+        operation: such as "all_reduce". axis: mesh axis. payload_bytes, dtype, shape: size, dtype and shape of the
+        call's data on this rank. The file stores each distinct text once and frees none, so a dim that differs from
+        call to call must be given as "..." in `shape`.
         """
         self._number = number = self._number + 1
         index = self._counts[group] = self._counts[group] + 1
@@ -206,8 +206,8 @@ class CallWriter:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context manager for calls that are posted as one group (`ncclGroupStart`): their records get the same
-        time."""
+        """Context manager for sends and receives that are posted as one group (between `ncclGroupStart` and
+        `ncclGroupEnd`): all calls posted within it are recorded with the time at which it was entered."""
         self._time_of_group = monotonic_ns()
         try:
             yield
@@ -233,8 +233,9 @@ class CallWriter:
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:
-        """Return the number, in the file's text area, of the code location (file, line, function) that makes the
-        current collective call: the innermost stack frame outside comm/, flight_recorder/ and torch."""
+        """Find the program's code location (file, line, function) that makes the current call: the innermost stack
+        frame outside comm/, flight_recorder/ and torch. Return its number in the file's text area, 0 if there is no
+        such frame or the area is full."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = id(frame.f_code)
@@ -343,8 +344,8 @@ _of_process: list[CallWriter] = []  # at most one; a forked process that attache
 
 
 def get_process_writer() -> CallWriter:
-    """Return the call recorder of this process: it writes to the file given to `attach_process_writer`, else to private
-    memory."""
+    """Return the call recorder of this process. It writes to the file given to `attach_process_writer` or, if none was
+    given, to private memory."""
     if not _of_process:
         _of_process.append(CallWriter())
     return _of_process[0]

@@ -26,10 +26,12 @@ class Event(Protocol):
 
 class DeviceCalls:
     """Wrapper of the call recorder `calls` for a device on which the host's wait for a call returns before the call is
-    complete. Records when the device completes each call, and marks the call that it is running as waited for.
+    complete. It records when the device completes each call, and marks the call that the device is running as the one
+    that the process waits for.
 
-    make_event: makes an event of the device. seconds: time limit of one call, from when the device began it. overdue:
-    called once, in the watching thread, with the number of a call that takes longer.
+    make_event: makes an event of the device. seconds: time limit of one call, counted from when the device begins it.
+    overdue: function called at most once, in the watching thread, with the number of the first call that exceeds the
+    limit.
     """
 
     def __init__(
@@ -45,15 +47,16 @@ class DeviceCalls:
         return getattr(self._calls, name)
 
     def done(self, number: int) -> None:
-        """Note that the call with this number is complete once the device has done the work that is queued on the
-        current stream now."""
+        """Queue an event on the device's current stream, behind the call with this number and all work queued before.
+        The call is recorded as complete once a later check finds that the device has passed the event."""
         event = self._passed.popleft() if self._passed else self._make_event()
         event.record()
         self._queued.append((number, event))
 
     def find_overdue(self, now: float) -> int | None:
         """Record the completion of the calls that the device has completed since the last check. Return the number of
-        the call that it is running if that has exceeded the time limit, else None. now: seconds of any clock."""
+        the call that the device is running if the call has exceeded the time limit, else None. now: seconds of any
+        clock, the same one for all checks."""
         while self._queued and self._queued[0][1].query():
             number, event = self._queued.popleft()
             self._calls.done(number)
@@ -68,7 +71,8 @@ class DeviceCalls:
         return number if now - self._since > self.seconds else None
 
     def watch(self) -> None:
-        """Check the device every `LOOK_SECONDS` until `close`, or until one overdue call has been reported."""
+        """Check the device every `LOOK_SECONDS`. Return after `close`, after one overdue call has been reported, or on
+        a device error."""
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 number = self.find_overdue(time.monotonic())

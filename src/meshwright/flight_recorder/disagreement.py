@@ -1,7 +1,8 @@
-"""Diagnosis of a hang from the recorded calls: the rank that made a different call. Torch-free.
+"""Diagnosis of a hang from the recorded calls, first part: find the rank that made a different call than the others.
+Torch-free.
 
-Calls are compared within a group of ranks, which all make the same calls in the same order, never across groups. Hangs
-of ranks whose calls agree are diagnosed in waiting.py.
+Calls are compared within a group, whose ranks must all make the same calls in the same order, never across groups.
+Hangs of ranks whose calls agree are diagnosed in waiting.py.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _Signature = tuple[str, ...]
 def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
     """Diagnose a hang: return the verdict that says which ranks caused it and why.
 
-    None if nothing is wrong: all ranks make the same calls, no rank waits in a call, none is behind others while some
-    process has died, timed out or been stopped, and no process is stopped (SIGSTOP).
+    Causes are searched for in this order: ranks made different calls; ranks wait in a call; a rank has made fewer calls
+    than others and some process has died, timed out or been stopped; a process is stopped (SIGSTOP). Returns None if
+    none of these is found.
 
     seen: state of each rank, read at time `now` (seconds of the monotonic clock).
     """
@@ -45,8 +47,8 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
 
 
 def _find_mismatch(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on the earliest call of any group in which the ranks' calls differ by operation, site, dtype
-    or shape; None if all agree. ranks: rank -> its state; now: seconds of the monotonic clock."""
+    """Find the calls in which the ranks of a group differ by operation, site, dtype or shape; return the verdict on the
+    earliest of them, None if all calls agree. ranks: rank -> its state. now: seconds of the monotonic clock."""
     found = [divergence for group in _list_groups(ranks) if (divergence := _find_divergence(ranks, group)) is not None]
     return min(found, key=lambda divergence: divergence.began).make_verdict(ranks, now) if found else None
 
@@ -78,11 +80,12 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
-    """Fill in operation, site and shape of calls whose texts are missing, because the recorder's memory for texts was
-    full: from the signature that most complete, matching calls of other ranks have. A call is left out of the result if
-    nothing is known about it, or if no signature is the most common one among the matching calls.
+    """Complete the calls whose operation, site or shape is missing because the recorder's memory for texts was full.
+    These are copied from the signature (operation, site, dtype and shape) most common among the other ranks' complete
+    calls with the same operation and site, as far as known.
 
-    here: rank -> its call at one index of a group. Returns the same mapping with the completed calls.
+    here: rank -> its call at one index of a group. Returns the same mapping with completed calls, without calls for
+    which no signature is most common.
     """
     if all(call.form and call.operation != "?" for call in here.values()):
         return here
@@ -134,8 +137,8 @@ class _Divergence:
         return min(call.posted for call in self.here.values())
 
     def make_verdict(self, ranks: Mapping[int, RankState], now: float) -> Verdict:
-        """Return the verdict on the ranks that made a different call than expected. ranks: rank -> its state; now:
-        seconds of the monotonic clock."""
+        """Return the verdict on the ranks whose call differs from the expected one, or that the ranks disagree if no
+        call can be expected. ranks: rank -> its state. now: seconds of the monotonic clock."""
         expected = self._find_expected()
         of_group = f" of ranks {format_ranks(self.group.members)}"
         if expected is None:
@@ -173,8 +176,8 @@ class _Divergence:
         return Verdict(line, kind, odd, self.group, self.index)
 
     def _find_expected(self) -> _Signature | None:
-        """Return the signature (operation, site, dtype and shape) that the call should have: that of most ranks; in a
-        tie, the one that the group's earlier calls predict, None if they predict none or are ambiguous."""
+        """Return the signature (operation, site, dtype and shape) that the call should have: that of most ranks or, in
+        a tie, the tied signature that the group's earlier calls predict. None if a tie cannot be decided this way."""
         votes = Counter(map(_make_signature, self.here.values())).most_common()
         if votes[0][1] > votes[1][1]:
             return votes[0][0]
@@ -187,13 +190,13 @@ class _Divergence:
         return [_make_signature(longest[at]) for at in sorted(longest) if at < self.index]
 
     def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
-        """Predict the group's next call from its earlier calls, which repeat from step to step: find the longest
-        earlier run of calls that equals the latest ones, and return the signature (operation, site, dtype and shape)
-        that followed it.
+        """Predict the group's next call from its earlier calls, which repeat from training step to training step. Find
+        the longest run of calls in the past that equals the most recent calls; return the signature (operation, site,
+        dtype and shape) of the call that followed this run.
 
-        Earlier calls: those before the differing one, then the signatures `then`, assumed to have been made. among:
-        signatures that may be returned (None: all). None if there is no earlier run, or equally long ones continue
-        differently.
+        then: signatures of calls assumed to have been made after those before the divergence; they count as the most
+        recent. among: signatures that may be returned (None: all). Returns None if there is no such run, or if equally
+        long runs were followed by different calls.
         """
         history = [*self._list_common_calls(), *then]
         best, follower = 0, None
@@ -209,9 +212,8 @@ class _Divergence:
         return follower
 
     def _is_made_later(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank skipped the `expected` call (signature: operation, site, dtype and shape): the call
-        that it made instead is one that other ranks make, or are predicted to make, at most `LOOK_AHEAD` calls
-        later."""
+        """Return True if `rank` skipped the `expected` call (signature: operation, site, dtype and shape): other ranks
+        make the call that `rank` made instead at most `LOOK_AHEAD` calls later, or are predicted to make it by then."""
         wrong = _make_signature(self.here[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))

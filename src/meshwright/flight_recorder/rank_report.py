@@ -65,8 +65,8 @@ class Snapshot:
 
     @property
     def busy_ranks(self) -> list[RankState]:
-        """States of the ranks that the verdict blames and that run their own code, outside any call: only a stack dump
-        shows what they are doing."""
+        """States of the ranks that the verdict blames and that run their own code outside any call, so that only a
+        stack dump shows what they are doing."""
         odd = self.verdict.odd if self.verdict is not None else ()
         return [
             each
@@ -81,7 +81,7 @@ class Snapshot:
 
     def format_report(self, first_line: str) -> str:
         """Return the text of the hang report: `first_line` (the conclusion), a paragraph for each rank, and the calls
-        in which they differ."""
+        of the verdict's group just before and after the one that shows the cause."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, activity of each rank:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
@@ -161,8 +161,9 @@ def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
 
 
 def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
-    """Return the ranks that the report prints: all, or `MAX_RANKS` of them if there are more, first those that the
-    verdict blames, then their group. verdict: None if no cause was found."""
+    """Return which of the ranks `ranks` the report prints: all of them or, if there are more than `MAX_RANKS`, that
+    many. Ranks that the verdict blames come first, then other ranks of the verdict's group. verdict: None if no cause
+    was found."""
     if len(ranks) <= MAX_RANKS:
         return ranks
     wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []

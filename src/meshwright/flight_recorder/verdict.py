@@ -52,8 +52,9 @@ class RankState:
 
     @property
     def blame(self) -> str:
-        """Kind of the verdict if other ranks wait for this one: "dead", "stopped", or "behind" if it runs its own code;
-        empty if it waits in a call itself."""
+        """Reason why ranks that wait for this rank wait, as the `kind` of a verdict: "dead" (its process died),
+        "stopped" (suspended), or "behind" (it is in no call, so it runs its own code, or its calls are unknown). Empty
+        if this rank waits in a call itself."""
         if self.dead or self.stopped:
             return "dead" if self.dead else "stopped"
         return "behind" if self.calls is None or self.calls.waiting is None else ""
@@ -92,8 +93,8 @@ class Verdict:
 
 
 def describe_position(seen: RankState) -> str:
-    """Return a phrase on the rank's latest call: `in call 57 (...)` if it waits for one, `after call 56 (...)` if not;
-    empty if it made none or its calls are unknown. seen: the rank's state."""
+    """Return a phrase on the rank's latest call: `in call 57 (...)` if the rank waits in a call, else `after call 56
+    (...)`. Empty if the rank has made no call or its calls are unknown. seen: the rank's state."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""
@@ -101,7 +102,7 @@ def describe_position(seen: RankState) -> str:
 
 
 def list_calls(seen: RankState) -> tuple[Call, ...]:
-    """Return the latest recorded calls of a rank, oldest first; empty if they cannot be read. seen: the rank's
+    """Return the latest recorded calls of a rank, oldest first; empty if its record cannot be read. seen: the rank's
     state."""
     return () if seen.calls is None else seen.calls.calls
 
@@ -125,15 +126,15 @@ def choose_is(ranks: Sequence[int]) -> str:
 
 
 def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
-    """Return the longest wait of the given ranks as text: `have been waiting for 12.3 s`. calls: rank -> the call it
-    waits in; now: seconds of the monotonic clock."""
+    """Return the longest time that one of the ranks `ranks` has waited as text: `have been waiting for 12.3 s`. calls:
+    rank -> call in which the rank waits. now: seconds of the monotonic clock."""
     longest = now - min(calls[rank].waited or calls[rank].posted for rank in ranks)
     return f"{choose_has(ranks)} been waiting for {longest:.1f} s"
 
 
 def describe_activity(seen: RankState, now: float) -> str:
-    """Return a clause on the call that a rank waits in, such as "it is in call 57 (...), at ...", or else on its last
-    completed call. seen: the rank's state; now: seconds of the monotonic clock."""
+    """Return a clause on the call in which a rank waits, such as "it is in call 57 (...), at ..."; for a rank that
+    waits in none, on its last completed call. seen: the rank's state. now: seconds of the monotonic clock."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None

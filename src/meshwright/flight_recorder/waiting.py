@@ -1,6 +1,7 @@
-"""Diagnosis of ranks that make the same calls but hang: the rank that the others wait for. Torch-free.
+"""Diagnosis of ranks that make the same calls but hang: find the rank that the others wait for. Torch-free.
 
-A rank waits for those that have not entered its call; the end of a chain of waiting ranks, or a cycle, is the cause.
+A rank in a call waits for the ranks that have not entered the call, and these may wait in other calls. The rank at the
+end of such a chain, or a cycle of ranks, is the cause.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ LATE_SHARE = 0.5  # share of the wait: a rank that entered the call later than t
 
 
 def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Follow the chains "rank waits for rank" in collective calls, and return the verdict on the ranks at their ends,
-    or on a cycle; None if no rank waits. ranks: rank -> its state; now: seconds of the monotonic clock."""
+    """Follow the chains "rank waits for rank" in collective calls; return the verdict on the ranks at their ends, or on
+    ranks that wait for each other in a cycle. None if no rank waits. ranks: rank -> its state. now: seconds of the
+    monotonic clock."""
     waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
     waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
     if not waiting:
@@ -49,8 +51,9 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
-    """Return the ranks that `call` is waiting for: members of its group that have not entered it. If all whose calls
-    can be read have entered it, return the members whose calls cannot. ranks: rank -> its state."""
+    """Return the ranks that `call` is waiting for: members of its group that have not entered it, among those whose
+    calls can be read. If all of these have entered it, return the members whose calls cannot be read. ranks: rank ->
+    state of each rank whose calls can be read."""
 
     def entered(rank: int) -> bool:
         calls = ranks[rank].calls if rank in ranks else None
@@ -127,11 +130,12 @@ def _blame_unreadable(
 def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
-    """Return the verdict if all ranks of the group have entered the same call: one rank entered it late, or else the
-    network carries no data.
+    """Return the verdict on a call that all ranks of its group have entered: either one rank entered it late, or the
+    network carries no data. A rank is late if it entered the call after more than the share `LATE_SHARE` of the first
+    rank's wait.
 
-    ranks: rank -> its state; stuck: ranks that wait; waiting: rank -> call it waits in; now: seconds of the monotonic
-    clock.
+    ranks: rank -> its state. stuck: ranks that wait in the call. waiting: rank -> call in which the rank waits. now:
+    seconds of the monotonic clock.
     """
     call = waiting[stuck[0]]
     entered = {
@@ -176,12 +180,12 @@ def _describe_circle(
 
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on ranks that have made fewer calls of a group than other ranks; None if there are none, or if
+    """Return the verdict on ranks that have made fewer calls in a group than other ranks; None if there are none, or if
     no process has died, timed out or been stopped (SIGSTOP). Needed for CUDA, where hosts queue calls without waiting
     in them.
 
-    Blames the ranks that are behind others and have no rank behind themselves. ranks: rank -> its state; now: seconds
-    of the monotonic clock.
+    If rank A is behind rank B, and rank B behind rank C, only A is blamed. ranks: rank -> its state. now: seconds of
+    the monotonic clock.
     """
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None
@@ -214,11 +218,11 @@ def _blame_lagging(
     slower: Mapping[int, Mapping[int, list[Group]]],
     now: float,
 ) -> Verdict:
-    """Return the verdict that blames ranks which have made fewer calls than others; its text names the earliest call
-    that the first of them has not made.
+    """Return the verdict that blames ranks which have made fewer calls than others. Its text names the earliest call
+    that the first of the blamed ranks has not made.
 
-    ranks: rank -> its state; odd: the ranks to blame; kind: why they are behind, "dead", "stopped" or "behind"; slower:
-    rank -> rank that is behind it -> groups in which it is behind; now: seconds of the monotonic clock.
+    ranks: rank -> its state. odd: the ranks to blame. kind: why they are behind, "dead", "stopped" or "behind". slower:
+    rank -> (other rank that has made fewer calls -> groups in which it has). now: seconds of the monotonic clock.
     """
     first, missing = odd[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():
@@ -245,9 +249,9 @@ def _blame_lagging(
 
 
 def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return a verdict that blames all ranks whose process is suspended (SIGSTOP or debugger), such as during a
-    checkpoint save; None if none is. Call it after `find_awaited_ranks`, which handles those that others wait for in a
-    collective. ranks: rank -> its state; now: seconds of the monotonic clock."""
+    """Return a verdict that blames all ranks whose process is suspended (SIGSTOP or debugger), for example during a
+    checkpoint save; None if no process is. Call this after `find_awaited_ranks`, which handles suspended ranks that
+    others wait for in a collective. ranks: rank -> its state. now: seconds of the monotonic clock."""
     odd = tuple(rank for rank, seen in ranks.items() if seen.stopped)
     if not odd:
         return None

@@ -22,10 +22,11 @@ _SITE = "probe"
 
 
 def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
-    """Make the process groups whose collectives are timed; return (scope, axis) for each. All ranks must call it.
+    """Make the process groups whose collectives are timed; return (scope, axis) for each. All ranks must call this
+    function.
 
-    Scope "inside": groups of consecutive ranks of a host, one axis for each group size that divides the host's ranks;
-    "across": groups of one rank of each host; "world": all ranks. mesh: from `probe.rank.make_probe_mesh`.
+    Scope "inside": groups of consecutive ranks of a host, one axis for each group size that divides the number of ranks
+    per host; "across": groups of one rank of each host; "world": all ranks. mesh: from `probe.rank.make_probe_mesh`.
     """
     inside = [size for size in range(2, mesh.tp.size + 1) if mesh.tp.size % size == 0]
     axes = [("inside", mesh.make_block_axis("tp", size)) for size in inside]
@@ -39,8 +40,9 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 def time_collective(
     mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Time a collective on a float32 vector in `BATCHES` batches; return this rank's (seconds per call, seconds per
-    call in which it waited for a CPU core), two lists with one value per batch. The second is a part of the first.
+    """Time a collective on a float32 vector in `BATCHES` batches of calls. Return two lists with one value per batch,
+    for this rank: seconds per call; and seconds per call in which the rank waited for a CPU core, which are contained
+    in the first value.
 
     operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of the
     full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups of the axis
@@ -71,8 +73,8 @@ def time_collective(
 
 
 def choose_precision(mesh: Mesh) -> str:
-    """Return "bf16" if matrix products are faster in bf16 than in fp32 on rank 0 (measured there), else "fp32"; equal
-    on all ranks, which must all call it."""
+    """Measure on rank 0 whether matrix products are faster in bf16 than in fp32; return "bf16" if they are, else
+    "fp32". The result is equal on all ranks, which must all call this function."""
     faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
@@ -82,8 +84,8 @@ def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> floa
     """Return a collective's duration in seconds: the median over batches of the slowest rank's time.
 
     by_rank: seconds per call, [ranks][batches]. waits: the part of these seconds in which the rank waited for a CPU
-    core, [ranks][batches]. In a batch in which these waits, summed over ranks, exceed half of the slowest time, they
-    are subtracted from it.
+    core, [ranks][batches]. Where the waits of a batch, summed over ranks, exceed half of the slowest rank's time, the
+    sum is subtracted from that time (but at most 90 % of it).
     """
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):
@@ -93,8 +95,9 @@ def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> floa
 
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """Return (function that runs the collective once over `axis`, number of messages that it sends one after another: 2
-    for "send-receive", else 1). operation: such as "all-reduce". size: bytes of its float32 vector."""
+    """Return (function that runs the collective once over `axis`, number by which to divide its duration). The number
+    is 2 for "send-receive", which sends a message there and back, and 1 for other collectives. operation: such as
+    "all-reduce". size: bytes of the collective's full float32 vector."""
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)
     mine = whole[axis.rank * share : (axis.rank + 1) * share]

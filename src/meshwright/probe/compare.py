@@ -1,8 +1,9 @@
 """Detection of slow ranks and nodes. Free of torch.
 
-A measurement point is one matrix product or memory pass at one size. At each, a rank's time is divided by the median of
-the other ranks' times; the rank's ratio is the median over all points, and it is slow above `THRESHOLD`. Nodes are
-compared likewise, by the median time of their ranks. The ranks of a slow node are compared with one another.
+A measurement point is one matrix product or memory pass at one size. A rank's ratio is its time divided by the median
+of the other ranks' times, as the median over all measurement points. A rank is slow if its ratio exceeds `THRESHOLD`.
+Nodes are compared in the same way, by the median time of their ranks. The ranks of a slow node are compared only with
+each other.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ THRESHOLD = 1.25
 class SlowRank:
     """Rank or host that is slower than the others.
 
-    what: measured work, "products" (matrix products) or "memory" (passes over memory). host: its name. rank: global
-    rank, None for a whole host. ratio: its time divided by the others' median time.
+    what: measured work, "products" (matrix products) or "memory" (passes over memory). host: host name. rank: global
+    rank, None for a whole host. ratio: time of the rank or host divided by the median time of the others.
     """
 
     what: str
@@ -60,10 +61,11 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
 
 
 def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Compute how much slower each of n ranks or hosts is; return ratios [n], 1 for a usual one.
+    """Compute how much slower than the others each of n ranks or hosts is; return ratios [n], about 1 for one of usual
+    speed.
 
-    seconds: [n][points], duration of each measurement point. A ratio is the median over the points of its time divided
-    by the median of the others' times; 1 if n is 1.
+    seconds: [n][points], duration of each measurement point. The ratio of a rank or host is its time divided by the
+    median of the others' times, as the median over the points; 1 if n is 1.
     """
     if len(seconds) < 2:
         return [1.0] * len(seconds)

@@ -1,7 +1,7 @@
 """Elementwise kernels, attention and loss of a transformer layer on CPUs, as measurement points, forward and backward.
 
-They have the planner's units of work: the number of kernels and the bytes that each reads and writes; for attention,
-the bytes of its scores.
+The planner predicts these operations from their number of kernels and the bytes that each kernel reads and writes (for
+attention, the bytes of the scores), so the measurement points have the same units.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
 def _list_kernels(
     axes: Sequence[str], elements: int, dtype: torch.dtype, back: bool
 ) -> Iterator[tuple[str, Callable[[torch.device], Callable[[], Any]], float, float]]:
-    """Yield (name, function that makes the call on a device, number of device kernels, bytes of each) of every
-    operation on tensors of `elements` elements. axes: mesh axes of the plan; with "cp" ring attention is included.
-    back: backward instead of forward."""
+    """Yield every operation on tensors of `elements` elements: (name, function that takes a device and returns the call
+    to be timed, number of device kernels, bytes that one kernel reads and writes). axes: mesh axes of the plan; with
+    "cp" ring attention is included. back: True for the backward pass, False for the forward pass."""
     for name, (width, kernels) in _ELEMENTWISE.items():
         passes, tokens = kernels[back], elements // width
         moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
@@ -106,11 +106,8 @@ ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs a layer operation once: its forward, which saves activations, or only its backward if
-    `back`.
-
-    made: function that allocates the inputs on a device and returns the forward function.
-    """
+    """Return a function that runs a layer operation once. back: False to run the forward pass, which saves activations;
+    True to run only the backward pass. made: function that takes a device and returns (inputs, forward function)."""
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:
@@ -126,8 +123,8 @@ def _run_forward(forward: Callable[[], Any]) -> None:
 
 
 def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Allocate the inputs of a layer operation for `tokens` tokens; return a function that runs its forward. name:
-    "norm", "rotary" or "activation"."""
+    """Allocate the inputs of a layer operation for `tokens` tokens; return (inputs whose gradients are computed,
+    function that runs the forward pass). name: "norm", "rotary" or "activation"."""
     if name == "norm":
         module = RMSNorm(HIDDEN, 1e-5, device=device, dtype=dtype)
         nn.init.ones_(module.weight)
@@ -143,8 +140,8 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that computes the cross entropy of `tokens` tokens from random logits or, if `back`, overwrites
-    the logits with their gradient."""
+    """Return a function that computes the cross entropy of `tokens` tokens from random logits. back: True to return
+    instead a function that overwrites the logits with their gradient."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)
@@ -152,8 +149,8 @@ def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.d
 
 
 def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Allocate random Q, K and V of `rows` sequences for an attention kernel; return a function that runs its
-    forward."""
+    """Allocate random Q, K and V of `rows` sequences for an attention kernel; return (inputs whose gradients are
+    computed, function that runs the forward pass)."""
     leaves = [
         _make_leaf(dtype, device, rows, kernel.tokens, heads, kernel.head_size) for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]

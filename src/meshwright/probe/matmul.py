@@ -1,4 +1,4 @@
-"""Matrix product rate of a device: the peak that MFU refers to where the vendor publishes none."""
+"""Matrix product rate of a device: the peak for MFU (model FLOPs utilization) where the vendor publishes none."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
     """Return True if matrix products on `device` reach at least 1.2 times the FLOP/s in bf16 that they reach in
     float32, so that bf16 pays for its casts.
 
-    Measured only on CPUs with bf16 instructions; True on GPUs, False on other CPUs. The shortest times of several turns
-    are compared, since other load only lengthens them.
+    The rates are measured only on CPUs with bf16 instructions; the result is True on GPUs and False on other CPUs. Both
+    dtypes are timed in turns, and their shortest times are compared, since other load only lengthens times.
     """
     device = torch.device(device)
     if device.type == "cuda":

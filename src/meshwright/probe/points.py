@@ -44,8 +44,8 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written: by one run of a memory pass; for a layer operation, by each of the device kernels
-        that it launches, on average."""
+        """Bytes read and written: by one run of a memory pass; for a layer operation, the mean over the device kernels
+        that one run launches. Defined for these two kinds only."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -142,8 +142,9 @@ class MeasurementPlan:
 
 
 class ReferenceKernel:
-    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed next to every measurement, to correct the
-    measured time for the CPU's current speed, which other tenants of the machine may reduce by a third for seconds.
+    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed next to measurements of computation. Its
+    time shows the CPU's current speed, which other tenants of the machine may reduce by a third for seconds, and by
+    which the measured times are corrected.
 
     device: device of the measurements; on other devices than CPUs the product is not timed.
     """
@@ -153,7 +154,8 @@ class ReferenceKernel:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Time the product now: return seconds, the median of five calls; always 1.0 on devices other than CPUs."""
+        """Time the product now; return the median of five calls in seconds. On devices other than CPUs always return
+        1.0."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
@@ -206,16 +208,16 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
-    """Return the seconds of one run of a measurement point, measured by `time_call` in about `seconds`; for a layer
-    operation that launches several device kernels, the mean per kernel."""
+    """Return the seconds of one run of a measurement point. A layer operation may launch several device kernels: then
+    return the mean per kernel. seconds: approximate time for measuring, by `time_call`."""
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds) / point.kernels
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Return the seconds of one `call()`, measured in about `seconds`: the median of at least three batches of calls,
-    or the time of a single call if it takes longer than that. A batch repeats the call between two synchronizations
-    with `device`."""
+    """Return the seconds of one `call()`, measured in about `seconds`: the median over at least three batches, each of
+    which repeats the call between two synchronizations with `device`. If a single call takes longer than `seconds`, its
+    time is returned."""
     call()  # warm-up: chooses kernels and packs weights
     once = _time_batch(call, device, 1)
     if once > seconds:
@@ -236,6 +238,6 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the kernels queued on a CUDA device have finished; nothing on CPUs."""
+    """Wait until the kernels queued on a CUDA device have finished; do nothing on CPUs."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,8 @@
 """Measurement of a machine on one rank, synchronously with all other ranks.
 
-Phases: all ranks compute concurrently, as in training; then one rank of each host alone with its own threads; then that
-rank with all cores of the host. The differences show how processes on one machine slow each other down.
+On CPUs, matrix products and memory passes are timed in up to three phases: all ranks compute concurrently, as in
+training; one rank of each host computes alone with its usual number of threads; that rank computes alone with all cores
+of the host. The differences show how processes on one machine slow each other down.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: f
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Facts about this rank's host. cores: number of CPU cores that its ranks share. directory: directory on the disk
-    to be measured. starts: seconds of start-up phases measured before, by name ("rank": start of the process,
-    "meeting": initialization of the process group)."""
+    """Facts about this rank's host. cores: number of CPU cores that the host's ranks share. directory: directory on the
+    disk to be measured. starts: name -> seconds of start-up phases measured before, "rank" (start of the process) and
+    "meeting" (initialization of the process group)."""
 
     cores: int
     directory: Path
@@ -70,15 +71,16 @@ def measure(
     kernels: Sequence[MeasurementPoint] = (),
     steps: Callable[[ReferenceKernel, float], Sequence[ReferenceStep]] = lambda kernel, usual_seconds: (),
 ) -> dict[str, Any]:
-    """Measure the machine as `plan` says. All ranks must call it.
+    """Measure the machine as `plan` says. All ranks must call this function.
 
     mesh: from `make_probe_mesh`. host: this rank's host. log: receives progress lines on rank 0. kernels: measurement
-    points of layer operations, timed with all ranks at once. steps: measures training steps of the reference model,
-    given the reference kernel and its seconds at the CPU's usual speed.
+    points of layer operations, timed with all ranks at once. steps: function that measures training steps of the
+    reference model, given the reference kernel and the kernel's seconds at the CPU's usual speed.
 
     Returns JSON: "measured" (`Measured.tables`), "hosts" [ranks], "ratios" ("products" and "memory" -> slowdown of each
     rank, [ranks]), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and memory_bytes) and "seconds"
-    of the whole measurement. Equal on all ranks, except for the disk, which only rank 0 measures.
+    of the whole measurement. Start-up times, launch overheads, copies, "device" and "seconds" are those of this rank;
+    the disk is measured on rank 0 alone; all else is equal on all ranks.
     """
     begun = time.perf_counter()
     leader = mesh.rank == 0
@@ -163,8 +165,9 @@ def _time_points(
     the other ranks idle.
 
     seconds: time for each point. kernel: reference matrix product, timed after each point to correct for the CPU's
-    current speed. Returns (seconds of one run, [ranks][points], corrected to the CPU's usual speed, [] for idle ranks;
-    seconds of the reference product at the usual speed).
+    current speed. Returns (times, usual): times are the seconds of one run, [ranks][points], corrected to the CPU's
+    usual speed, with [] for idle ranks; usual are the seconds of the reference product at the usual speed, its median
+    time.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -184,11 +187,11 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
-    """Time matrix products and memory passes on all ranks of `mesh`, to find slow ones; return {"products" or "memory":
-    seconds, [ranks][measurements]}, {} if `plan.compare_seconds` is 0.
+    """Time matrix products and memory passes on all ranks of `mesh`, to find slow ranks; return {"products" or
+    "memory": seconds, [ranks][measurements]}, {} if `plan.compare_seconds` is 0.
 
-    Short rounds over all points repeat for `plan.compare_seconds`: a shared machine slows one rank after another for
-    half a second at a time, which would distort one long measurement of a point.
+    All points are timed in short rounds, repeated for `plan.compare_seconds`. One long measurement of each point would
+    be distorted, because a shared machine slows one rank after another for half a second at a time.
     """
     if not plan.compare_seconds:
         return {}
@@ -211,7 +214,7 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
 
 def _smooth(times: list[float]) -> list[float]:
     """Return the running median over five consecutive times of the reference matrix product, in seconds. It removes
-    single outliers and keeps interference by other load, which lasts seconds."""
+    single outliers, but keeps slowdowns by other load, which last for seconds."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 

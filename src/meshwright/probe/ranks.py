@@ -85,9 +85,9 @@ def probe(
 
 
 def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
-    """Measure the machine as one of the ranks that torchrun, Kubernetes or SLURM started; return the result of `probe`
-    on every rank, with "rank" set to its own number. device: "auto", "cpu" or "cuda". directory: where the disk is
-    measured."""
+    """Measure the machine as one of the ranks that torchrun, Kubernetes or SLURM started. Return the result of `probe`
+    on every rank; its entry "rank" is the number of the rank that returns it. device: "auto", "cpu" or "cuda".
+    directory: where the disk is measured."""
     start = rendezvous.read_place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
@@ -95,9 +95,9 @@ def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
 def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
     """Initialize the process group, measure the machine on this rank, and return the result of `probe`.
 
-    start: this rank and its rendezvous. description: what to measure, from `probe`: "device", "disk" (directory),
-    "plan", "short", "began" (time at which the launcher started). started_by_others: True if torchrun, Kubernetes or
-    SLURM started this rank.
+    start: this rank's number and the address at which the ranks meet. description: what to measure, from `probe`:
+    "device", "disk" (directory), "plan", "short", "began" (time at which the launcher started). started_by_others: True
+    if torchrun, Kubernetes or SLURM started this rank.
     """
     import torch
     import torch.distributed as dist
@@ -152,12 +152,12 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Callable that runs the last measurement, the reference training steps, and catches its errors, so that the other
-    results are kept.
+    """Callable that runs the reference training steps and catches their errors, so that the results of the measurements
+    before them are kept.
 
-    measure: function that does the measurement. start: this rank. store: key-value store of the process group, None for
-    a single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix time)} of the first failure, None
-    without one. A rank that fails ends its process, which releases the others from their collective calls.
+    measure: function that measures the steps. start: this rank. store: key-value store of the process group, None for a
+    single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix time)} of the first failure, None without
+    one. A rank that fails ends its process, which releases the other ranks from their collective calls.
     """
 
     def __init__(
@@ -206,8 +206,9 @@ def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
 
 
 def _count_host_ranks(start: Place, store: Any) -> int:
-    """Return the number of ranks on each host; collective. start: this rank. store: key-value store of all ranks.
-    Raises `UserError` unless all hosts have equally many ranks with consecutive numbers."""
+    """Return the number of ranks on each host, which is equal for all hosts. All ranks must call this function. start:
+    this rank. store: key-value store of all ranks. Raises `UserError` unless all hosts have equally many ranks with
+    consecutive numbers."""
     store.set(f"meshwright/host/{start.rank}", socket.gethostname())
     hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]
     size = hosts.count(hosts[0])

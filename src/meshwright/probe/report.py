@@ -35,8 +35,9 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
 
 
 def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the table `device` of the hardware profile: for a GPU in the project's device catalogue its name and the
-    reported memory, else measured rates. reported: {"name", "memory_bytes"} of the device. device: "cpu" or "cuda"."""
+    """Return the table `device` of the hardware profile. For a GPU in the project's device catalogue it has the GPU's
+    catalogue name and the reported memory; for other devices the reported name and memory and the measured rates.
+    reported: {"name", "memory_bytes"} of the device. device: "cpu" or "cuda"."""
     known = find_device(reported["name"]) if device == "cuda" else None
     if known is not None:
         return {"like": known.name, "memory_bytes": reported["memory_bytes"]}
@@ -77,7 +78,7 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
     """Return bandwidth and latency between two ranks, from timed messages: {WHICH_gb_per_second: 10^9 bytes per second,
-    WHICH_latency_seconds: seconds}; {} if not measured.
+    WHICH_latency_seconds: seconds}, where WHICH stands for the argument `which`; {} if messages were not timed.
 
     which: prefix of the keys. place: "inside" (ranks of one host) or "across" (of different hosts).
     """
@@ -94,8 +95,8 @@ def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
 
 def fit_link(curve: Curve) -> tuple[float, float]:
     """Estimate bandwidth and latency of a link from timed messages; return (bytes per second, seconds). The latency is
-    the shortest time; the bandwidth is that of the largest message after the latency is subtracted. curve: seconds over
-    message bytes."""
+    the shortest time of any message. The bandwidth is the size of the largest message divided by the message's time
+    less the latency. curve: seconds over message bytes."""
     latency = min(curve.seconds)
     beyond = max(curve.seconds[-1] - latency, 0.05 * curve.seconds[-1])
     return curve.sizes[-1] / beyond, latency

@@ -27,11 +27,12 @@ def measure_reference_steps(
     mesh: Mesh, plan: MeasurementPlan, kernel: ReferenceKernel, usual_seconds: float
 ) -> list[ReferenceStep]:
     """Measure the step time of the reference model (a small transformer for calibration) under each reference layout;
-    return one result per layout, equal on all ranks. All ranks must call it.
+    return one result per layout, equal on all ranks. All ranks must call this function.
 
-    mesh: from `probe.rank.make_probe_mesh`. kernel: reference matrix product, timed between steps to correct for the
-    CPU's current speed. usual_seconds: its duration at the CPU's usual speed. Layouts alternate in `plan.rounds`
-    rounds, so that disturbances affect all of them.
+    mesh: from `probe.rank.make_probe_mesh`. plan: gives the numbers of steps and rounds, the precisions and the mesh
+    axes. kernel: reference matrix product, timed between steps to correct for the CPU's current speed. usual_seconds:
+    duration of `kernel` at the CPU's usual speed. Layouts alternate in `plan.rounds` rounds, so that disturbances
+    affect all of them.
     """
     found, steps = [], plan.steps
     layouts: list[Layout] = []
@@ -53,8 +54,8 @@ def measure_reference_steps(
 
 
 class _ReferenceRun:
-    """Reference model (a small transformer for calibration) under one layout, with random data, ready to train. world:
-    mesh of all ranks."""
+    """Reference model (a small transformer for calibration) under one layout, with random data, ready to train. layout:
+    layout on all ranks. world: mesh of all ranks."""
 
     def __init__(self, layout: Layout, world: Mesh) -> None:
         self.layout = layout
@@ -73,9 +74,10 @@ class _ReferenceRun:
         return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, kernel: ReferenceKernel, usual_seconds: float) -> list[float]:
-        """Train one warm-up step and `steps` steps; return the seconds of each of the latter on the slowest rank,
-        [steps]. Left out is time in which other programs had a rank's CPU core; the rest is scaled to the CPU's usual
-        speed, at which the reference `kernel` takes `usual_seconds`. world: mesh of all ranks."""
+        """Train one warm-up step and `steps` steps; return the seconds that each step after the warm-up took on the
+        slowest rank, [steps]. Time in which ranks waited for a CPU core is subtracted if it exceeds the share
+        `DISTURBED` of the step. The rest is scaled to the CPU's usual speed, at which the reference matrix product
+        `kernel` takes `usual_seconds`. world: mesh of all ranks."""
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = [], [kernel.seconds()]
         for _ in range(1 + steps):

@@ -17,9 +17,9 @@ _THREADS = Path("/proc/self/task")
 
 
 def read_waiting_times(threads: int) -> dict[str, int]:
-    """Return for how many nanoseconds each thread of this process has been ready to run but waiting for a CPU core:
-    thread id -> sum since the thread's start. {} where the kernel does not count it (needs Linux `schedstat`). threads:
-    number of computing threads; if it is 1, only the calling thread is read."""
+    """Return how long each thread of this process has been ready to run but waiting for a CPU core: thread id ->
+    nanoseconds since the thread's start. {} where the kernel does not count the waits (this needs Linux `schedstat`).
+    threads: number of computing threads; if it is 1, only the calling thread is read."""
     names = [_THREADS / name for name in os.listdir(_THREADS)] if threads > 1 else [Path("/proc/thread-self")]
     found = {}
     for name in names:
@@ -29,11 +29,12 @@ def read_waiting_times(threads: int) -> dict[str, int]:
 
 
 class Stopwatch:
-    """Stopwatch that runs from its creation and leaves out the time in which a computing thread waited for a core that
-    other programs used; Linux counts these waits. With one computing thread, waits caused by the process's own
-    communication threads are not left out, as they occur in training too.
+    """Stopwatch that runs from its creation. It leaves out the time in which a computing thread waited for a CPU core
+    that other programs used, as counted by Linux. With one computing thread, waits caused by the process's own
+    communication threads are not left out, since they occur in training too.
 
-    shared: True if there are more computing threads than cores, or on GPUs: then nothing is left out.
+    shared: True if the process computes on a GPU, or if the host's ranks have more computing threads than cores: then
+    nothing is left out.
     """
 
     shared = False  # set by `measure` for all measurements of this process
@@ -45,8 +46,8 @@ class Stopwatch:
         self._begun = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds passed, seconds of these in which a thread waited for a core): of several threads, the one
-        that waited longest."""
+        """Return (seconds passed, the part of these seconds in which a computing thread waited for a core). Of several
+        threads, the one that waited longest counts."""
         passed = time.perf_counter() - self._begun
         now = read_waiting_times(self._threads) if self._waiting else {}
         waited = max((value - self._waiting.get(thread, value) for thread, value in now.items()), default=0) / 1e9

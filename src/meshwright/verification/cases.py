@@ -18,9 +18,11 @@ from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Verification case: a training problem with a name, such as "updates". problem: model, data and optimizer.
-    resume_layout: layout on which the last steps run, resumed from the checkpoint of the first steps on the verified
-    layout; None: all steps run on the verified layout."""
+    """Verification case: a training problem with a name, such as "updates".
+
+    problem: model, data and optimizer. resume_layout: layout on which the last steps run; they resume from the
+    checkpoint that the verified layout saved after the first steps. None: all steps run on the verified layout.
+    """
 
     name: str
     problem: Problem
@@ -29,12 +31,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CaseBuilder:
-    """Builder of the verification cases (named small training problems) of one layout and model.
+    """Builder of the verification cases (named small training problems) for one layout and model.
 
-    layout: of the ranks. config: model, scaled down before use. dtype: "float64" or "float32". preference: loss of
-    response pairs; None: next-token loss. batch: global batch in sequences; if it is not a multiple of dp x
-    micro-batches, the smallest such multiple of at least 8 is taken instead. compiled: True if the recipe trains under
-    torch.compile.
+    layout: layout to be verified. config: model, which is scaled down before use. dtype: parameter dtype, "float64" or
+    "float32". preference: loss of preference pairs, such as DPO; None: next-token loss. batch: global batch in
+    sequences; a value that is not a multiple of dp x micro-batches is replaced by the smallest such multiple of at
+    least 8. compiled: True if the recipe trains under torch.compile.
     """
 
     layout: Layout
@@ -46,8 +48,9 @@ class CaseBuilder:
 
     def default(self) -> list[Case]:
         """Return the default cases: "updates" (optimizer updates with clipping and resumes), "long sequences" (SGD,
-        several attention tiles), "dtypes" (parameters in a narrower dtype than their master weights) and, if the recipe
-        compiles, a step under torch.compile whose graphs are run without generated code, which takes longer."""
+        several attention tiles) and "dtypes" (parameters in a narrower dtype than their master weights). If the recipe
+        compiles, add a step under torch.compile with backend "aot_eager", which runs the traced graphs without
+        generating code and makes the verification slower."""
         cases = [Case("updates", self.updates()), Case("long sequences", self.long()), Case("dtypes", self.dtypes())]
         return [*cases, *([self.compiled_by("aot_eager")] if self.compiled else [])]
 
@@ -108,8 +111,9 @@ class CaseBuilder:
         return Case("bf16", dataclasses.replace(self.plain(), dtype="bfloat16", master_dtype="float32", training=SGD))
 
     def compiled_by(self, backend: str) -> Case:
-        """Return a case of one step and a validation whose blocks, final norm and loss run under torch.compile, of so
-        few layers as there are kinds of them. backend: of torch.compile, "aot_eager" or "inductor"."""
+        """Return a case of one training step and a validation in which the layers, final norm and loss run under
+        torch.compile. The model has two layers (with pipeline stages at least one more than stages), enough for every
+        kind of layer that it has. backend: of torch.compile, "aot_eager" or "inductor"."""
         problem = dataclasses.replace(self.plain(2), training=SGD, steps=1, compile_backend=backend)
         return Case(f"compiled by {backend}", problem)
 

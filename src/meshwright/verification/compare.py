@@ -55,7 +55,7 @@ class Comparison:
 
 def compare(reference: Reference, results: Sequence[RankResult], layout: Layout) -> Comparison:
     """Compare every rank's losses, norms, gradients, updates, optimizer state, parameters and counters with the
-    single-device `reference`. results: one per rank. layout: of the ranks."""
+    single-device `reference`. results: one per rank. layout: layout on which the ranks trained."""
     refused = next((result.refused for result in results if result.refused), None)
     if refused is not None:
         return Comparison("", math.inf, math.inf, math.inf, refused)
@@ -69,8 +69,12 @@ Difference = tuple[str, int | None]  # (description, step from 0; None: no singl
 
 
 class _LayoutComparison:
-    """Comparison of the results of all ranks of one layout with the reference, in the order of computation. Attributes
-    `worst_name`, `worst`, `loss_error`, `norm_error`: largest relative errors so far."""
+    """Comparison of the results of all ranks of one layout with the reference. It goes through them in the order of
+    computation: step by step, gradients before updates, final state last.
+
+    Attributes: `worst`, `worst_name`: largest relative error so far of a gradient, update or optimizer state, and the
+    name of its parameter; `loss_error`, `norm_error`: largest relative errors so far of a loss and of a gradient norm.
+    """
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
         """Start with no errors. results: of each rank."""
@@ -94,8 +98,8 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield a difference for each checkpoint counter (steps, samples ...) that is not the reference's after `steps`
-        steps."""
+        """Yield a difference for each checkpoint counter (steps, samples ...) whose value after `steps` steps is not
+        that of the reference."""
         for name, right in self.reference.counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
@@ -192,12 +196,12 @@ class _LayoutComparison:
 def relative_errors(
     values: ParameterValues, truth: ParameterValues, grains: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Return the relative error of each parameter's tensor a in `values` against b in `truth`: ‖a-b‖ / max(‖b‖, floor),
-    infinite if it is not finite.
+    """Return each parameter's relative error: ‖a-b‖ / max(‖b‖, floor), where a is its tensor in `values` and b that in
+    `truth`. A non-finite error is returned as infinity.
 
-    floor: 1e-3 sqrt(elements of b) x root mean square over all parameters in `truth`, for gradients that are zero in
-    exact arithmetic (such as a key bias). grains: parameter -> norm of the rounding error, which is subtracted from
-    ‖a-b‖ (down to 0); None: nothing is.
+    floor: 1e-3 sqrt(elements of b) x root mean square of all elements in `truth`. It keeps errors small of gradients
+    that are zero in exact arithmetic, such as that of a key bias. grains: parameter -> norm of the tolerated rounding
+    error, which is subtracted from ‖a-b‖ (down to 0); None: nothing is subtracted.
     """
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
@@ -213,11 +217,12 @@ def relative_errors(
 
 
 def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
-    """Return the groups of global ranks that together hold one full copy of the gradients and master weights.
+    """Return the groups of global ranks that together hold one full copy of the gradients and master weights (or more,
+    where tensors are replicated within the group).
 
-    Each group consists of a ZeRO sharding group (one rank without ZeRO), extended by the other ranks of each member's
-    tp group (for experts: of its block of ep x etp consecutive ranks) and by the pipeline ranks of all of these. part:
-    kind of flat buffer, "dense" or "experts".
+    A group begins with a ZeRO sharding group (without ZeRO: one rank). Added are the tp groups of its ranks (for
+    experts: their blocks of ep x etp consecutive ranks), then the pipeline ranks of all of these. part: kind of flat
+    buffer, "dense" or "experts".
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -239,9 +244,9 @@ def _assemble_copies(
     """Assemble every full copy of all parameters from the ranks' slices; return one dict (parameter -> values) per
     copy, with NaN for elements that no rank holds. slices: [rank][slice]. reference: gives the shapes.
 
-    Each group of `list_copy_groups` gives one copy for each pp rank (and, except for experts, each tp rank), whose own
-    values are taken where several ranks hold the same elements. If experts and other parameters have different numbers
-    of copies, those of the shorter list are used repeatedly.
+    Each group of ranks from `list_copy_groups` gives one copy for each of its pp ranks and, except for experts, each of
+    its tp ranks: where several ranks hold the same elements, the copy takes the values of that pp and tp rank. If there
+    are fewer copies of the experts than of the other parameters, or the reverse, the fewer copies are used repeatedly.
     """
     parts: tuple[BufferKind, BufferKind] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
@@ -274,8 +279,9 @@ def _assemble_copies_of(
 def _worst_errors(
     copies: Iterable[ParameterValues], truth: ParameterValues, grains: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Return each parameter's largest relative error (see `relative_errors`) over several full copies of the
-    parameters. truth: expected values; grains: parameter -> norm of the rounding error that is tolerated, None: 0."""
+    """Return each parameter's largest relative error (by `relative_errors`) over several full copies of the parameters.
+    truth: expected values. grains: parameter -> norm of the rounding error that is tolerated; None: no error is
+    tolerated."""
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
         for name, error in relative_errors(copy, truth, grains).items():
@@ -296,6 +302,6 @@ def _first_unequal(copies: Sequence[ParameterValues]) -> str | None:
 
 
 def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if two tensors have equal values, or if `a` contains non-finite values, which are reported
-    elsewhere."""
+    """Return True if two tensors have equal values. Also return True if `a` contains non-finite values: another
+    comparison reports these."""
     return torch.equal(a, b) or not bool(a.isfinite().all())

@@ -1,8 +1,8 @@
 """Deliberate bugs (faults) in code without collectives: while a fault is planted, one function of the engine is
 replaced by a buggy stand-in, and the verification must fail.
 
-A stand-in is called with a counter, the original function, and the arguments of the call. A fault counts only where it
-changes a result, so that a fault without effect on a layout is not counted.
+A stand-in is called with a counter, the original function, and the arguments of the call. The counter records how often
+the stand-in changed a result: a fault that changed none on a layout is ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FaultCounter:
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if this method was called with the same object (by identity) before."""
+        """Return True if an earlier call of this method got the same object (by identity)."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -52,8 +52,9 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
-    """Definition of a deliberate bug: the method or function `owner.name` is replaced by `wrong`, which is called with
-    a counter, the original, and the arguments of the call. case: name of the verification case that exposes it."""
+    """Definition of a deliberate bug: the method or function `name` of `owner` (a class or module) is replaced by
+    `wrong`, which is called with a counter, the original function, and the arguments of the call. case: name of the
+    verification case that exposes the bug."""
 
     owner: Any
     name: str
@@ -63,7 +64,8 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """Deliberate bug in code without collectives. name: its key in `LOCAL_FAULTS`."""
+    """Deliberate bug in code without collectives. name: its description, which is its key in the table `LOCAL_FAULTS`,
+    such as "gradient clipping missing"."""
 
     name: str
 
@@ -73,8 +75,8 @@ class LocalFault:
 
     @contextmanager
     def planted(self) -> Iterator[FaultCounter]:
-        """Context manager that replaces the function by its buggy version in this process; yields the counter of
-        changed values."""
+        """Context manager in which the function that the fault concerns is replaced by the buggy stand-in, in this
+        process; yields the counter of changed values."""
         plan, counter = LOCAL_FAULTS[self.name], FaultCounter()
         kind = plan.owner.__dict__[plan.name]
         original = kind.__func__ if isinstance(kind, classmethod) else kind
@@ -95,8 +97,9 @@ class LocalFault:
 
 
 def _overwritten(counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
-    """Buggy stand-in for `UnshardedGradient.view` (`original`): micro-batches overwrite the gradient instead of
-    accumulating into it. Returns (view number `index` of the gradient, True: overwrite). `counter` counts the results
+    """Buggy stand-in for `UnshardedGradient.view` (`original`), which returns (view of the gradient with number
+    `index`, flag: True if the backward pass overwrites the view, False if it accumulates). The stand-in always returns
+    True as the flag, so that each micro-batch overwrites the gradient of the one before. `counter` counts the flags
     that this changes."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
@@ -104,8 +107,9 @@ def _overwritten(counter: FaultCounter, original: FaultyFunction, gradient: Unsh
 
 
 def _clipped_as(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunction:
-    """Return a buggy stand-in for `Trainer._gradient_scale` that clips gradients by another factor. factor: computes it
-    from the trainer, the outcome of the step and the right factor."""
+    """Return a buggy stand-in for `Trainer._gradient_scale` that multiplies gradients by a wrong clipping factor.
+    factor: function that computes it from the trainer, the step's outcome (loss scale, finiteness) and the right
+    factor."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
         """Return the factor on gradients: the wrong clipping factor / loss scale. `counter` counts the results that
@@ -166,7 +170,8 @@ def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: 
 
 def _uncorrected(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
     """Buggy stand-in for torch's `adamw` (`original`): moments are not divided by 1 - beta^t, as after infinitely many
-    updates. `counter` counts each call. The last of `tensors`: number of updates done, of each parameter."""
+    updates. `counter` counts each call. `tensors`: arguments of `adamw`; the last one lists the number of updates of
+    each parameter so far."""
     counter.record_if(True)
     *others, updates = tensors
     original(*others, [torch.full_like(done, 1e9) for done in updates], **options)
@@ -174,8 +179,8 @@ def _uncorrected(counter: FaultCounter, original: FaultyFunction, *tensors: Any,
 
 
 def _with_options(change: Callable[[dict[str, Any]], dict[str, Any]]) -> FaultyFunction:
-    """Return a buggy stand-in for an optimizer function of torch that is called with other options. change: computes
-    those that are wrong from the right ones."""
+    """Return a buggy stand-in for an optimizer function of torch that calls the original with wrong options, such as
+    swapped betas. change: function that takes the right options and returns the wrong values by option name."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
         """Update the parameters with the wrong options. `counter` counts the calls in which they differ."""
@@ -205,8 +210,8 @@ def _epsilon_inside(counter: FaultCounter, original: FaultyFunction, *tensors: A
 
 
 def _not_rounded(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from its second call on a unit, master weights are
-    not copied to the parameters. `counter` counts the calls in which a copy is omitted."""
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from its second call on a unit, it does not copy
+    the master weights, rounded, to the parameters. `counter` counts the calls in which a copy is omitted."""
     master = self.master
     if counter.seen_before(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
@@ -229,11 +234,12 @@ def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUni
 
 
 def _samples_from(offset: Callable[[LanguageModelTask, int], int]) -> FaultyFunction:
-    """Return a buggy stand-in for `LanguageModelTask.samples_of_step` that reads this rank's samples at a wrong place.
-    offset: computes from the task and the rank's number of samples how far its first one is from that of the batch."""
+    """Return a buggy stand-in for `LanguageModelTask.samples_of_step` that reads wrong samples for this rank. offset:
+    function that takes the task and the number of samples per dp rank, and returns the position in the global batch of
+    the first sample that is read."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
-        """Return this rank's samples of `step`. `counter` counts the calls in which they are wrong ones."""
+        """Return this rank's samples of `step`. `counter` counts the calls that return wrong samples."""
         share, first = self.recipe.train.batch // self.mesh.dp.size, step * self.recipe.train.batch
         counter.record_if(offset(self, share) != self.mesh.dp.rank * share)
         return self.order.sample(first + offset(self, share) + np.arange(share))
@@ -253,8 +259,8 @@ def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrde
 
 
 def _restored_without(key: str) -> FaultyFunction:
-    """Return a buggy stand-in for `Trainer.restore`: the entry `key` of the checkpoint's `state.json` is ignored and
-    keeps its initial value."""
+    """Return a buggy stand-in for `Trainer.restore` that ignores one entry of the checkpoint's `state.json`, so that
+    the trainer keeps the initial value. key: name of the entry."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
         """Restore the trainer from `state` with the initial value of the key. `counter` counts the calls in which the
@@ -302,8 +308,8 @@ def _sees_next(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
     """Buggy stand-in for `tiles_of` (`original`), which cuts attention into tiles with masks: the causal mask
-    `triangle` lets each token see the next one. `counter` counts the results that this changes. Other arguments: as
-    `tiles_of`."""
+    `triangle` lets each token see the next one. `counter` counts the calls in which the mask changes. Other arguments:
+    those of `tiles_of`, passed on."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
@@ -311,8 +317,9 @@ def _sees_next(
 def _tile_forgets(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Buggy stand-in for `tiles_of` (`original`), which cuts attention into tiles with masks: all tiles of queries but
-    the first miss their first key. `counter` counts the changed tiles. Other arguments: as `tiles_of`."""
+    """Buggy stand-in for `tiles_of` (`original`), which cuts attention into tiles with masks: every tile of queries,
+    except the first of the sequence, misses its first key. `counter` counts the changed tiles. Other arguments: those
+    of `tiles_of`, passed on."""
     found = []
     for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask
@@ -325,9 +332,9 @@ def _tile_forgets(
 
 
 def _ring_forgets(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Buggy stand-in for `spans` (`original`), which lists the pairs of query chunk and key chunk that a ring-attention
-    step computes: the last pair is left out if the KV block is another rank's. `counter` counts the results that this
-    changes."""
+    """Buggy stand-in for `spans` (`original`), which lists the pairs (query chunk, key chunk) that a ring-attention
+    step computes. In steps on another rank's KV block, it leaves out the last of several pairs. `counter` counts the
+    pairs left out."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 

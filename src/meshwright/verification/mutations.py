@@ -50,17 +50,20 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
     planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Plant every kind of fault at every collective call site of the layout, once in all calls of the site and once in
-    a single call, and every local fault (bug in code without collectives). Faults that change no value on this layout
-    are left out of the report.
+    """Plant faults (deliberate bugs) one at a time, and report which of them the verification detects. Every kind of
+    fault is planted at every collective call site of the layout, once in all calls of the site and once in a single
+    call; then every local fault (bug in code without collectives). Faults that altered no value during training are
+    left out of the report.
 
     maker: builds the training problems. reference: returns the single-device results of a problem. ranks: processes
     that train. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms.
-    planted: keys of faults to skip, as they were planted on another model; extended by the new ones. A fault in a
-    collective call is tried on one training step first, and on all steps of the problem if that does not show it.
+    planted: keys of faults to skip, as they were planted on another model; the keys of the new faults are added. A
+    fault in a collective call is tried on one training step first, and on all steps of the problem if one step does not
+    show it.
 
-    Returns "planted", "caught", "neutral" (without effect on any result, see `explain_neutral_fault`): numbers of
-    faults; "missed": descriptions of the others; "faults": one record for each.
+    Returns "planted", "caught", "neutral": numbers of faults. A neutral fault alters a value but cannot change a result
+    of training, as `explain_neutral_fault` tells. "missed": descriptions of the faults that are neither. "faults": one
+    record for each fault.
     """
     planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
@@ -76,17 +79,17 @@ def plant_all(
 
 
 def explain_neutral_fault(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
-    """Return why the fault cannot change a result on the layout, as text; None if it must be detected. paired: True if
-    training is on preference pairs."""
+    """Return as text why a fault in a collective call cannot change any result of training on the layout; None if the
+    verification must detect the fault. paired: True if training is on preference pairs."""
     sharing = layout.tp * (layout.cp if paired else 1)
     known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
 
 
 class _FaultRuns:
-    """Training runs of one layout and model with planted faults. maker: builds the training problems. reference:
+    """Runner that trains one layout and model with planted faults. maker: builds the training problems. reference:
     returns the single-device results of a problem. ranks: processes that train. collectives: the recipe's choice of
-    collective algorithms. Attribute `planted`: keys of the faults run so far that changed something."""
+    collective algorithms. Attribute `planted`: keys of the faults run so far that altered a value."""
 
     def __init__(
         self,
@@ -100,8 +103,8 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train with every fault in a collective call, one at a time; yield (fault, comparison of its run with one
-        device) for those that changed something. before: keys of faults to skip."""
+        """Train with every fault in a collective call, one at a time; yield (fault, comparison of the run with one
+        device) for the faults that altered a value on any rank. before: keys of faults to skip."""
         problem = self.maker.plain(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -116,8 +119,8 @@ class _FaultRuns:
             self.planted |= {_fault_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
-        """Train with every fault in local code, one at a time; yield (fault, comparison of its run with one device) for
-        those that changed something. before: keys of faults to skip."""
+        """Train with every fault in local code, one at a time; yield (fault, comparison of the run with one device) for
+        the faults that altered a value on any rank. before: keys of faults to skip."""
         for case, make in (
             ("updates", lambda: self.maker.updates(layers=3)),
             ("dtypes", self.maker.dtypes),
@@ -133,7 +136,7 @@ class _FaultRuns:
 
     def _compare_effective(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
         """Train the problem once with each fault; return {fault: comparison with one device} for the faults that
-        changed something on any rank."""
+        altered a value on any rank."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
             for fault, results in zip(faults, self._run_with_faults(problem, faults), strict=True)
@@ -164,8 +167,8 @@ def _fault_key(fault: Fault) -> tuple[str, ...]:
 
 
 def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Merge the ranks' records of collective calls; return {(site, operation): record of the rank with the most such
-    calls} (other pipeline stages may make none). tables: records of each rank."""
+    """Merge the ranks' records of collective calls; return {(site, operation): record}. The record is that of the rank
+    with the most such calls, since ranks of other pipeline stages may make none. tables: records of each rank."""
     most: dict[tuple[str, str], dict[str, Any]] = {}
     for call in chain.from_iterable(tables):
         key = call["site"], call["operation"]
@@ -175,9 +178,9 @@ def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str]
 
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
-    """Return all faults that a layout's collective calls can have: each kind (`KINDS`: "skip", "stale" ...) at each
-    site and operation, once in all calls and, if the first step has several, once in the middle one. results: one per
-    rank, of a run without fault."""
+    """Return all faults that a layout's collective calls can have. Each kind of fault (`KINDS`: "skip", "stale" ...) is
+    listed for each site and operation: once in all calls and, if the first step has several such calls, once in the
+    middle call of that step. results: one per rank, of a run without fault."""
     faults = []
     in_first_step = _merge_calls(result.calls_first_step for result in results)
     for (site, operation), call in _merge_calls(result.calls for result in results).items():

@@ -25,8 +25,8 @@ _FORWARD = (
 
 
 def list_in_backward_order(reference: Reference) -> list[str]:
-    """Return the names of all parameters of the reference's model in the order in which the backward pass computes
-    their gradients."""
+    """Return the names of all parameters of the reference's model, in the order in which the backward pass computes
+    their gradients (head first, embedding last)."""
     places = []
     for tensor in reference.table.tensors:
         module = tensor.name.rpartition(".")[0]
@@ -97,7 +97,7 @@ def _is_unsummed_over_tp(
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
     """Return True if the pipeline ranks that share a parameter (tied embeddings) hold partial gradients that were not
-    summed. truth: its correct gradient. slices: its gradients by rank, [rank][slice]."""
+    summed. truth: the parameter's correct gradient. slices: the ranks' gradients of it, [rank][slice]."""
     holding = [[slices[rank] for rank in group if slices[rank]] for group in layout.groups("pp")]
     return all(len(ranks) != 1 and _are_partial(ranks, truth) for ranks in holding)
 
@@ -131,9 +131,9 @@ def _describe_slice(
     labels: Sequence[tuple[int, int]],
     before: torch.Tensor | None,
 ) -> str:
-    """Return text on the error pattern of one rank's gradient slice. values [n]: the rank's gradient; truth [n]: the
-    right one; parts [contributions, n]: contribution of each (rank, micro-batch) in `labels`; before [n]: the gradient
-    of the previous step, None without one."""
+    """Return text on the error pattern of one rank's gradient slice. values [n]: the rank's gradient. truth [n]: the
+    correct gradient. parts [contributions, n]: contribution of each (rank, micro-batch) to it. labels: (rank,
+    micro-batch) of each contribution. before [n]: the gradient of the previous step, None in the first step."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"

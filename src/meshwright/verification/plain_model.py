@@ -36,8 +36,9 @@ class BatchLoss(NamedTuple):
 
 
 def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
-    """Run the forward pass of a batch of full sequences and return its losses. weights: float64 tensors by the training
-    engine's names, fused as there (qkv; gate and up). preference: loss of response pairs; None: next-token loss."""
+    """Run the forward pass of a batch of full sequences and return its losses. weights: float64 tensors by the names of
+    the training engine, with the tensors that the engine fuses (qkv; gate and up) fused. preference: loss of preference
+    pairs, such as DPO; None: next-token loss."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )
@@ -65,11 +66,13 @@ def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: P
 def _preference_loss(
     preference: Preference, chosen_BS: torch.Tensor, ids_BS: torch.Tensor, pairs_B: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
-    """Return the loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036, eq. 17).
+    """Return the preference loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036,
+    eq. 17).
 
-    chosen_BS: log-probability of each target token, 0 if ignored; ids_BS: document number of each token (documents 2 i
-    and 2 i + 1 of a sequence are pair i); pairs_B: number of pairs of each sequence; batch: has the reference
-    log-probabilities.
+    chosen_BS: the policy's log-probability of every target token, in preferred and rejected responses alike; 0 where
+    the target is ignored. ids_BS: document number of each token. Pair i of a sequence consists of document 2 i, the
+    preferred response, and document 2 i + 1, the rejected one. pairs_B: number of pairs in each sequence. batch:
+    provides the reference log-probabilities.
     """
     assert batch.reference is not None
     total = chosen_BS.new_zeros(())
@@ -89,8 +92,8 @@ def _preference_loss(
 
 class _Forward:
     """Forward pass of one batch. ids_BS: document number of each token. weights: float64 tensors by the training
-    engine's names. Attributes: `balance_losses`: load-balancing loss [B] of each mixture of experts; `excess_loads`: as
-    in `BatchLoss`."""
+    engine's names. Attributes: `balance_losses`: load-balancing loss [B] of each mixture of experts; `excess_loads`:
+    router-bias name -> [E], each expert's number of tokens minus the mean."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
         """Compute attention visibility and position ids from the document numbers."""

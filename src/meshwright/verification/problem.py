@@ -22,8 +22,9 @@ MOST_MICRO_BATCHES = 4
 class Training:
     """Optimizer settings of a verification problem: keys of a recipe's [train] table, and the dynamic loss scale.
 
-    clip: maximum gradient norm, 0: no clipping. warmup: steps. minimum_learning_rate: fraction of the peak. loss_scale:
-    initial value, 1: none; loss_scale_every: number of finite steps in a row after which it doubles, 0: constant.
+    clip: maximum gradient norm; 0: no clipping. warmup: number of warm-up steps. minimum_learning_rate: final learning
+    rate as a fraction of the peak. loss_scale: initial loss scale; 1: no scaling. loss_scale_every: number of finite
+    steps in a row after which the loss scale doubles (a non-finite step halves it); 0: the loss scale is constant.
     """
 
     optimizer: str = "sgd"
@@ -118,8 +119,8 @@ class Problem:
 
 
 def choose_sequence_length(layout: Layout, tokens: int = SEQUENCE) -> int:
-    """Return the shortest sequence length of at least `tokens` tokens that is divisible as the layout's tp and cp
-    require (x 2 under ring attention)."""
+    """Return the shortest sequence length of at least `tokens` tokens that is divisible by tp x cp (under ring
+    attention, by 2 x tp x cp)."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
     return -(-tokens // pieces) * pieces
 
@@ -131,8 +132,8 @@ def scale_down_config(
     vocabulary of 499) and barely divisible over `tp`, `ulysses` (cp ranks that divide heads) and `ep` x `etp` ranks, to
     expose errors in sharding.
 
-    layers: number of layers. With grouped-query attention, there are fewer key-value heads than ranks from four ranks
-    on.
+    layers: number of layers. With grouped-query attention there are as few key-value heads as possible, such as two for
+    four tp ranks, so that ranks share them.
     """
     grouped = config.kv_heads < config.heads
     heads, kv_heads = _choose_heads(tp, ulysses)
@@ -206,8 +207,8 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
 
 def scale_down_layout(layout: Layout) -> Layout:
     """Return the layout scaled down to at most 8 ranks with its features kept: several stages, replicas, sharding
-    groups, tp and cp ranks. With a pipeline schedule from a file the number of ranks stays. The precision is dropped:
-    the problem sets the dtypes."""
+    groups, tp and cp ranks. A layout whose pipeline schedule is read from a file keeps its number of ranks. The
+    precision is dropped, since the verification problem sets the dtypes."""
     layout = layout.with_(precision=None)
     if layout.schedule.startswith("@"):
         return layout

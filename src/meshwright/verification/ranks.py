@@ -40,8 +40,9 @@ COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a
 
 @dataclass
 class StepResult:
-    """Results of one step on one rank. loss, norm: global loss and gradient norm. scale: loss scale. gradients: this
-    rank's slices, before clipping. weights: this rank's slices of the master weights after the update."""
+    """Results of one step on one rank. loss, norm: global loss (nats per loss term) and global gradient norm. scale:
+    loss scale. gradients: this rank's slices of the gradients, before clipping. weights: this rank's slices of the
+    master weights after the update."""
 
     loss: float
     norm: float
@@ -94,10 +95,12 @@ def run_rank(
     directory: str | None = None,
     span: StepRange = WHOLE,
 ) -> list[RankResult]:
-    """Train on this rank once for each of `faults` (None: no fault), all in one mesh; return one result for each.
+    """Train on this rank once for each of `faults` (None: train without a fault), all in one mesh; return one result
+    for each.
 
     problem: model, data and optimizer. layout_text: layout notation. collectives: the recipe's choice of collective
-    algorithms. directory: for checkpoints, if the problem or `span` needs them. span: range of steps to run.
+    algorithms. directory: for checkpoints; required if the problem or `span` saves or loads one. span: range of steps
+    to run.
     """
     layout = Layout.parse(layout_text)
     programs = named_programs(collectives or CollectivesRecipe(), layout)
@@ -224,8 +227,9 @@ class _VerificationRun:
 
 @contextmanager
 def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
-    """Context manager in which torch.compile starts without graphs of earlier runs, and raises instead of falling back
-    to eager execution when a function has too many. backend: of torch.compile. rank: of this process."""
+    """Context manager in which torch.compile starts without the graphs of earlier runs. If a function is recompiled
+    more often than torch's limit, it raises instead of running that function eagerly. backend: of torch.compile. rank:
+    of this process."""
     import torch._dynamo
 
     from meshwright.training.worker import separate_compile_caches

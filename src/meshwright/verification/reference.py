@@ -25,11 +25,11 @@ SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one
 class Reference:
     """Expected results of a problem, computed on one device at construction.
 
-    losses, norms: of every step. gradients: of every step, by parameter. weights: master weights by parameter, before
-    each step and after the last. optimizer: state by kind ("exp_avg" ...) and parameter, after the last step. scales,
-    finite_steps: loss scale and the number of finite steps since it last changed, before each step and after the last.
-    updates: number of updates made (the step with NaN activations makes none). final_loss: validation loss after the
-    last step.
+    losses, norms: loss and gradient norm of every step. gradients: of every step, by parameter (for a router bias: its
+    experts' excess loads per loss term). weights: master weights by parameter, before each step and after the last.
+    optimizer: state by kind ("exp_avg" ...) and parameter, after the last step. scales, finite_steps: loss scale and
+    the number of finite steps since it last changed, before each step and after the last. updates: number of updates
+    made (the step with NaN activations makes none). final_loss: validation loss after the last step.
     """
 
     problem: Problem
@@ -90,8 +90,9 @@ class Reference:
         )
 
     def share_gradients(self, step: int, count: int) -> list[ParameterValues]:
-        """Return the contribution to the gradient of step `step` (from 0) of each of `count` equal consecutive shares
-        of the batch: one dict, parameter -> gradient, for each share."""
+        """Split the batch of step `step` (from 0) into `count` equal shares of consecutive sequences; return each
+        share's contribution to the step's gradient, as one dict (parameter -> gradient) per share. The contributions
+        sum to the gradient."""
         if (step, count) not in self._parts:
             batch = self.samples(step)
             rows = self.problem.batch // count
@@ -151,7 +152,8 @@ class Reference:
 
     @torch.no_grad()
     def _loss(self, weights: ParameterValues, batch: Batch) -> float:
-        """Return the mean loss of a batch under these master weights, in nats per term."""
+        """Return the mean loss of a batch for the master weights `weights`, which are rounded to the parameter dtype
+        first, in nats per loss term."""
         tensors = self._engine_tensors(self.parameters(weights))
         found = [
             run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._split_batch(batch)
@@ -175,8 +177,8 @@ class Reference:
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
     def _engine_tensors(self, parameters: ParameterValues) -> dict[str, torch.Tensor]:
-        """Return the float64 tensors that the training engine names, some of them fused (qkv, gate and up), by name;
-        each is concatenated from its parameters."""
+        """Return the float64 tensors of the training engine by name. The engine fuses some parameters into one tensor
+        (qkv; gate and up), so each tensor is concatenated from its parameters."""
         return {
             tensor.name: torch.cat([parameters[entry.name] for entry in tensor.entries]).double().view(tensor.shape)
             for tensor in self.table.tensors
@@ -193,8 +195,9 @@ class Reference:
 
     def _update(self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int) -> ParameterValues:
         """Return the master weights after an update, by parameter: SGD with momentum and coupled decay, or AdamW
-        (arXiv:1711.05101, algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). norm:
-        global norm of the gradients. step: from 0. Only matrices have weight decay."""
+        (arXiv:1711.05101, algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). Only
+        matrices have weight decay. Router biases move by a fixed rate against the sign of their excess load
+        (arXiv:2408.15664, algorithm 1). norm: global norm of the gradients. step: from 0."""
         training = self.problem.training
         rate = learning_rate(step, self.problem.steps, training)
         scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
@@ -223,8 +226,8 @@ class Reference:
 
 
 def learning_rate(step: int, steps: int, training: Training) -> float:
-    """Return the learning rate of the step number `step`, from 0, of `steps`: linear warm-up, then constant, or linear
-    or cosine decay to the minimum."""
+    """Return the learning rate of step `step` (from 0) in a run of `steps` steps: linear warm-up, then constant, or
+    linear or cosine decay to the minimum."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -240,9 +243,9 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
 
 
 def shuffled_sample_index(number: int, sequences: int, seed: int) -> int:
-    """Return the index in the training split of the sample that training reads as number `number` (from 0, over all
-    epochs), as docs/data.md defines it: for every epoch of `sequences` samples a permutation by a Feistel network of
-    eight rounds with cycle walking, seeded by `seed`."""
+    """Return which sample of the training split training reads as its sample number `number` (from 0, counted over all
+    epochs), as an index in the split. The order, defined in docs/data.md, is a new permutation for every epoch of
+    `sequences` samples: a Feistel network of eight rounds with cycle walking, seeded by `seed` and the epoch."""
     epoch, place = divmod(number, sequences)
     digest = hashlib.sha512(f"meshwright sample order, seed {seed}, epoch {epoch}".encode()).digest()
     keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 64, 8)]

@@ -92,8 +92,8 @@ def run_verification(
 
 
 class _Verifier:
-    """Runner of verification cases on local ranks, which are kept for the next layout with as many ranks. Caches the
-    single-device references.
+    """Runner of verification cases on local rank processes. It keeps the processes for the next layout if that has as
+    many ranks, and caches the single-device references.
 
     Attributes: `many`: True if a whole grid is verified, so that each layout runs only its most relevant cases;
     `entries`: result of each layout so far, as in the JSON document.
@@ -228,8 +228,8 @@ class _Verifier:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
-        """Return `world_size` running local rank processes: those of the last call if there are as many, else new ones,
-        for which the old ones are stopped."""
+        """Return `world_size` running local rank processes: those of the last call if their number is the same;
+        otherwise stop those and start new ones."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()
@@ -244,8 +244,8 @@ class _Verifier:
 
 
 def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]], Recipe | None]:
-    """Return from the arguments of `verify`: (layouts, [(model name, configuration)], recipe or None). The list of
-    models is empty if none was named."""
+    """Resolve the arguments of `verify`; return (layouts, [(model name, configuration)], recipe or None). The list of
+    models is empty if neither `model` nor a recipe names one."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):

@@ -24,9 +24,9 @@ MOST_PAIRS = 2  # preference pairs per sequence
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Batch of sequences. tokens, targets (-100: ignored), document_ids (number of each token's document): [B, S]
-    int64. reference: reference log-probabilities of paired responses in nats, float64 [B, 2 x MOST_PAIRS]; None without
-    pairs."""
+    """Batch of B sequences of S tokens. tokens, targets (-100: ignored), document_ids (number of each token's document
+    in its sequence, from 0): int64 [B, S]. reference: the reference policy's log-probability of each response in
+    preference training, in nats, float64 [B, 2 x MOST_PAIRS]; None without preference pairs."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -40,9 +40,9 @@ class Batch:
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
-    """Generate the sequences with the given numbers as a batch. Each is a function of (seed, number) alone; the
-    training split has the numbers from 0, the validation split the numbers after it. problem: gives seed, length,
-    vocabulary, loss."""
+    """Generate the sequences with the given numbers as a batch. A sequence depends on the problem's seed and its own
+    number alone; the training split has the numbers from 0, the validation split the numbers after it. problem: gives
+    seed, length, vocabulary and loss."""
     make = _make_sequence if problem.preference is None else _make_pairs
     made = [make(problem, number) for number in numbers]
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
@@ -50,11 +50,11 @@ def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
 
 
 def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """Generate sequence number `number` from it and the problem's seed: (tokens [S], targets [S], document numbers [S],
-    empty array in place of `_make_pairs`' log-probabilities).
+    """Generate sequence number `number` for next-token training: (tokens [S], targets [S], document numbers [S], empty
+    array). The empty array stands where `_make_pairs` returns log-probabilities.
 
-    With the number vary the documents (one to many) and the share of targets that are ignored (-100); in every eighth
-    sequence all are.
+    Random values depend on the problem's seed and `number` alone. The number of documents (one to many) and the share
+    of ignored targets (-100) vary with `number`; in every eighth sequence all targets are ignored.
     """
     random = np.random.default_rng([problem.seed, number])
     sequence, kind, turn = problem.sequence, number % 4, number // 4
@@ -73,10 +73,10 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 
 def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """Return (tokens [S], targets [S], document numbers [S], reference log-probabilities [2 x MOST_PAIRS]) of
-    sequence number `number`: zero to two pairs of a chosen and a rejected response, each response a document. A
-    document's first tokens, its prompt, and padding have target -100.
-    """
+    """Generate sequence number `number` for preference training: (tokens [S], targets [S], document numbers [S],
+    reference log-probabilities in nats [2 x MOST_PAIRS]). It has zero to two pairs of a preferred and a rejected
+    response; each response is a document that begins with a prompt. Prompt tokens, the last token of a document and
+    padding have target -100."""
     random = np.random.default_rng([problem.seed, number])
     sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
@@ -100,8 +100,8 @@ def _count_pairs(number: int) -> int:
 
 
 class SyntheticSplit:
-    """Data split with the interface of `PackedDataset`: the `sequences` generated sequences of a problem from number
-    `first` on."""
+    """Data split with the interface of `PackedDataset`. It holds `sequences` generated sequences of a problem, those
+    with the numbers from `first` on."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
         """Define the split; sequences are generated when read. first: number of its first sequence in the problem's
@@ -109,8 +109,8 @@ class SyntheticSplit:
         self.problem, self.first, self.sequences, self.rows = problem, first, sequences, sequences
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
-        """Return the sequences with the indices `numbers` [B] in the split; with `padded`, indices beyond the last give
-        padding without targets."""
+        """Return the sequences with the indices `numbers` [B] in the split. padded: True to allow indices beyond the
+        last sequence, for which sequences without targets are returned."""
         rows = np.asarray(numbers, dtype=np.int64)
         assert padded or rows.max() < self.sequences, (rows, self.sequences)
         found = make_sequences(self.problem, (self.first + np.minimum(rows, self.sequences - 1)).tolist())
@@ -125,8 +125,8 @@ class SyntheticSplit:
         return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
-        """Return the generated log-probability of each response of the split, summed over its tokens, in nats: the
-        reference policy's in DPO."""
+        """Return the reference policy's log-probability (as in DPO) of each response of the split, summed over the
+        response's tokens, in nats. The values are generated, not computed by a model."""
         found = Responses.zeros(self.examples_by_row)
         known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
         assert known is not None
