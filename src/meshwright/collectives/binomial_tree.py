@@ -36,7 +36,7 @@ def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: in
     """Generate the rounds of a binomial-tree broadcast: add each round's sends to `program`, then yield.
 
     ranks: [..., n], ranks of each of several independent groups. root: position of the source among the n. first,
-    count: first slot (buffer place of one chunk) and number of slots to send.
+    count: first slot (buffer for one chunk) and number of slots to send.
     """
     ranks = np.roll(ranks, -root, -1)
     for near, far in list_tree_levels(ranks.shape[-1]):
@@ -48,7 +48,7 @@ def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int =
     """Generate the rounds of a binomial-tree reduce: add each round's sends to `program`, then yield.
 
     ranks: [..., n], ranks of each of several independent groups. root: position of the destination among the n. first,
-    count: first slot (buffer place of one chunk) and number of slots to reduce.
+    count: first slot (buffer for one chunk) and number of slots to reduce.
     """
     ranks = np.roll(ranks, -root, -1)
     for near, far in reversed(list_tree_levels(ranks.shape[-1])):
@@ -59,7 +59,7 @@ def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int =
 def scatter_rounds(program: Builder, root: int) -> Rounds:
     """Generate the rounds of a binomial-tree scatter: add each round's sends to `program`, then yield.
 
-    root: source rank. A parent forwards the slots (buffer places of one chunk, slot r for rank r) of the ranks in its
+    root: source rank. A parent forwards the slots (buffers for one chunk, slot r for rank r) of the ranks in its
     subtree.
     """
     for near, far, first, count in _list_subtrees(program.ranks, root):
@@ -70,7 +70,7 @@ def scatter_rounds(program: Builder, root: int) -> Rounds:
 def gather_rounds(program: Builder, root: int) -> Rounds:
     """Generate the rounds of a binomial-tree gather: add each round's sends to `program`, then yield.
 
-    root: destination rank. Rank r contributes slot r (buffer place of one chunk); a child forwards the slots of the
+    root: destination rank. Rank r contributes slot r (buffer for one chunk); a child forwards the slots of the
     ranks in its subtree.
     """
     for near, far, first, count in reversed(list(_list_subtrees(program.ranks, root))):

@@ -39,8 +39,8 @@ def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> Collect
 
 
 def reduce(ranks: int, root: int = 0, segments: int | None = None) -> CollectiveProgram:
-    """Generate the program of the chain (pipelined ring) reduce: around the ring to rank `root`, each rank adding its
-    vector.
+    """Generate the program of the chain (pipelined ring) reduce to rank `root`: segments travel around the ring, and
+    each rank adds its own data to them.
 
     Best for large vectors, in many segments. n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
     Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments (default n - 1).

@@ -36,8 +36,8 @@ class Settings:
     dims: tuple[int, ...] | None = None
 
     def describe(self) -> str:
-        """Return the options that are set as text, such as `8 segments`, `nodes of 4` or `4x4`; empty if none is
-        set."""
+        """Return text with all options that are not None, such as `8 segments`, `nodes of 4` or `4x4`; empty if all
+        options are None."""
         words = [f"{self.segments} segments" if self.segments else "", f"nodes of {self.groups}" if self.groups else ""]
         return ", ".join(part for part in [*words, "x".join(map(str, self.dims or ()))] if part)
 
@@ -59,9 +59,9 @@ class Candidate:
 class Choice:
     """Ranking of the algorithms of one operation for one size of the vector.
 
-    ranking: candidates, fastest first. refused: algorithms that do not accept the number of ranks, name -> reason.
-    left_out: algorithms not simulated, because their closed form is much slower than the best time. reason: one
-    sentence on why the fastest candidate is the fastest.
+    ranking: candidates, fastest first. refused: name of an algorithm that does not accept the number of ranks ->
+    reason. left_out: algorithms not simulated, because their closed form (formula) is much slower than the best time.
+    reason: sentence on why the fastest candidate is the fastest.
     """
 
     ranking: tuple[Candidate, ...]
@@ -104,12 +104,14 @@ class Chooser:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Names of the operation's algorithms, without those found not to accept the network's number of ranks."""
+        """Names of the operation's algorithms, except those that are known not to accept the network's number of
+        ranks."""
         return tuple(name for name in self._settings if name not in self._refused)
 
     def choose(self, total_bytes: float) -> Choice:
-        """Simulate all algorithms for a vector of `total_bytes` and return them ranked by time; ties keep the library's
-        order.
+        """Simulate the operation's algorithms for a vector of `total_bytes` and return them ranked by time; algorithms
+        of equal time keep the library's order. An algorithm whose simulation is expensive is left out if its closed
+        form (formula) is much slower than the best time so far.
 
         Raises UserError if no algorithm accepts the number of ranks.
         """
@@ -229,8 +231,8 @@ class Chooser:
         return self._simulators[key]
 
     def _explain_choice(self, ranking: list[Candidate], total_bytes: float) -> str:
-        """Return a sentence on why the fastest algorithm is the fastest: its time, its share of latency, and the next
-        algorithm.
+        """Return a sentence on why the fastest algorithm is the fastest: its time, the share of latency in this time,
+        and the second-fastest algorithm.
 
         ranking: candidates, fastest first. total_bytes: size of the vector.
         """

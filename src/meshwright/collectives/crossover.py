@@ -42,8 +42,9 @@ class Curves:
         """Simulate all algorithms at sizes from `least` to `most` bytes (both included), each about four times the
         previous one.
 
-        chooser: simulator of the operation's algorithms on the network. within: factor; an algorithm is skipped at a
-        size (its seconds are infinite) if its closed form exceeds the best time so far by more than this factor.
+        chooser: simulator of the operation's algorithms on the network. within: an algorithm is skipped at a size, and
+        its seconds there are infinite, if its closed form (formula) exceeds `within` times the best time found so far
+        at this size.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]

@@ -134,12 +134,12 @@ def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectivePr
 
 
 def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program of the hierarchical all-to-all: inside nodes by target's local rank, then one message per
-    node.
+    """Generate the program of the hierarchical all-to-all: first inside nodes, then across nodes among ranks of equal
+    local rank.
 
-    Inside a node, each rank collects all blocks for its local rank on any node. Copies in between make each message
-    contiguous. C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023, its two-dimensional
-    hierarchical form.
+    Inside a node, the rank with local rank l collects all blocks for ranks with local rank l of any node; it then sends
+    one message to each other node. Copies between the two phases make each message contiguous. C. Hwang et al., Tutel:
+    adaptive mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
     (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes per rank; time (g-1) alpha + (g-1)/g S beta inside + (k-1) alpha +
     (k-1)/k S beta across, in k-1 messages instead of n-g.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).

@@ -22,7 +22,7 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
     """Generate the rounds of a reduce-scatter along lines of ranks: add each round's sends to `program`, then yield.
     Each block is summed from both ends of the line towards its owner, the farthest block first.
 
-    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer place of one chunk) of the block that each
+    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each
     rank ends with. count: slots of a block.
     """
     n = ranks.shape[-1]
@@ -38,7 +38,7 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
     """Generate the rounds of an all-gather along lines of ranks: add each round's sends to `program`, then yield. Each
     block runs from its owner to both ends of the line.
 
-    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer place of one chunk) of the block that each
+    ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each
     rank starts with. count: slots of a block.
     """
     n = ranks.shape[-1]

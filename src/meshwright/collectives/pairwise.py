@@ -17,7 +17,7 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
     """Generate the rounds of a pairwise reduce-scatter: add each round's sends to `program`, then yield. In each round,
     each rank sends to one other rank the block that the receiver will own.
 
-    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer place of one chunk)
+    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk)
     of the block that each rank ends with. count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
@@ -29,7 +29,7 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
     """Generate the rounds of a pairwise all-gather: add each round's sends to `program`, then yield. In each round,
     each rank sends its block to one other rank.
 
-    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer place of one chunk)
+    ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk)
     of the block that each rank starts with. count: slots of a block.
     """
     for partner in list_partners(ranks.shape[-1]):
@@ -41,7 +41,7 @@ def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into:
     """Generate the rounds of a pairwise all-to-all: add each round's sends to `program`, then yield. In each round,
     each rank sends to one other rank the block destined for the receiver.
 
-    ranks: [..., n], ranks of each of several independent groups. blocks: [n], first slot (buffer place of one chunk) of
+    ranks: [..., n], ranks of each of several independent groups. blocks: [n], first slot (buffer for one chunk) of
     the block for each destination. into: [..., n], first slot at the receiver for the block from each rank. count:
     slots of a block.
     """
@@ -59,16 +59,16 @@ def list_partners(n: int) -> list[Integers]:
 
 
 def merge_rounds(rounds: Rounds) -> Rounds:
-    """Run a round generator to its end, so that all of its sends, which must be independent, form a single round; yield
-    once. rounds: generator that adds one round's sends to a program before each yield."""
+    """Run a round generator to its end, so that all of its sends form a single round; yield once. No send may depend on
+    another. rounds: generator that adds one round's sends to a program before each yield."""
     for _ in rounds:
         pass
     yield
 
 
 def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
-    """Generate the program of the all-pairs all-reduce: every rank reduces one block (1/n of the vector) and sends it
-    to all.
+    """Generate the program of the all-pairs all-reduce: every rank reduces one block (1/n of the vector) and sends the
+    result to all other ranks.
 
     Best for small vectors inside a machine, where all pairs have good links. 2 rounds; 2(n-1)/n S bytes per rank in
     2(n-1) messages; time 2 alpha + 2(n-1)/n S beta. Here: n ranks, S bytes in the vector; a message of b bytes takes

@@ -19,7 +19,7 @@ def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds
     round's sends to `program`, then yield.
 
     ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group ends
-    with the slots (buffer places of one chunk) edges[p] to edges[p + 1] - 1.
+    with the slots (buffers for one chunk) edges[p] to edges[p + 1] - 1.
     """
     position = np.arange(ranks.shape[-1])
     for distance in reversed(list_powers_of_two(ranks.shape[-1])):
@@ -35,7 +35,7 @@ def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Round
     round's sends to `program`, then yield.
 
     ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group
-    starts with the slots (buffer places of one chunk) edges[p] to edges[p + 1] - 1.
+    starts with the slots (buffers for one chunk) edges[p] to edges[p + 1] - 1.
     """
     position = np.arange(ranks.shape[-1])
     for distance in list_powers_of_two(ranks.shape[-1]):
@@ -132,7 +132,7 @@ def butterfly(ranks: int) -> CollectiveProgram:
 
 def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
     """Generate the rounds of a reduce-scatter by recursive halving for any number of ranks: add each round's sends to
-    `program`, then yield. The rank at position p of `ranks` ends with slot p (buffer place of one chunk)."""
+    `program`, then yield. The rank at position p of `ranks` ends with slot p (buffer for one chunk)."""
     extra, stand_in, core = split_extra_ranks(ranks)
     return run_in_sequence(
         fold_rounds(program, ranks),
@@ -174,7 +174,7 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _compute_share_bounds(ranks: Integers) -> Integers:
-    """Return the bounds of the core ranks' slots (buffer places of one chunk): [2^k + 1]; the i-th core rank has the
+    """Return the bounds of the core ranks' slots (buffers for one chunk): [2^k + 1]; the i-th core rank has the
     slots bounds[i] to bounds[i + 1] - 1.
 
     ranks: all ranks of the algorithm, in order. A core rank that acts for an extra rank (beyond the largest power of
@@ -185,8 +185,11 @@ def _compute_share_bounds(ranks: Integers) -> Integers:
 
 
 def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Generate the round in which the shares of all extra ranks (beyond the largest power of two; slots 0, 2, 4 ...)
-    are sent from the ranks `source` to the ranks `target`: add the sends to `program`, then yield. source, target: the
-    extra ranks and the core ranks that act for them, or the reverse."""
+    """Generate the round that moves the shares of the extra ranks (beyond the largest power of two; their slots are 0,
+    2, 4 ...) between these ranks and the core ranks that act for them: add the sends to `program`, then yield.
+
+    source, target: sending and receiving ranks, pairwise: extra ranks and their core ranks, or core ranks and their
+    extra ranks.
+    """
     program.transfer(source, target, 2 * np.arange(source.shape[-1]))
     yield

@@ -17,7 +17,7 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
     """Generate the rounds of a ring reduce-scatter: add each round's sends to `program`, then yield. The partial sum of
     each block travels once around the ring and ends at its owner.
 
-    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer place of one chunk)
+    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk)
     of the block that each rank ends with. count: slots of a block.
     """
     for step in range(1, ranks.shape[-1]):
@@ -29,7 +29,7 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
     """Generate the rounds of a ring all-gather: add each round's sends to `program`, then yield. Each block travels
     once around the ring from its owner.
 
-    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer place of one chunk)
+    ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk)
     of the block that each rank starts with. count: slots of a block.
     """
     for step in range(ranks.shape[-1] - 1):

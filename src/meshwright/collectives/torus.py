@@ -94,7 +94,7 @@ def _run_both_directions(
     each round's sends to `program`, then yield.
 
     rounds: `ring.reduce_scatter_rounds` or `ring.all_gather_rounds`. lines: [..., n], ranks of each ring. own: [...,
-    n], first slot (buffer place of one chunk) of each rank's block. count: slots of a block.
+    n], first slot (buffer for one chunk) of each rank's block. count: slots of a block.
     """
     half = count // 2
     backwards = own[..., ::-1] + half

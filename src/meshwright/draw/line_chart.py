@@ -40,8 +40,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Vertical line in a chart at x = `x`, with the text `words` beside it. y: y value of a dot on the line, None for
-    no dot."""
+    """Vertical line in a chart at x = `x`, with the text `words` beside it. y: y value at which a dot is drawn on the
+    line, None for no dot."""
 
     x: float
     words: str
@@ -147,8 +147,11 @@ class Plot:
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
-        """Cover the plot with transparent columns that show the values of all series at their x on hover. name: of the
-        x values, such as "step"."""
+        """Cover the plot with transparent columns, one for each x value of the series (at most `COLUMNS`). On hover a
+        column shows, for each series, the value at this x or, if the series has no point there, at its last x before.
+
+        name: name of the x values, such as "step".
+        """
         values = sorted({x for one in series for x, _ in one.points})
         values = values[:: -(-len(values) // COLUMNS)]
         places = [self.x(value) for value in values]

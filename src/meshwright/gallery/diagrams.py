@@ -18,8 +18,8 @@ def draw_arrow(
 ) -> None:
     """Draw an arrow into `picture`.
 
-    begin, end: points (x, y) in pixels. colour: name in the style sheet, such as "blue". words: label beside the middle
-    of the arrow, empty for none.
+    begin, end: points (x, y) in pixels. colour: name of a colour in the style sheet, such as "blue". words: label
+    beside the middle of the arrow, empty for no label.
     """
     (x1, y1), (x2, y2) = begin, end
     length = hypot(x2 - x1, y2 - y1)
@@ -40,8 +40,8 @@ def draw_box(
 ) -> None:
     """Draw a box with centred lines of text into `picture`; the first line is bold.
 
-    corner: (x, y) of its top left corner, in pixels. size: (width, height), in pixels. colour: colour of frame and
-    background, a name in the style sheet such as "blue".
+    corner: (x, y) of the box's top left corner, in pixels. size: (width, height), in pixels. colour: colour of frame
+    and background, named as in the style sheet, such as "blue".
     """
     (x, y), (width, height) = corner, size
     style = f"fill:{paint(colour)};fill-opacity:.18;stroke:{paint(colour)};stroke-width:1.4"

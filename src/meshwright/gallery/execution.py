@@ -19,8 +19,8 @@ Floats = NDArray[np.float64]
 class Round:
     """Buffers of all ranks after one round (sends that run at the same time) of a collective program.
 
-    title: such as `round 1 of 6`. arrows: the round's sends, from rank and slot to rank and slot. values: [ranks,
-    slots], the number in each slot (place for one chunk) of each rank's buffer.
+    title: such as `round 1 of 6`. arrows: the round's sends, each with rank and first slot at both ends. values:
+    [ranks, slots], the number in each slot (buffer for one chunk of the vector) of each rank.
     """
 
     title: str

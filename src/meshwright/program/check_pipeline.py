@@ -117,7 +117,8 @@ def _check_steps(program: PipelineProgram) -> None:
 
 def _check_groups(program: PipelineProgram) -> None:
     """Raise `ProgramError` for a group (steps run together) that mixes computation, updates and transfers, or that has
-    two forwards, two backwards or two weight gradients of whole stages."""
+    more than one forward, backward or weight gradient of a whole stage. Steps of single layer components may share a
+    group."""
     s = program.steps
     groups = len(s.group_rank)
 

@@ -21,9 +21,9 @@ def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Fl
     flow, link: [hops], flow number and link number of each hop of all routes, ordered by flow; every flow has at least
     one hop. flows: number of flows. bandwidth: [all links], bytes per second.
 
-    Progressive filling: a link's share is its remaining bandwidth divided by its flows without a rate yet. Each
-    iteration finds all links whose share is the lowest on the routes of all of their flows, and gives these flows that
-    rate.
+    Progressive filling: a link's share is its remaining bandwidth, divided by the number of its flows that have no rate
+    yet. Each iteration takes the links whose share is the lowest on the routes of all of their flows, and sets the rate
+    of these flows to this share.
     """
     links, link = np.unique(link, return_inverse=True)
     left = bandwidth[links]

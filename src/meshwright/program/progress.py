@@ -17,8 +17,8 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 class RemoteReads:
     """Activations and gradients that steps read from other ranks, as columns [values].
 
-    reader, maker: step indices of the steps that read and produce the value. leaves, arrives: step indices of its send
-    and of its receive; equal to maker and reader if the program has no explicit transfers. boundary: s for a value
+    reader, maker: indices of the steps that read and produce the value. leaves, arrives: indices of the steps that send
+    and receive the value; in a program without explicit transfers, equal to maker and reader. boundary: s for a value
     between stages s and s + 1, in either direction.
     """
 

@@ -34,7 +34,7 @@ class PipelineTiming:
 
     @cached_property
     def _computing(self) -> Integers:
-        """Step indices of the compute and update steps, that is of all steps but transfers."""
+        """Indices of the steps that compute or update weights: all steps except sends and receives."""
         return np.flatnonzero(self.program.steps.kind <= Kind.UPDATE)
 
     @cached_property
@@ -86,11 +86,11 @@ class PipelineTiming:
         return pipeline_memory.compute_peak_activations(self.flow)
 
     def compute_activations(self, rank: int) -> tuple[Floats, Floats]:
-        """Return one rank's saved activations over time: (times [events], amount held from each time on [events]).
+        """Return one rank's saved activations over time: (times [events], amount saved from each time on [events]).
 
-        Events are in execution order. 1.0 is one micro-batch on all its stages of one replica; an activation lives from
-        the start of its forward to the end of its weight gradient. Memory freed at the end of a step is free before the
-        next one starts.
+        An event is the start of a forward or the end of a weight gradient (or full backward), between which an
+        activation is saved; events are in execution order. An amount of 1.0 is one micro-batch on all stages that the
+        rank has of one replica. Memory freed at the end of a step is free before the next step starts.
         """
         s = self.program.steps
         born, freed = (steps[s.rank[steps] == rank] for steps in pipeline_memory.find_activation_lifetimes(self.flow))

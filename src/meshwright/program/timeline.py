@@ -29,9 +29,9 @@ class Span:
     simulation).
 
     track: index of the track. kind: word that decides the colour, such as `forward`. label: a few letters to write on
-        it. name: full description. shade: 0 (dark) for the first model chunk of a rank to 1 for its last. mirrored:
-        True for the second replica. lane, lanes: index of this span among those that overlap in time, and their number;
-        they share the track's height.
+    the box. name: full description. shade: 0 (dark) for the first model chunk of a rank to 1 for its last. mirrored:
+    True for the second replica. lanes: number of parts into which the track's height is divided because spans overlap
+    in time. lane: index of the part in which this span is drawn.
     """
 
     track: int

@@ -15,8 +15,9 @@ from meshwright.schedules.report import schedule as report_schedule
 class StepDurations(TypedDict, total=False):
     """Durations of one micro-batch, in any unit of time.
 
-    Each is a number: time of all stages of a rank together, equal on all ranks; or a list [ranks] of such times; or a
-    list [stages] with the time of each stage. The length tells which; with one stage per rank both mean the same.
+    A field is one number: the time on all stages of a rank together, equal on all ranks; or a list [ranks] of such
+    times; or a list [stages] with the time of each stage. The length of a list tells which it is; with one stage per
+    rank both mean the same.
 
     Attributes:
         forward: Forward pass; 1 unless given.

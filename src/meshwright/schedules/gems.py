@@ -10,9 +10,9 @@ def gems(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the program of GEMS-MAST: two replicas in opposite directions, at most two micro-batches in flight.
 
     Jain et al., SC 2020: GPU-Enabled Memory-Aware Model-Parallelism System, "memory-aware synchronized training".
-    Replica 0 runs down the ranks, replica 1 up. A backward travels against the direction of its forward, which is the
-    direction of the other replica's next forward; that forward follows it from rank to rank. Micro-batches must be even
-    (`UserError`).
+    Replica 0 runs down the ranks, replica 1 up. A backward travels against the direction of its forward, and so in the
+    direction of the other replica's next forward, which follows the backward from rank to rank. The number of
+    micro-batches must be even (`UserError`).
 
     Costs, for N micro-batches and D ranks:
     - bubble: a ratio of about (D-1) / (D+1/2) if a backward takes two forwards (Li, Hoefler, arXiv 2107.06925, table

@@ -98,11 +98,13 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
 
 
 def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
-    """Split the micro-batches 0 to micro_batches - 1 into the rounds of interleaved 1F1B: consecutive micro-batches
-    that all run through one chunk before the rank's next chunk begins; return the micro-batches of each round.
+    """Split the micro-batches 0 to micro_batches - 1 into the rounds of interleaved 1F1B; return the micro-batches of
+    each round. A round is a run of consecutive micro-batches that all pass through one chunk of a rank before the
+    rank's next chunk begins.
 
-    As many rounds of at least `ranks` micro-batches as possible, as equal as possible, longer ones first. If `ranks`
-    divides `micro_batches`, these are Megatron's rounds of `ranks`; if all are equal, PyTorch's.
+    There are as many rounds of at least `ranks` micro-batches as possible, with sizes that differ by at most one,
+    larger ones first. If `ranks` divides `micro_batches`, these are Megatron's rounds of `ranks`; if all rounds are
+    equally large, they are PyTorch's.
     """
     return split_evenly(micro_batches, max(1, micro_batches // ranks))
 

@@ -43,10 +43,11 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
     """Build the task orders of all ranks by asking `rule` for each rank's next task whenever the rank is free; return
-    (makespan, [rank][position] task numbers). The makespan is infinite if the rule leaves tasks that never run.
+    (makespan, [rank][position] task numbers). The makespan is infinite if some tasks never run.
 
     problem: ranks, placement, task durations and memory limits. rule: function (rank, time) -> (task, 0) to run the
-    task now, or (-1, time at which to ask again). state: end times and memory use of all ranks, updated.
+    task now, or (-1, time at which to ask again); the rule is asked earlier if a task that produces an input for the
+    rank is scheduled. state: end times and memory use of all ranks, which this function updates.
     """
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]

@@ -49,10 +49,10 @@ class Problem:
         durations: Durations,
         memory: tuple[float, ...],
     ) -> Problem:
-        """Build the problem of one placement of stages on ranks.
+        """Build the scheduling problem of one placement of stages on ranks.
 
-        placement: [stages], rank of each stage. durations: by stage, in any unit of time. memory: [ranks], maximum
-        saved activations in micro-batches on all stages of the rank; may be infinite.
+        placement: [stages], rank of each stage. durations: times by stage, in any unit. memory: [ranks], maximum saved
+        activations in units of one micro-batch on all stages of the rank; may be infinite.
         """
         stages = len(placement)
         program = build_program("", ranks, micro_batches, (placement,), ())

@@ -156,9 +156,9 @@ def schedule(
     """Generate (or load), verify and simulate a pipeline schedule; `meshwright schedule` prints the report.
 
     name: schedule such as "1f1b", `auto` (search), or `@FILE`. ranks: pipeline ranks. chunks: stages per rank.
-    durations: of one micro-batch on all stages of a rank together, in any unit: one number, one per rank or one per
-    stage (`Durations.split`). memory: maximum saved activations of a rank, in micro-batches on all its stages; used by
-    `auto` only.
+    durations: times of one micro-batch, in any unit. A field that is one number, or one per rank, is for all stages of
+    a rank together and is divided equally among them; a field may also have one number per stage. memory: maximum saved
+    activations of a rank, in micro-batches on all its stages; used by `auto` only.
     parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of `durations`;
     the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split into
     these components and simulated with two streams per rank.
