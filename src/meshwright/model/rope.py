@@ -80,7 +80,7 @@ class RotaryTable:
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def up_to(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine [P, D/2] for at least the positions 0 ... length - 1."""
+        """Return (cosine, sine), [P, D/2] each, for positions 0 ... P - 1, where P is at least `length`."""
         if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
             angles = torch.outer(positions, self._frequencies)
