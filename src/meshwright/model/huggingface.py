@@ -36,7 +36,7 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddi
 
 
 class CheckpointFiles:
-    """Tensors of a Hugging Face directory by name, read on demand.
+    """Tensors of a Hugging Face directory, which are read by name when they are needed.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index.
     """

@@ -87,9 +87,9 @@ class _CrossEntropy(torch.autograd.Function):
         head: OutputHead,
         mode: _Mode,
     ) -> torch.Tensor:
-        """Return the loss (nats): the sum, a scalar, or that of each token, [T]. `targets_T`: token IDs, -100: ignored.
-        `head`: vocabulary slice and tensor parallelism of the output head; `mode`: sum or token losses, and how
-        backward gets the gradients."""
+        """Return the loss (nats): the sum, a scalar, or the loss of each token, [T]. `targets_T`: token IDs; -100:
+        ignored. `head`: vocabulary slice and tensor parallelism of the output head; `mode`: sum or token losses, and
+        how backward gets the gradients. `weight_VH`, `bias_V`: those of `head`, as inputs that autograd sees."""
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
@@ -112,7 +112,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias, given that of the loss."""
+        """Return the gradients of hidden states, weight and bias; None for the other inputs. `d_loss`: gradient of the
+        loss."""
         factor, factors_T = d_loss, None
         if d_loss.ndim:
             # Relative to the largest one, so that a 16-bit type neither underflows nor overflows.

@@ -34,8 +34,8 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Return inverse frequencies [D/2] scaled as in Llama 3.1 by the factors of `scaling`: long wavelengths divided by
-    the factor, short ones unchanged, a ramp between."""
+    """Return the rotary `frequencies` [D/2] scaled as in Llama 3.1 with the parameters in `scaling`: those with long
+    wavelengths are divided by the factor, those with short ones stay unchanged, with a ramp between."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     wavelengths = 2 * math.pi / frequencies
@@ -45,8 +45,9 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
 
 
 def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
-    """Return YaRN inverse frequencies [D/2] (arXiv:2309.00071, section 3.2): high-frequency pairs unchanged,
-    low-frequency pairs interpolated. `wave`: base ** (2i / D) of each dimension pair i."""
+    """Return the rotary frequencies [D/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
+    divided by the scaling factor, with a ramp between. `wave`: base ** (2i / D) of each dimension pair i, the inverse
+    of its unscaled frequency."""
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
 

@@ -275,8 +275,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x_NX` (None for the weight); hand the operands of the weight gradient to the queue.
-        """
+        """Return the gradient of `x_NX` (None for the weight); hand the operands of the weight gradient to the queue."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
