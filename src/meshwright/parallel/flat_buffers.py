@@ -154,11 +154,11 @@ class FlatLayout:
         return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Make the model's parameters views of an unsharded flat buffer [padded]; return them in the order of
-        `tensors`.
+        """Make the model's parameters views of an unsharded flat `buffer` [padded]; return the parameters in the order
+        of `tensors`.
 
-        The views have their own version counters (`.data`): an all-gather that refills the memory must not look to
-        autograd like an in-place change of saved tensors.
+        The views are assigned through `.data` and so have their own version counters: an all-gather that refills the
+        buffer must not look to autograd like an in-place change of saved tensors.
         """
         bound = []
         for placed, view in zip(self.tensors, self.views(buffer), strict=True):

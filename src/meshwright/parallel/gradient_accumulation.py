@@ -73,7 +73,8 @@ class GradientAccumulator:
         self._running: BackwardPass | None = None
 
     def finish(self) -> None:
-        """Wait until all gradients of the step are reduced; assert that all announced passes have taken place."""
+        """Wait until all gradients of the step are reduced. Asserts that all backward passes that `begin_step`
+        announced have taken place."""
         left = [name for name, passes in self._passes.items() if passes]
         assert not left, f"passes are missing: {left}"
         self._reducer.finish()

@@ -60,8 +60,8 @@ GATHERED = frozenset(
 class ActivationCheckpointing(Recompute):
     """Activation checkpointing of a transformer block by `kind`:
 
-    * "none": save all that backward needs; when compiled, the results of matrix products and attention, because
-      elementwise work fused into backward kernels is cheaper to recompute than to save;
+    * "none": save all that backward needs; when compiled, save the results of matrix products, attention and
+      communication only, because elementwise work fused into backward kernels is cheaper to recompute than to save;
     * "selective": save the results of matrix products and of sums over ranks;
     * "full": save the block's inputs alone.
     """

@@ -84,7 +84,7 @@ class FsdpUnit:
                         the dtypes agree.
     gradient            gradient summed over ranks and micro-batches, [start, stop), in the dtype of `master`.
     unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
-    replicas, replica   number of ranks (of the same rank on tp) that hold this shard, and this rank's index among them.
+    replicas, replica   number of ranks at the same index on tp that hold this shard; this rank's index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
     balancing           index ranges (start, stop) in the shard of router biases, whose gradient is their experts' load
                         minus the mean.

@@ -110,7 +110,8 @@ class ModulePrefetcher:
             self._units[name].reshard()
 
     def on_reduce(self, name: str) -> None:
-        """Start the all-gather of the next FSDP unit in backward before the gradients of unit `name` are reduced."""
+        """Start the all-gather of the FSDP unit that follows `name` in backward. Called before the gradients of unit
+        `name` are reduced, so that all ranks issue these calls in the same order."""
         if self._backward:
             self._gather_through(self._following(name))
 

@@ -29,8 +29,8 @@ LARGE = 1 / 4
 @dataclass(frozen=True, slots=True)
 class ModuleDescription:
     """Description of a user-defined module for ZeRO. `table`: its parameter table; `units`: path -> submodule that is
-    an FSDP unit; `kept`: name, shape and dtype of each tensor that is not trained but stored in checkpoints (persistent
-    buffers and frozen parameters)."""
+    an FSDP unit; `kept`: name, shape and dtype of each tensor that checkpoints store but training does not change
+    (persistent buffers and frozen parameters)."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
