@@ -19,9 +19,9 @@ from meshwright.spec.families import Family
 
 @dataclass(frozen=True, slots=True)
 class NeutralValue:
-    """Rule that accepts those values of a `config.json` field with which the model computes what Meshwright computes;
-    all others are refused. ``text``: description of the accepted values in error messages. ``accepts``: called with the
-    value and all ModelConfig fields by name; returns True for an accepted value."""
+    """Rule for a `config.json` field that Meshwright does not implement: it accepts the values with which the field has
+    no effect on the computation, and all other values are refused. ``text``: description of the accepted values in
+    error messages. ``accepts``: function (value, all ModelConfig fields by name) -> True for an accepted value."""
 
     text: str
     accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
@@ -221,8 +221,8 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
 
 
 def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | None:
-    """Return one line of text if a configuration asks for custom code or an architecture other than the family's; else
-    None."""
+    """Return one line of text, a warning, if a configuration asks for custom code or an architecture other than the
+    family's; None if it does not."""
     if data.get("auto_map"):
         return f'"auto_map": custom modeling code (trust_remote_code) is never run; treated as {family.architecture}'
     named = data.get("architectures") or [family.architecture]
