@@ -148,8 +148,8 @@ class Recompute:
 @dataclass(frozen=True)
 class AxisOperations:
     """Bundle of the parallel operations that a model is built with; the default is one device. `tensor`, `context`:
-    communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert parallelism; None: tp
-    ranks split each expert's width, as that of any MLP. `recompute`: activation checkpointing."""
+    communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert parallelism; None: no
+    expert parallelism, tp ranks split the width of each expert. `recompute`: activation checkpointing."""
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

@@ -30,8 +30,9 @@ def linear_cross_entropy(
     """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar, float32 or float64);
     targets of -100 do not count. `head`: weight and bias.
 
-    `keep`: compute the gradients in the forward pass and save them, which takes memory of the weight's size; False:
-    backward recomputes the logits. Both give bitwise equal gradients, and communicate in the forward pass alone.
+    `keep`: True: compute the gradients in the forward pass and save them, which takes memory of the weight's size;
+    False: backward recomputes the logits. Both give bitwise equal gradients. Tensor parallelism communicates in the
+    forward pass alone, either way.
     """
     mode = _Mode("none" if not torch.is_grad_enabled() else "save" if keep else "recompute", of_tokens=False)
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)

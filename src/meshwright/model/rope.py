@@ -91,8 +91,8 @@ class RotaryTable:
     def at(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine [B or 1, 1, S, D/2] at the positions `positions_BS`; None: start ... stop - 1 in every
-        sequence."""
+        """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`. If
+        `positions_BS` is None, the positions are start ... stop - 1 in every sequence."""
         if positions_BS is None:
             cosine, sine = self.up_to(stop, device)
             return cosine[None, None, start:stop], sine[None, None, start:stop]

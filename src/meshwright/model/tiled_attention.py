@@ -93,8 +93,8 @@ def _backward(
     v_BKSD: torch.Tensor,
     first_BS: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values, in their shapes, given that of the output. `first_BS`: first
-    visible key index of each query; None: 0."""
+    """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the attention
+    output. `first_BS`: first visible key index of each query; None: 0."""
     q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)

@@ -173,11 +173,11 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         units: Units = NO_UNITS,
     ) -> torch.Tensor:
-        """Return the sum of the token losses (nats, a scalar in float32 or float64) over targets that are not -100;
-        with preference pairs the log-probability of each response, float64 [B, D] (model/pairs.py). `units`: hooks
-        around FSDP units.
+        """Return the sum of the token losses (nats, a scalar in float32 or float64) over targets that are not -100.
+        With preference pairs, return the log-probability of each response instead, float64 [B, D] for D responses per
+        sequence. `units`: hooks around FSDP units.
 
-        Load-balancing losses of experts are in the gradient alone, not in the value.
+        Load-balancing losses of experts contribute to the gradient, but not to the value.
         """
         return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
 

@@ -22,8 +22,8 @@ class Units:
         return x
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
-        """Hook called after the last use of the parameters of the FSDP unit named `unit`. `x`: the unit's output.
-        Return `x`, possibly wrapped."""
+        """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward. `x`: the unit's
+        output. Return `x`, possibly wrapped."""
         return x
 
 

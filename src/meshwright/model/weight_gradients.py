@@ -187,7 +187,8 @@ class _TappedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of `x` and `bias`, and dy and x as those of the taps."""
+        """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, and for the taps dy and
+        x."""
         x, weight_YX = context.saved_tensors
         needs_x, _, needs_bias = context.needs_input_grad[:3]
         dx = (dy.flatten(0, -2) @ weight_YX).view(x.shape) if needs_x else None
@@ -275,7 +276,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x_NX` (None for the weight); hand the operands of the weight gradient to the queue."""
+        """Return the gradient of `x_NX` (None for the weight); hand the operands of the weight gradient to the queue
+        that `forward` was given."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
