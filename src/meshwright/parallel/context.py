@@ -135,7 +135,8 @@ class UlyssesAttention(ContextParallel):
 
 
 def context_operations(mesh: Mesh) -> ContextOperations:
-    """Return the context-parallel operations of this rank's mesh; without context parallelism those of one device."""
+    """Return the context-parallel operations (ring or Ulysses attention) that the layout of this rank's mesh selects;
+    without context parallelism, operations that communicate nothing."""
     if mesh.cp.trivial:
         return ContextOperations()
     return (RingAttention if mesh.layout.cp_method == "ring" else UlyssesAttention)(mesh.cp)
@@ -203,9 +204,9 @@ def _add_span_fused(
 
 
 def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into `out` and `log_sum`. `more`,
-    `log_sum_more`: output and log-sum-exp of the second; each result is weighted by the exponential of its
-    log-sum-exp."""
+    """Merge two attention results of the same queries over different keys, in place into the first, `out` and
+    `log_sum`. `more`, `log_sum_more`: output and log-sum-exp of the second. The merged output is the mean of both,
+    weighted by the exponentials of their log-sum-exps."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])

@@ -48,8 +48,8 @@ R received copies by expert, and its inverse."""
 
 
 class AllToAllTokenDispatcher:
-    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`). `ep`: ranks that
-    hold different experts; `etp`: ranks that hold slices of the same experts."""
+    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`). `ep`: axis of the
+    ranks that hold different experts; `etp`: axis of the ranks that hold slices of the same experts."""
 
     def __init__(self, ep: Axis, etp: Axis) -> None:
         self.ep, self.etp = ep, etp

@@ -32,12 +32,12 @@ class ZeroEngine:
 
     A step: `begin_step`; for each micro-batch and stage of this rank a forward with `units=prefetchers[stage.index]`
     and a backward pass between `start_pass` and `end_pass` (parallel/stage_compute.py); `finish`; the optimizer updates
-    `shards`; `all_gather_parameters`. The model's parameters become views of flat buffers. Never load values into the
-    model: load them into the masters (`master_slices(owned=False)`, then `all_gather_parameters`).
+    the master weights of `shards`; `all_gather_parameters`. The model's parameters become views of flat buffers. Never
+    load values into the model: load them into the masters (`master_slices(owned=False)`, then `all_gather_parameters`).
 
     table: the model's parameter table. seed: initialises the parameters; None: keep the values that the model has (not
-    on the meta device). partition: assigns FSDP units to pipeline stages, of which the rank holds its own alone;
-    default: one stage.
+    on the meta device). partition: assigns FSDP units to pipeline stages, and stages to ranks (each rank holds only the
+    units of its own stages); None: one stage.
     """
 
     prefetcher_class: type[Any] = ParameterPrefetcher
