@@ -197,8 +197,8 @@ def _matches_native(executable: Executable, numel: int, device: str) -> bool:
 
 
 def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the operation on `vector`, or on a copy in host memory where gloo needs that;
-    return the result on the vector's device."""
+    """Run torch.distributed's call of the program's operation on `vector`; for a CUDA vector on gloo, on a copy in host
+    memory. Return the result on the vector's device."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     return _call_native(executable, there).to(vector.device)
 
