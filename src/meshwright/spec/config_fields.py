@@ -188,12 +188,13 @@ def field_table(family: str) -> FieldTable:
 
 
 def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, Any], where: str) -> None:
-    """Check every field of a ``config.json`` object (``data``) against the table of its family; null fields are
-    skipped.
+    """Check every field of a ``config.json`` object (``data``) against the known fields of its family; fields with
+    value null are skipped.
 
     ``fields``: the ModelConfig fields that `config_json` read from ``data``, by name; ``where``: name of the
-    configuration in errors. Raises ``UserError`` for a field whose value changes the computation. Warns
-    (`ModelWarning`) if there are unknown fields, and if the configuration asks for custom code or another architecture.
+    configuration in errors. Raises ``UserError`` for a field whose value changes the computation in a way that is not
+    implemented. Warns (`ModelWarning`) if there are unknown fields, and if the configuration asks for custom code or
+    another architecture.
     """
     table = field_table(family.name)
     unknown = []

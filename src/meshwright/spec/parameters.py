@@ -92,7 +92,8 @@ class ParameterTable:
 
     @cached_property
     def active_numel(self) -> int:
-        """The number of parameters that one token uses on average: all but the routed experts to which it is not sent."""
+        """The number of parameters that one token uses on average: all except the routed experts that the token is not
+        sent to."""
         return round(sum(entry.numel * entry.active for entry in self.entries))
 
     def local_slices(self, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
