@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 def group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return device type -> name of the torch.distributed backend, such as {"cpu": "gloo", "cuda": "nccl"}.
+    """Return {device type: name of the torch.distributed backend}, such as {"cpu": "gloo", "cuda": "nccl"}.
 
     group: process group; None for the world. (`torch.distributed.get_backend` returns one combined text for several
-        backends.)
+    backends.)
     """
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
 
@@ -27,7 +27,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 def backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
     """Return the time limit to give to torch.distributed for calls on tensors of `device` that may take `seconds`.
 
-    On CUDA it is twice as long: NCCL's watchdog aborts the process, and counts from when a call was queued. Our own
-    watch (`flight_recorder.device_calls`) comes first and reports the hang.
+    On CUDA it is twice `seconds`: NCCL's watchdog counts from the time at which a call was queued, and aborts the
+    process. This project's own watch (`flight_recorder.device_calls`) then acts first and reports the hang.
     """
     return timedelta(seconds=2 * seconds if torch.device(device).type == "cuda" else seconds)

@@ -61,8 +61,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
     """Write the concatenation of the ranks' `source`, in rank order, to `output`; return a handle to wait on.
 
-    `source` may be a view of its slice of `output`. site: label of the call in records. async_op: return before
-    completion.
+    `source` may be a view of this rank's own slice of `output`. site: label of the call in records. async_op: return
+    before completion.
     """
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
@@ -82,7 +82,8 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
-    """Overwrite `tensor` on every rank with that of the rank at index `source` of the axis; return a handle to wait on.
+    """Overwrite `tensor` on every rank with the `tensor` of the rank at index `source` of the axis; return a handle to
+    wait on.
 
     site: label of the call in records. async_op: return before completion.
     """
@@ -104,10 +105,11 @@ def all_to_all(
     source_sizes: list[int] | None = None,
     async_op: bool = False,
 ) -> Handle:
-    """Send part i of `source` to rank i of the axis; receive the part from rank i as part i of `output` (dim 0).
+    """Send part i of `source` to rank i of the axis, and receive the part from rank i as part i of `output`; parts are
+    consecutive rows (dim 0). Return a handle to wait on.
 
-    source_sizes, output_sizes: rows (dim 0) of each part; None: equal parts. site: label of the call in records.
-        async_op: return before completion. Returns a handle to wait on.
+    source_sizes, output_sizes: number of rows of each part; None: equal parts. site: label of the call in records.
+    async_op: return before completion.
     """
     if axis.trivial:
         _copy_unless_shared(output, source)
@@ -133,8 +135,8 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     """Post point-to-point messages (sends and receives) together; return one handle for each, in order.
 
     Messages from one rank to another arrive in posting order. A sent tensor must not change before its handle is waited
-    for. An injected fault takes effect at the receiver: zeros arrive (skip, drop), doubled values, or the previous
-    message of the same size.
+    for. A fault injected for tests changes what the receiver gets: zeros (kinds "skip" and "drop"), doubled values
+    ("double"), or the previous message of the same size ("stale").
     """
     communicator = axis.communicator
     calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
@@ -166,11 +168,11 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
-    """Shift tensors around the ring of `axis`: send `source` to the next rank, receive the previous rank's into
-    `output`.
+    """Shift tensors around the ring of `axis`: send `source` to the next rank, and receive into `output` the `source`
+    of the previous rank. Return a handle to wait on.
 
     On an axis of size 1 `output` is a copy of `source`. site: label of the call in records. async_op: return before
-    completion. Returns a handle to wait on.
+    completion.
     """
     if axis.trivial:
         _copy_unless_shared(output, source)
@@ -205,7 +207,8 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
     """Write to `output` this rank's rows (dim 0) of the sum of `source` over the ranks; rank i gets sizes[i] rows.
 
-    Contributions are added in rank order. site: label of the call in records. Returns when `output` is complete.
+    The ranks' contributions are added in rank order. site: label of the call in records. Returns when `output` is
+    complete.
     """
     mine = source.split(sizes)[axis.rank]
     call = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
@@ -217,8 +220,8 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def barrier(axis: Axis, site: str) -> None:
-    """Block until every rank of the axis has called this; on CUDA the host waits for the stream too. site: label of the
-    call in records."""
+    """Block until every rank of the axis has called this; on CUDA the host also waits for its current stream. site:
+    label of the call in records."""
     call = _record_call("barrier", axis, site, 0, 0)
     if call is None:
         return
@@ -235,14 +238,14 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, one equal slice per rank, with the slices shifted cyclically by one (fault "wrong
-    group")."""
+    """Return a copy of `parts`, which has one equal slice for each rank, with the slices shifted cyclically by one
+    rank. Used to inject the fault "wrong group" (data of other ranks)."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time limit of one wait of the host for a call on `tensor`; None (no limit) for a CUDA tensor, because
-    a separate watch of the device ends its hanging calls (`launcher.device_watch`)."""
+    """Return the time limit of one wait of the host for a call on `tensor`. None (no limit) for a CUDA tensor: a
+    separate watch of the device ends calls that hang there (`launcher.device_watch`)."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
@@ -259,10 +262,10 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """Collective call that is counted in the call records. Calling this object returns two texts for an error message:
-    which rank waits for which, and in which call.
+    """Collective call that is counted in the call records. The object is callable: it returns two texts for an error
+    message, which rank waits for which, and in which call.
 
-    payload: bytes of the whole vector. fault: fault to inject at this call, if any. index: number of the call among
+    payload: bytes of the whole vector. fault: fault to inject at this call; None: none. index: number of the call among
     those of its group of ranks.
     """
 
@@ -291,11 +294,12 @@ class _RecordedCall:
 def _record_call(
     operation: str, axis: Axis, site: str, payload: int, sent: int, vector: torch.Tensor | None = None
 ) -> _RecordedCall | None:
-    """Count a collective call in the records; return it with the fault to inject at it, if any. Return None if nothing
-    must be communicated: on an axis of one rank (not counted), and if the fault is "skip".
+    """Count a collective call in the records; return it with the fault to inject at it, if any. Return None if the
+    caller must not communicate: on an axis of one rank (such calls are not counted), and if the injected fault is
+    "skip".
 
     site: label of the call. payload: bytes of the whole vector. sent: bytes that this rank sends by the backend's own
-    algorithm. vector: the whole vector of an operation that a collective program may replace on this axis.
+    algorithm. vector: the whole vector, if a collective program may replace the backend's call on this axis; else None.
     """
     if axis.trivial:
         return None
@@ -316,8 +320,9 @@ def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:
 
 
 def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, torch.Tensor]:
-    """Return the axis over which the call is made and its `source`. Under the fault "wrong group" this is another axis,
-    or the same one with the slices of `source` shifted by one rank."""
+    """Return (axis over which to make the call, tensor that this rank contributes): the call's own axis and `source`,
+    except under the injected fault "wrong group". Then the axis is another one, or `source` has its slices shifted by
+    one rank."""
     over, turned = call.axis.communicator.faults.redirect(call.fault, call.axis)
     return over, _shift_by_one_rank(source, call.axis) if turned else source
 
@@ -332,9 +337,9 @@ def _post_call(
 ) -> Handle:
     """Post a collective call and record it in the flight recorder; return the handle to wait on.
 
-    post: function that posts the transfers. call: the call's record. output: the result, which an injected fault
-    corrupts at completion. then: callback at completion, before the fault. async_op: return before completion. uneven:
-    True if dim 0 of `output` differs between ranks.
+    post: function that posts the transfers. call: the call's record. output: the result tensor, which an injected fault
+    corrupts at completion. then: function called at completion, before the fault corrupts the result; None: none.
+    async_op: return before completion. uneven: True if dim 0 of `output` differs between ranks.
     """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks

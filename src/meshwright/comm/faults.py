@@ -20,11 +20,12 @@ _REMEMBER = "remember"  # not a fault: stores the result for the next stale call
 class Fault:
     """Fault to inject at collective calls, to test that errors are detected.
 
-    site: label of the calls. operation: such as "all_reduce". kind: "skip" (no call), "drop" (one rank's contribution
-        is missing), "double" (result times 2), "stale" (result of the call before) or "wrong group" (call over other
-        ranks). position: index in the group of the rank that "drop" removes. call: only this call, counted from 1 since
-        injection (None: every call). axis: name of the mesh axis of the calls. groups: rank groups for "wrong group"
-        (empty: the right ranks, shifted cyclically by one).
+    site: label of the calls. operation: such as "all_reduce". kind: "skip" (the call is not made), "drop" (one rank's
+    contribution is missing), "double" (the result is multiplied by 2), "stale" (the result is that of the previous
+    call) or "wrong group" (the call is made over other ranks). position: index in the group of the rank that "drop"
+    leaves out. call: number of the only call to corrupt, counted from 1 since injection; None: every call. axis: name
+    of the mesh axis of the calls. groups: rank groups for "wrong group"; empty: the right ranks, shifted cyclically by
+    one.
     """
 
     site: str
@@ -41,7 +42,7 @@ class Fault:
 
 
 class NamedAxis(Protocol):
-    """Interface of a mesh axis that fault injection needs: its name."""
+    """Part of a mesh axis that fault injection reads: the name of the axis."""
 
     @property
     def name(self) -> str:
@@ -77,8 +78,8 @@ class Faults(Generic[AxisType]):
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
-        """Return the fault to apply to this call, or None. site: label of the call. Calls with the site and operation
-        of the injected fault are counted, because a fault may apply to its n-th call alone."""
+        """Return the fault to apply to the call that is being made, or None. site: label of the call. A call with the
+        site and operation of the injected fault is counted, because a fault may apply to its n-th call alone."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -89,8 +90,8 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis over which to make a call, True if the ranks' data are to be shifted cyclically by one rank
-        instead).
+        """Return (axis over which to make a call, shift). shift: True if the ranks' data must be shifted cyclically by
+        one rank instead of using another axis.
 
         The result is (`axis`, False) unless `fault` is a "wrong group" (call over other ranks) for this axis. ordered:
         True if the call's result depends on the order of ranks.
@@ -103,8 +104,9 @@ class Faults(Generic[AxisType]):
         return (axis, True) if self.other is None else (self.other, False)
 
     def spoil_result(self, fault: Fault, output: torch.Tensor) -> None:
-        """Corrupt the finished result `output` in place as `fault` says: "double" multiplies it by 2, "stale" replaces
-        it by the result of the previous matching call with its shape and dtype."""
+        """Corrupt the finished result `output` in place according to the kind of `fault`: "double" multiplies it by 2;
+        "stale" replaces it by the result of the previous matching call with the same shape and dtype. Other kinds
+        change nothing here."""
         if fault.kind == "double":
             output.mul_(2)
         elif fault.kind in ("stale", _REMEMBER):

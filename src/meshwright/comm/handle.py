@@ -15,13 +15,13 @@ from meshwright.flight_recorder.call_ring import get_process_writer
 
 
 class Handle:
-    """Handle of a collective call in flight, like torch.distributed's Work. `wait` may be called repeatedly; it returns
-    when the result is valid, or raises the first error again.
+    """Handle of a collective call in flight, like torch.distributed's Work. `wait` returns when the result is valid; it
+    may be called again, and raises the same error again if the call has failed.
 
     works: torch.distributed work handles of the call's transfers. what: function that returns two texts for an error
-        message: which rank waits for which, and in which call. timeout: limit of one wait (None: the backend's).
-        communicator: owner of the flight recorder that has recorded the call under the number `call`; None: not
-        recorded.
+    message: which rank waits for which, and in which call. timeout: limit of one wait (None: the backend's).
+    communicator: owner of the flight recorder that has recorded the call under the number `call`; None: the call is not
+    recorded.
     """
 
     __slots__ = ("_call", "_communicator", "_error", "_finishers", "_timeout", "_what", "_works")
@@ -43,15 +43,15 @@ class Handle:
         self._timeout = timeout
 
     def then(self, finish: Callable[[], Any] | None) -> Handle:
-        """Add a callback that `wait` runs once, after the transfers are complete; return this handle. finish: the
-        callback; None: add nothing."""
+        """Add the callback `finish`, which `wait` runs once after the transfers are complete; None: add nothing. Return
+        this handle."""
         if finish is not None:
             self._finishers.append(finish)
         return self
 
     def wait(self) -> None:
-        """Wait until the call's result may be used (on CUDA: by later work on the current stream). Raises RankLost on
-        an error or timeout."""
+        """Wait until the call's result may be used. For a CUDA tensor that means: used by later work on the current
+        stream, while the host does not wait. Raises RankLost on an error or timeout."""
         if self._error is not None:
             raise self._error
         works, finishers = self._works, self._finishers
@@ -76,8 +76,8 @@ class Handle:
             finish()
 
     def settle(self, seconds: float) -> None:
-        """Wait for the transfers of a call whose result is not needed any more, and ignore errors. seconds: limit of
-        each wait, for a handle that has a timeout."""
+        """Wait for the transfers of a call whose result is no longer needed, ignore errors, and run no callbacks.
+        seconds: limit of each wait, for a handle that has a timeout."""
         works, self._works, self._finishers = self._works, (), []
         calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):

@@ -70,8 +70,8 @@ class RemoteTraceback(Exception):
 class LocalRanks:
     """Pool of processes on this machine, with torch.distributed initialised, that runs functions on all ranks.
 
-    world_size: number of processes. threads: torch threads of each. timeout: default time limit of `run` in seconds.
-        backend: of torch.distributed (default gloo).
+    world_size: number of processes. threads: number of torch threads of each process. timeout: default time limit of
+    `run` in seconds. backend: backend of torch.distributed.
     """
 
     def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0, backend: str = "gloo") -> None:
@@ -99,10 +99,10 @@ class LocalRanks:
     def run(self, function: str | Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Call `function(*args)` on every rank and return the list of results, by rank.
 
-        function: "package.module:function", or a function of an importable module. timeout: limit in seconds (None: the
-            pool's). An exception on a rank is raised here, with the rank's traceback as its cause. RankLost is raised
-            if a rank ends or does not answer in time, and names the rank and the collective call where ranks diverged.
-            After either error the processes are restarted.
+        function: "package.module:function", or a function of an importable module. timeout: limit in seconds; None:
+        that of the pool. An exception on a rank is raised here, with the rank's traceback as its cause. RankLost is
+        raised if a rank ends or does not answer in time; its message names the rank and the collective call at which
+        ranks diverged. After either error the rank processes are ended, and the next `run` starts new ones.
         """
         if not self._connections:
             self._start_ranks()
@@ -212,8 +212,9 @@ class _PoolSettings:
     """Settings shared by all rank processes of one pool.
 
     directory: contains the pool's socket, the store of torch.distributed and the call records. key: authentication key
-        of the socket. threads: torch threads of a rank. timeout: time limit of torch.distributed in seconds. path, cwd:
-        `sys.path` and working directory that each process sets. backend: of torch.distributed.
+    of the socket. world_size: number of ranks. threads: torch threads of a rank. timeout: time limit of
+    torch.distributed in seconds. backend: backend of torch.distributed. path, cwd: `sys.path` and working directory
+    that each process sets.
     """
 
     directory: str
@@ -227,17 +228,17 @@ class _PoolSettings:
 
 
 def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
-    """Start the server process that forks local ranks in advance, so that torch is loaded in the background. Optional:
-    `LocalRanks` starts it if needed.
+    """Start the server process that forks local ranks, so that it loads torch in the background before ranks are
+    needed. Optional: `LocalRanks` starts the server if it does not run.
 
-    preloaded: names of modules that it imports, if it does not run yet.
+    preloaded: names of modules that the server imports. Ignored if the server runs already.
     """
     _Server.running(preloaded)
 
 
 class _Server:
-    """Server process that has loaded torch and forks rank processes on request; this process has at most one, started
-    on first use."""
+    """Server process that has loaded torch and forks rank processes on request. This process has at most one server,
+    started when it is first needed."""
 
     _instance: _Server | None = None
 
@@ -277,7 +278,7 @@ class _Server:
             raise RankLost(f"the server of local ranks has exited: {error}") from error
 
     def stop(self) -> None:
-        """Close the connection to the server process, upon which it ends, and wait for its end."""
+        """Close the connection to the server process, which makes the server end, and wait for its end."""
         if self.owner == os.getpid():
             self.connection.close()
             self.process.wait()
@@ -317,7 +318,8 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
 
 
 def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
-    """Run a forked rank process: initialise torch.distributed, then answer calls; never returns."""
+    """Run a forked rank process: initialise torch.distributed, then run the functions that the parent requests. Never
+    returns."""
     status, directory = 1, settings.directory
     try:
         _end_with_parent()

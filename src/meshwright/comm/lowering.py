@@ -19,11 +19,13 @@ from meshwright.program.order import Integers
 
 
 class Message(NamedTuple):
-    """Point-to-point message between this rank and another; it carries adjacent slots (buffers of one chunk each).
+    """Point-to-point message between this rank and another. It carries adjacent slots: a slot is the buffer of one
+    chunk of the vector.
 
     number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: number of
-        slots, 0 for a signal. staging: first slot in the staging buffer into which a message to be reduced is received;
-        -1: it is received directly into its slots. step: index of the first program step that it carries out.
+    slots, 0 for a signal without data. staging: for a received message that is reduced into its slots: first slot of
+    the staging buffer into which it is received; otherwise -1. step: index of the first program step that it carries
+    out.
     """
 
     number: int
@@ -48,8 +50,8 @@ class Leave(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Entry of a rank's schedule: add `size` slots of the staging buffer, from its slot `staging` on, to the slots from
-    `slot` on."""
+    """Entry of a rank's schedule: reduce `size` slots of the staging buffer, starting at its slot `staging`, into the
+    slots starting at `slot` (with the program's reduction: sum, minimum or maximum)."""
 
     slot: int
     size: int
@@ -57,8 +59,8 @@ class Reduce(NamedTuple):
 
 
 class Local(NamedTuple):
-    """Entry of a rank's schedule: copy `size` slots from slot `source` on to the slots from `slot` on; combine=True
-    adds to the latter instead."""
+    """Entry of a rank's schedule: copy `size` slots, starting at slot `source`, to the slots starting at `slot`.
+    combine: True: reduce them into those slots instead (with the program's reduction: sum, minimum or maximum)."""
 
     slot: int
     size: int
@@ -68,12 +70,12 @@ class Local(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """One group of a rank's schedule: messages posted together, then waits and local work. Executed in the order of the
-    fields.
+    """One group of a rank's schedule: messages that are posted together, then waits and local work. Its fields are
+    executed in their order.
 
-    before: waits for earlier sends out of slots that this group receives into. receives, sends: messages to post.
-        ahead: receives of the next group that can be posted already. after: waits for received messages and earlier
-        sends, local copies and reductions.
+    before: waits for earlier sends whose slots this group receives into. receives, sends: messages to post. ahead:
+    receives of the next group that can be posted already. after: waits for received messages and earlier sends, local
+    copies and reductions.
     """
 
     before: list[Leave] = field(default_factory=list)
@@ -87,8 +89,8 @@ class Group:
 class RankProgram:
     """Schedule of one rank for a collective program, as `comm.programs.Executable` runs it.
 
-    groups: in execution order. messages: number of messages sent and received. staging: number of slots of the staging
-        buffer. sent: number of slots that the rank sends.
+    groups: groups of messages and local work, in execution order. messages: number of messages sent and received.
+    staging: number of slots of the staging buffer. sent: number of slots that the rank sends.
     """
 
     groups: list[Group]
@@ -101,7 +103,8 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
     """Compile a collective program to the schedule of rank `rank`: groups of messages, waits, local copies and
     reductions.
 
-    merge: send adjacent slots as one message; False for memory in which consecutive slots are not adjacent.
+    merge: True: send adjacent slots as one message; False: one message for each slot, for memory in which consecutive
+    slots are not adjacent.
     """
     steps = checked.program.steps
     own = steps.of_rank(rank)
@@ -135,11 +138,11 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
 
 
 class _TransferEnd(NamedTuple):
-    """One rank's end (sending or receiving) of one transfer of the program; a message carries one or several transfers.
+    """One rank's end (sending or receiving) of one transfer of the program. A message carries one or several transfers.
 
     step: index of the send or receive step. slot, size: first slot and number of slots. outgoing: True for a send.
-    reduces: True if the receiver adds the data to its slots. offset: position of the transfer in its message, in slots.
-    message: the message, None until it is created.
+    reduces: True if the receiver reduces the data into its slots, False if the data overwrite them. offset: position of
+    the transfer in its message, in slots. message: the message; None until it is created.
     """
 
     step: int
@@ -154,9 +157,9 @@ class _TransferEnd(NamedTuple):
 def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_TransferEnd]]:
     """Yield the messages from and to `rank`, each as the list of transfers that it carries.
 
-    Transfers are joined to one message if they are consecutive, in one group, and adjacent in memory at both ends; so
-    sender and receiver join the same ones. Messages of one pair of ranks and direction come in sending order. merge:
-    False to send every slot as a message of its own.
+    Transfers are joined to one message if they are consecutive, in one group, and adjacent in memory on both ranks;
+    hence sender and receiver form the same messages. Messages from one rank to another are yielded in sending order.
+    merge: False: send every slot as a message of its own.
     """
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
@@ -200,11 +203,11 @@ def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Add to each group the waits for its received messages and the reductions that follow. Assigns slots of the
-    staging buffer to messages that are to be reduced; returns the number of these slots.
+    """Add to each group the waits for its received messages and the reductions that follow them. Received messages that
+    must be reduced get slots of the staging buffer; return the number of these slots.
 
     groups: schedule, changed in place. arriving: for each group, the received transfers. Reductions run in step order.
-    Even and odd groups have separate staging slots, as two groups may be in flight.
+    Even and odd groups have separate staging slots, because two consecutive groups may be in flight.
     """
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
@@ -235,8 +238,8 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
 
 
 def _schedule_waits(groups: list[Group]) -> None:
-    """Complete a rank's schedule `groups` in place: add waits for sends before the slots that they read are
-    overwritten, and post receives one group early where possible."""
+    """Complete a rank's schedule `groups` in place: before slots are overwritten, add waits for the sends that read
+    them; and where possible post receives one group early."""
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[Leave]:
@@ -272,8 +275,8 @@ def _schedule_waits(groups: list[Group]) -> None:
 def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
     """Move receives from `following.receives` to `group.ahead`, so that they are posted one group earlier.
 
-    touched: (first slot, number of slots) ranges in use while `group` runs. Receives into these ranges are not moved,
-    nor are later receives from the same rank, as messages arrive in order.
+    touched: (first slot, number of slots) of each slot range in use while `group` runs. A receive into such a range
+    stays, and so do later receives from the same rank, because messages from one rank arrive in order.
     """
     held: set[int] = set()
     for message in following.receives:

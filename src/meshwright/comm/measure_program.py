@@ -42,17 +42,18 @@ def measure(
 ) -> dict[str, Any]:
     """Run a collective program on gloo processes of this machine, alternating with torch.distributed's own call.
 
-    total_bytes: size of the operation's vector, rounded up to elements (and to equal shares where ranks own shares).
-        repeats: number of timed runs. dtype: of the vector. world: local ranks to run on, as many as the program has;
-        None: new ones, with one thread each.
+    total_bytes: size of the operation's vector, rounded up to whole elements (and to equal shares where each rank owns
+    a share). repeats: number of timed runs. dtype: dtype of the vector. world: local ranks to run on, as many as the
+    program has; None: start new ones, with one thread each.
 
-    Returns a dict: exact (True: results were equal integers), measured_seconds and native_seconds (median over the runs
-        of the slowest rank's time, of the program and of torch.distributed), ratio (median of native / measured; above
-        1 the program is faster), total_bytes, bytes_sent (by rank, padding included), backend, native (name of the
-        call), repeats.
+    Returns a dict: exact (always True: the results of a test run on integers were equal), measured_seconds and
+    native_seconds (time of the program and of torch.distributed: median over runs of the slowest rank's time), ratio
+    (median over runs of native time / program time; above 1 the program is faster), total_bytes, bytes_sent (list by
+    rank, padding included), backend, native (name of torch.distributed's call), repeats.
 
-    Raises UserError for what this machine cannot hold, CheckFailed where results differ, and RankLost when a rank ends
-    or does not answer within `timeout_seconds`; its message says which rank waits for which, and in which step.
+    Raises UserError if this machine cannot hold the ranks or vectors, CheckFailed if results differ, and RankLost if a
+    rank ends or does not answer within `timeout_seconds`; its message says which rank waits for which, and in which
+    step.
     """
     program = checked.program
     if dtype not in DTYPES:
@@ -83,7 +84,8 @@ def measure(
 
 
 def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
-    """Return the number of elements of a vector of `total_bytes`, rounded up to equal shares where ranks own shares.
+    """Return the number of elements of a vector of `total_bytes`, rounded up to equal shares if each rank owns a share
+    in the program's operation.
 
     itemsize: bytes of an element. Raises UserError for a negative size.
     """
@@ -95,7 +97,7 @@ def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int
 
 
 def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the results of `measure_rank` of all ranks, `answers`, to the dict that `measure` returns.
+    """Combine the ranks' results of `measure_rank`, `answers`, into the dict that `measure` returns.
 
     total_bytes: size of the vector. Raises CheckFailed if a rank's result differs from torch.distributed's.
     """
@@ -129,10 +131,12 @@ def measure_rank(
 ) -> dict[str, Any]:
     """Run and time a collective program on this rank, alternating with torch.distributed's own call.
 
-    numel: elements of the vector. repeats: number of timed runs. dtype: such as "float32". timeout_seconds: limit of
-        one wait. device: of the vector. group: process group of the program's ranks (None: the world).
-    Returns a dict: exact (True if both gave the same integers), ours and theirs (seconds of each run of the program and
-        of torch.distributed), bytes_sent, backend, native (name of the torch.distributed call).
+    numel: number of elements of the vector. repeats: number of timed runs. dtype: such as "float32". timeout_seconds:
+    limit of one wait. device: device of the vector. group: process group of the program's ranks (None: the world).
+
+    Returns a dict: exact (True if both gave the same result on integers), ours and theirs (seconds of each run of the
+    program and of torch.distributed's call), bytes_sent (by this rank), backend, native (name of torch.distributed's
+    call).
     """
     executable, operation = Executable(checked, group, timeout_seconds, device=device), checked.program.operation
     exact = _matches_native(executable, numel, device)
@@ -163,8 +167,8 @@ def measure_rank(
 
 
 def _run_program(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
-    """Run the collective program once on `vector` (None: barrier), recorded as one call in the flight recorder. output:
-    receives the result of an operation that does not work in place (all-to-all), else None."""
+    """Run the collective program once on `vector` (None: barrier) and record the run as one call in the flight
+    recorder. output: receives the result of an all-to-all; None for other operations, which work in place."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
     number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
@@ -193,15 +197,15 @@ def _matches_native(executable: Executable, numel: int, device: str) -> bool:
 
 
 def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the operation on `vector`, or on a copy in host memory where gloo needs that;
-    return the result on the vector's device."""
+    """Run torch.distributed's call of the program's operation on `vector`; for a CUDA vector on gloo, on a copy in host
+    memory. Return the result on the vector's device."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     return _call_native(executable, there).to(vector.device)
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
-    """Return the part of a vector of `numel` elements that the operation defines on this rank, such as this rank's
-    share after a reduce-scatter; the other elements are undefined."""
+    """Return the range of elements, in a vector of `numel`, that the operation defines on this rank, such as this
+    rank's share after a reduce-scatter. The values of all other elements are arbitrary."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks

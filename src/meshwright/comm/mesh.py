@@ -48,8 +48,8 @@ SETTLING_SECONDS = 10.0
 class Communicator:
     """Communication state of one process, shared by its mesh axes: call records, flight recorder, injected fault.
 
-    timeout_seconds: limit of one wait. programs: (axis name, operation) -> collective program that replaces the
-        backend's call.
+    timeout_seconds: limit of one wait. programs: (axis name, operation) -> collective program to run instead of the
+    backend's own call.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Communicator:
 class Axis:
     """One axis of the device mesh as seen by one rank: the group of ranks along the axis that contains this rank.
 
-    name: such as "dp". ranks: global ranks along the axis, in order. rank: index of this rank among them. group: their
-    process group (usually None if the axis has one rank). communicator: communication state of the process.
+    name: such as "dp". ranks: global ranks along the axis, in order. rank: index of this rank in `ranks`. group:
+    process group of `ranks` (usually None if the axis has one rank). communicator: communication state of the process.
     """
 
     name: str
@@ -114,12 +114,13 @@ class Axis:
 
     @property
     def trivial(self) -> bool:
-        """True if collective calls over this axis are skipped because it has only one rank (a test may force them
-        nevertheless)."""
+        """True if collective calls over this axis communicate nothing, because it has only one rank. (A test may force
+        calls even over one rank; then False.)"""
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
-        """Return the collective program that replaces the backend for a call over this axis, or None.
+        """Return the collective program to run instead of the backend's own call over this axis; None: use the
+        backend's call.
 
         operation: such as "all_reduce". size: bytes of the vector.
         """
@@ -269,23 +270,24 @@ class Mesh:
         return mesh
 
     def make_block_axis(self, name: str, size: int) -> Axis:
-        """Return the sub-axis that consists of the block of `size` consecutive ranks, among those of the axis `name`
-        (such as "tp"), to which this rank belongs. Creates process groups: every rank calls it, with the same
-        arguments."""
+        """Return the sub-axis of this rank when the ranks of axis `name` (such as "tp") are divided into blocks of
+        `size` consecutive ranks: the block that contains this rank. Collective over all ranks, with the same arguments,
+        because it creates process groups."""
         axis: Axis = getattr(self, name)
         title = f"{name}/{size}"
         return axis if size == axis.size else self._make_axis(title, list_axis_groups(self.layout, title)) or axis
 
     def make_subset_axis(self, name: str, places: Sequence[int]) -> Axis | None:
         """Return the sub-axis of the ranks at the indices `places` (from 0) of the axis `name`, such as "pp"; None on
-        other ranks. Creates process groups: every rank calls it, with the same arguments."""
+        ranks at other indices. Collective over all ranks, with the same arguments, because it creates process groups.
+        """
         everywhere = len(places) == getattr(self, name).size
         title = name if everywhere else f"{name}[{','.join(map(str, places))}]"
         return self._make_axis(title, list_axis_groups(self.layout, title))
 
     def _make_axis(self, name: str, groups: Iterable[tuple[int, ...]]) -> Axis | None:
-        """Create the process groups of `groups` (tuples of global ranks); return an axis called `name` over the one
-        that contains this rank, None if none does. Every rank calls it, with the same arguments."""
+        """Create a process group for each of `groups` (tuples of global ranks). Return an axis called `name` over the
+        group that contains this rank; None if no group does. Collective over all ranks, with the same arguments."""
         found = None
         for ranks in groups:
             group = self._group_of(ranks)
@@ -296,7 +298,7 @@ class Mesh:
     def inject(self, fault: Fault | None) -> None:
         """Inject a fault into the collective calls of this process (None: remove it).
 
-        Creates process groups: every rank calls it, with the same fault.
+        Every rank must call this with the same fault, because a fault "wrong group" creates process groups.
         """
         other = None
         if fault is not None and fault.kind == "wrong group":

@@ -59,11 +59,11 @@ class _StreamWork:
 
 
 class NamedPrograms:
-    """Collective programs that replace calls of the torch.distributed backend in one process, and the queue of their
-    runs.
+    """Collective programs that run instead of calls of the torch.distributed backend in one process, and the queue of
+    their runs.
 
     named: (axis name, operation) -> program; all other calls are left to the backend. timeout_seconds: limit of one
-        wait. device: device of the vectors.
+    wait. device: device of the vectors.
     """
 
     def __init__(
@@ -84,8 +84,7 @@ class NamedPrograms:
     def find(
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
-        """Return the prepared program that replaces a call of the backend; None if the backend's own call is to be
-        used.
+        """Return the prepared program to run instead of a call of the backend; None: use the backend's call.
 
         axis: name of the mesh axis. operation: such as "all_reduce". ranks, group: global ranks of the axis and their
         process group. size: bytes of the vector, by which the program is chosen.
@@ -103,8 +102,9 @@ class NamedPrograms:
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
         """Queue a run of a program and return its work handle at once.
 
-        run: function that runs the program on `tensor`, the operation's vector. batched: True under NCCL, where a CUDA
-        tensor's run is queued on a CUDA stream; otherwise the communication thread runs it.
+        run: function that runs the program on `tensor`, the operation's vector. batched: True if the backend is NCCL:
+        the run is queued on a CUDA stream if `tensor` is on CUDA. In all other cases the communication thread executes
+        the run.
         """
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()

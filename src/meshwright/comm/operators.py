@@ -70,7 +70,8 @@ def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) ->
 
 
 def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
-    """All-gather `x` along `dim` in forward; backward returns this rank's slice of the gradient, equal on all ranks.
+    """All-gather `x` along `dim` in forward. Backward returns this rank's slice of the gradient, which must be equal on
+    all ranks.
 
     Conjugate of `split_to`. site: label of the calls in traces.
     """
@@ -87,7 +88,7 @@ def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], ou
 
 
 def gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return the ranks' `x` concatenated along dim 0, where rank i has sizes[i] rows; backward reduce-scatters the
+    """Return the ranks' `x` concatenated along dim 0; rank i contributes sizes[i] rows. Backward reduce-scatters the
     gradient.
 
     site: label of the calls in traces.
@@ -173,7 +174,8 @@ def _forward_gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int
 
 
 def _forward_reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return this rank's rows of the sum of `x` over ranks (dim 0); rank i gets sizes[i] rows."""
+    """Return this rank's rows (dim 0) of the sum of `x` over ranks; rank i gets sizes[i] rows (forward of
+    `reduce_scatter_rows`)."""
     mine = _empty_rows(x, sizes[axis.rank])
     collectives.reduce_scatter_rows(mine, x.contiguous(), axis, site, sizes)
     return mine
@@ -198,11 +200,11 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 class Operator(NamedTuple):
-    """Definition of a differentiable collective operator, from which it is registered with torch.
+    """Definition of a differentiable collective operator, from which the operator is registered with torch.
 
-    conjugate: name of the operator that computes its gradient; it takes the further arguments in reverse order.
-    forward: implementation. result: function of x, axis and the further arguments that returns an empty tensor of the
-    result's shape. arguments: schema declarations of the further arguments, those after x, axis and site.
+    conjugate: name of the operator that computes the gradient; it takes the further arguments in reverse order.
+    forward: implementation. result: function of x, axis and the further arguments that allocates an empty result, for
+    tracing. arguments: schema declarations of the further arguments, those after x, axis and site.
     """
 
     conjugate: str

@@ -39,10 +39,11 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Part of the vector on which the whole collective program runs by itself, so that parts can run concurrently.
+    """Part of the vector on which the whole collective program runs by itself, so that segments can run concurrently.
 
-    plan: schedule of this rank. n: elements of a slot (one chunk of this part). data, output: functions (first slot,
-    number of slots) -> memory of these slots. finish: called after the run; None: nothing.
+    plan: schedule of this rank. n: elements of a slot, the buffer of one chunk of the segment. data, output: functions
+    (first slot, number of slots) -> memory of these slots, for the vector and for a separate output; output None: in
+    place. finish: function called after the run; None: none.
     """
 
     plan: RankProgram
@@ -61,8 +62,8 @@ class Buffers:
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return a 1-D buffer of `numel` elements with dtype and device of `like`; its contents are undefined.
 
-        name: purpose, such as "staging". lane: index among segments that run at the same time, each with its own
-            buffers.
+        name: purpose, such as "staging". lane: index of the lane that uses the buffer (segments in different lanes run
+        concurrently and get different buffers).
         """
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
@@ -74,9 +75,9 @@ class Executable:
     """Collective program prepared to run on this rank. All ranks of `group` construct it and run it, in the same order.
 
     checked: verified program. group: process group with as many ranks as the program (None: the world).
-        timeout_seconds: limit of one wait (CPU tensors), after which RankLost names the waiting ranks and the step.
-        buffers: scratch memory, shared with programs that never run concurrently. device: of the vectors. Attribute
-        `batched`: True for NCCL, where each group of messages is one call on the current CUDA stream.
+    timeout_seconds: limit of one wait for CPU tensors, after which RankLost names the waiting ranks and the step.
+    buffers: scratch memory to share with programs that never run concurrently; None: its own. device: device of the
+    vectors. Attribute `batched`: True for NCCL, where each group of messages is one call on the current CUDA stream.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class Executable:
     def run(self, vector: torch.Tensor | None, output: torch.Tensor | None = None) -> None:
         """Run the program in place on `vector`, the operation's whole vector, contiguous (None: barrier).
 
-        output: receives the result of an all-to-all, None otherwise. In all-gather, gather, scatter and reduce-scatter
-            a rank's share is at its position in the vector; elements that the operation does not define are undefined
-            afterwards. Raises RankLost, and UserError for vectors that the program cannot take.
+        output: receives the result of an all-to-all; None for other operations. In all-gather, gather, scatter and
+        reduce-scatter, rank r's share is part r of the vector. Elements that the operation does not define have
+        arbitrary values afterwards. Raises RankLost, and UserError for vectors that the program cannot take.
         """
         assert (output is not None) == self.program.has_output, self.name
         if vector is None:
@@ -169,10 +170,10 @@ class Executable:
             lanes = [lane for lane in lanes if next(lane, False)]
 
     def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """Run several segments one after the other, as a generator that yields True after it has posted each group of
-        messages.
+        """Run several segments one after the other. A generator: it yields True after posting each group of messages,
+        so that the caller can alternate between lanes.
 
-        lane: index among the lists of segments that run concurrently; each has its own message tag.
+        lane: index of this list of segments among those that run concurrently; each lane has its own message tag.
         """
         tag = TAG + lane
         for segment in segments:
@@ -286,10 +287,11 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` from element `start` on, in chunks of `n` elements. Used for operations in
-        which ranks own no share, such as broadcast.
+        """Return the segment of `vector` that starts at element `start` and has chunks of `n` elements. Used for
+        operations in which ranks own no share, such as broadcast.
 
-        If the vector ends earlier, the segment is a padded copy, which is copied back after the run.
+        If the vector ends before the segment does, the program runs on a padded copy, which is copied back after the
+        run.
         """
         length = n * self.program.chunks
         part = vector[start : start + length]
@@ -309,9 +311,9 @@ class Executable:
         )
 
     def _split_shares(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Split a vector of which each rank owns a share into segments that can run concurrently. Each segment takes
-        the same element range of every chunk, so it has part of every rank's share. output: receives the result of an
-        all-to-all, split in the same way; None: in place."""
+        """Split a vector, of which each rank owns a share, into segments that can run concurrently. Each segment takes
+        the same element range of every chunk, and thus a part of every rank's share. output: receives the result of an
+        all-to-all and is split in the same way; None: in place."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
         wanted = max(cutting.SEGMENT_BYTES // chunks, cutting.CHUNK_BYTES) // vector.element_size()
@@ -352,8 +354,8 @@ class Executable:
             target[rank * share : (rank + 1) * share] = result[place]
 
     def _get_slot_memory(self, segment: _Segment, lane: int) -> Memory:
-        """Return the function (first slot, number of slots) -> 1-D tensor for all slots of a segment (data, output,
-        scratch). lane: index among the segments that run concurrently."""
+        """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of any slots of a
+        segment, be they data, output or scratch. lane: index of the lane that runs the segment."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
@@ -372,22 +374,22 @@ class Executable:
         return memory
 
     def _get_scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
-        """Return the function (first slot, number of slots) -> 1-D tensor for `slots` scratch slots, which are reused
-        from run to run.
+        """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of `slots` scratch slots,
+        which are reused from run to run.
 
-        name: purpose of the buffer, such as "staging". lane: index among the segments that run concurrently.
+        name: purpose of the buffer, such as "staging". lane: index of the lane that runs the segment.
         """
         return _view_slots(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
 def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
-    """Return the function (first slot, number of slots) -> view of `tensor`, in which slots of `n` elements are
-    consecutive."""
+    """Return a function (first slot, number of slots) -> view of `tensor`, in which the slots, of `n` elements each,
+    lie one after another."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return the function (slot, 1) -> view of `tensor`, in which chunks of `n` elements are consecutive; slot i is the
-    elements [start, start + length) of chunk i."""
+    """Return a function (slot, 1) -> view of `tensor`, which consists of chunks of `n` elements: slot i is the elements
+    [start, start + length) of chunk i."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

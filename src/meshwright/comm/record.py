@@ -49,12 +49,13 @@ class Record:
         self.sites.clear()
 
     def sent_by_site(self) -> dict[str, int]:
-        """Return call site -> bytes that this rank has sent since the last `clear`, without sites that sent nothing."""
+        """Return {call site: bytes that this rank has sent there since the last `clear`}, without sites that sent
+        nothing."""
         return self._sum_sent_bytes(lambda entry: entry.site)
 
     def sent_by_axis(self) -> dict[str, int]:
-        """Return mesh axis -> bytes that this rank has sent since the last `clear`; sub-axes ("tp/2", "pp[0,3]") are
-        included in their axis."""
+        """Return {mesh axis: bytes that this rank has sent over it since the last `clear`}, without axes that sent
+        nothing. A sub-axis ("tp/2", "pp[0,3]") counts as its axis."""
         return self._sum_sent_bytes(lambda entry: re.split(r"[/[]", entry.axis, maxsplit=1)[0])
 
     def _sum_sent_bytes(self, key_of: Callable[[SiteRecord], str]) -> dict[str, int]:
@@ -77,7 +78,7 @@ class Record:
 
 
 def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return key -> increase of a byte counter from `before` to `after` (both: key -> bytes), without keys that have
+    """Return {key: increase of its byte counter} from `before` to `after` (both: key -> bytes), without keys that have
     not increased."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}
     return {key: size for key, size in sent.items() if size}

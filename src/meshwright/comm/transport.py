@@ -26,8 +26,8 @@ MESSAGE_TAG = 1  # gloo tag of messages, other than that of the sends and receiv
 class Message:
     """One end of a point-to-point transfer over a mesh axis.
 
-    tensor: sent to the rank at index `peer` of the axis or, if `arrives` is True, received from it. site: label of the
-        call in records. name: label of the message in error reports, such as "2RECV_F3".
+    arrives: True: `tensor` is received from the rank at index `peer` of the axis; False: it is sent to that rank. site:
+    label of the call in records. name: label of the message in error reports, such as "2RECV_F3".
     """
 
     tensor: torch.Tensor
@@ -170,7 +170,8 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
 
 
 def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post a ring shift: send `source` to the next rank of the axis, receive the previous rank's into `output`.
+    """Post a ring shift: send `source` to the next rank of the axis, and receive into `output` the `source` of the
+    previous rank.
 
     Returns (work handles, function to call when they are complete, or None).
     """
@@ -193,7 +194,8 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, size
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven reduce-scatter along dim 0, sizes[i] rows for rank i; ranks are added in order.
+    """Post an uneven reduce-scatter along dim 0, with sizes[i] rows for rank i. The ranks' contributions are added in
+    rank order.
 
     Returns (work handles, function that adds up the received parts).
     """
@@ -208,11 +210,11 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
-    """Send outgoing[i] to rank i of the axis and receive incoming[i] from it, for all other ranks; return the work
+    """Send outgoing[i] to rank i of the axis and receive incoming[i] from rank i, for all other ranks; return the work
     handles.
 
-    Each rank starts with its right neighbour. Calls the group's own methods, as `dist.isend` and `dist.irecv` look up
-    the group again.
+    Each rank sends first to its right neighbour. Calls the group's own methods, because `dist.isend` and `dist.irecv`
+    look up the group for each call.
     """
     works: list[Any] = []
     group, tag = axis.group, 0

@@ -30,8 +30,8 @@ class WatchedCall:
 
 
 class WatchedCalls:
-    """Wrapper of the call recorder `calls` that also stores the times of each collective call. Attribute `seen`: list
-    of the calls so far, in posting order."""
+    """Call recorder that passes everything on to the recorder `calls` and also stores the times of each collective
+    call. Attribute `seen`: the calls so far, in posting order."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -67,7 +67,8 @@ class WatchedCalls:
 
 @contextmanager
 def watch_calls(communicator: Communicator) -> Iterator[list[WatchedCall]]:
-    """Context manager that yields a list, to which the communicator's collective calls are appended with their times.
+    """Context manager that yields a list. While the context is active, each of the communicator's collective calls is
+    appended to the list with its times.
 
     On exit it waits for calls in flight, unless an error occurred.
     """

@@ -9,7 +9,7 @@ from meshwright.layout import Layout
 
 
 def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
-    """Return all groups of ranks of the mesh axis or sub-axis `name` in a layout.
+    """Return all groups of ranks along the mesh axis or sub-axis `name` of a layout, as tuples of global ranks.
 
     name: "dp", "tp/2" (blocks of 2 consecutive ranks of tp) or "pp[0,3]" (ranks at indices 0 and 3 of pp).
     """
@@ -23,13 +23,14 @@ def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return the rank groups over which calls are made under the injected fault "wrong group": the ranks of the mesh
-    axis `name` divided into groups other than the right ones, of the same sizes; empty if there are none.
+    """Return the rank groups over which calls are made under the injected fault "wrong group". They divide the ranks of
+    the mesh axis `name` into groups of the same sizes as the right ones, but of other ranks; empty if that is
+    impossible.
 
     A group has consecutive ranks or, where those are the right groups, ranks of equal index in their right groups.
     alike: one value per rank; only ranks with equal values and of one pipeline stage (unless the axis spans stages) are
-    mixed, because others would wait for calls that are never made. A single right group is cut into halves of two or
-    more ranks, unless `equal` is True: groups must keep their size.
+    mixed, because others would wait for calls that are never made. equal: True if groups must keep their size; False: a
+    single right group of more than two ranks is cut into two halves.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}

@@ -44,18 +44,18 @@ class TensorOperations(TokenAxis):
     """Between `leave` and `enter` each rank holds S / size tokens of a sequence."""
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself, with sequence
-        parallelism all-gathered from the ranks' token slices. `site`: label of the call in traces."""
+        """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself or, with sequence
+        parallelism, the all-gather of the ranks' token slices `x_BSH`. `site`: label of the call in traces."""
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of the ranks' partial results `x_BSH` of a row-parallel product, [B, S, H]; with sequence
-        parallelism this rank's token slice of it. `site`: label of the call in traces."""
+        """Return the sum over ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H] or,
+        with sequence parallelism, this rank's token slice of that sum. `site`: label of the call in traces."""
         return x_BSH
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the ranks' `x` concatenated along dim `dim`; backward returns this rank's slice of the summed
-        gradient. `site`: label of the call in traces."""
+        """Return the ranks' `x` concatenated along dim `dim`. Backward sums the gradient over ranks and returns this
+        rank's slice of that sum. `site`: label of the call in traces."""
         return x
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
@@ -85,9 +85,9 @@ class ContextOperations(TokenAxis):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the attention mask for the `tokens` tokens of every sequence that this rank holds, the argument
-        `visible` of `attend`; None: plain causal. `documents`: boundaries in packed sequences; `window`: sliding window
-        in tokens, None without."""
+        """Return the attention mask that `attend` takes as its argument `visible`; None if attention is plain causal.
+        `documents`: boundaries in packed sequences; `tokens`: number of tokens of each sequence on this rank; `window`:
+        sliding window in tokens; None: no sliding window."""
         return visibility(documents, tokens, window, device)
 
     def attend(
@@ -100,8 +100,8 @@ class ContextOperations(TokenAxis):
 
 class TokenDispatcher(Protocol):
     """Token dispatcher of expert parallelism: sends tokens to the ranks that hold their experts and combines the
-    results. expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks that split each
-    expert (etp). Its calls cannot be compiled."""
+    results. expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks that split the
+    width of each expert (etp). torch.compile cannot trace `dispatch` and `combine`."""
 
     expert_ranks: int
     """Ranks among which experts are split."""
@@ -109,14 +109,15 @@ class TokenDispatcher(Protocol):
     """Ranks that split the width of each expert."""
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Send token copies `x_NH`, sorted by expert (expert e ends at index `ends_E[e]`), to the ranks of their
-        experts. Return the R copies received for the local experts, [R, H], sorted by expert, the exclusive end index
-        of each local expert's copies, and the routes that `combine` needs."""
+        """Send token copies `x_NH`, sorted by expert (the copies of expert e end at index `ends_E[e]`), to the ranks of
+        their experts. Return three things: the R copies received for the local experts, [R, H], sorted by expert; the
+        exclusive end index of each local expert's copies; and an opaque record of the routes, for `combine`."""
 
     def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
-        """Send expert outputs `y_RH` back to the ranks of their tokens; returns [N, H] in the order before `dispatch`.
+        """Send expert outputs `y_RH` back to the ranks of their tokens. Return [N, H], in the order of the `x_NH` that
+        was dispatched.
 
-        y_RH: partial sums where several ranks (`width_ranks`) split each expert. routes: as `dispatch` returned them.
+        y_RH: partial sums where several ranks (`width_ranks`) split each expert. routes: third result of `dispatch`.
         """
 
 
@@ -132,22 +133,23 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`, the forward of a transformer block or of a part of it, ready to be called; subclasses add
-        activation checkpointing of its operators. compile_options: keyword arguments of torch.compile, which compiles
-        `function`; None: it runs eagerly. around: wrapper applied to the compiled function."""
+        """Return a function to call in place of `function`, which is the forward of a transformer block or of a part of
+        it. This base class at most compiles `function`; subclasses first add activation checkpointing that chooses
+        among its operators. compile_options: keyword arguments of torch.compile; None: do not compile. around: function
+        that wraps the compiled function; unused without compilation."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_block(self, function: Function) -> Function:
-        """Return `function`, the forward of a whole transformer block, built from results of `wrap`; subclasses may
-        checkpoint it as a whole."""
+        """Return a function to call in place of `function`, the forward of a whole transformer block (which calls the
+        functions that `wrap` returned). Here it is `function` itself; subclasses may checkpoint the whole block."""
         return function
 
 
 @dataclass(frozen=True)
 class AxisOperations:
     """Bundle of the parallel operations that a model is built with; the default is one device. `tensor`, `context`:
-    communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert parallelism; None: tp
-    ranks split each expert's width, as that of any MLP. `recompute`: activation checkpointing."""
+    communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert parallelism; None: no
+    expert parallelism, tp ranks split the width of each expert. `recompute`: activation checkpointing."""
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

@@ -11,17 +11,18 @@ import torch
 
 
 class AttentionCache(Protocol):
-    """Interface of a KV cache for attention layers: stores the keys and values of new tokens, and attends to them and
-    to those cached before.
+    """Interface of a KV cache for attention layers: it stores the keys and values of new tokens, and computes the
+    attention of new tokens to themselves and to the cached tokens.
 
-    length: number of tokens of each sequence that all layers have cached; position IDs continue from it unless given.
+    length: number of tokens of each sequence that all layers have cached. Unless the caller passes position IDs, those
+    of new tokens start at `length`.
     """
 
     length: int
 
     def attend(self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
-        """Store the keys and values of S new tokens in the cache of layer number `layer`; return the causal attention
-        [B, N, S, D] of their queries over them and the tokens before, inside the layer's sliding window."""
+        """Store the keys and values of S new tokens in the cache of layer number `layer`. Return the causal attention
+        [B, N, S, D] of the new queries to the cached and the new tokens, within the layer's sliding window."""
 
     def advance(self, tokens: int) -> None:
         """Add `tokens`, the number of new tokens of each sequence, to `length`; called after the last layer."""

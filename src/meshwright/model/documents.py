@@ -16,12 +16,12 @@ from meshwright.model.pairs import Pairs
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Document boundaries in the packed sequences of a batch. Documents of one sequence do not attend to each other,
-    and position IDs restart in each.
+    """Document boundaries in the packed sequences of a batch. Tokens attend only within their document, and position
+    IDs restart at 0 in each document.
 
-    `starts_BS`: index in the unsharded sequence at which each token's document begins; None: every sequence is one
-    document, and attention is plain causal. `places_C`: with context parallelism, the sequence index of each token of
-    this rank. `pairs`: chosen and rejected responses, for preference training.
+    `starts_BS`: for each token the index, in the unsharded sequence, at which its document begins; None: every sequence
+    is one document. `places_C`: with context parallelism, the index in the unsharded sequence of each token of this
+    rank. `pairs`: for preference training, the pairs of chosen and rejected responses.
     """
 
     starts_BS: torch.Tensor | None = None
@@ -30,8 +30,8 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
-        """Return the boundaries of documents given by one number per token, [B, S]: a document extends as long as its
-        number repeats."""
+        """Return the boundaries of documents given by `ids_BS`, a document number for each token: a new document begins
+        wherever the number differs from that of the token before."""
         ids = torch.as_tensor(ids_BS)
         changes = ids[:, 1:] != ids[:, :-1]
         if not bool(changes.any()):
@@ -63,8 +63,8 @@ class Documents:
         return Documents(self.starts_BS, places_C, None if self.pairs is None else self.pairs.at(places_C))
 
     def positions_BS(self) -> torch.Tensor | None:
-        """Return the position ID of each token of this rank within its document, [B or 1, C]; None stands for 0, 1, 2
-        ... in every sequence."""
+        """Return the position ID of each token of this rank within its document, [B or 1, C]; None if the position IDs
+        are 0, 1, 2 ... in every sequence."""
         places_C = self.places_C
         if self.starts_BS is None:
             return None if places_C is None else places_C[None]
@@ -73,11 +73,11 @@ class Documents:
         return places_C - self.starts_BS[:, places_C]
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return, for each token, the lowest sequence index that it may attend to (the highest is its own), [B or 1,
-        S]; None: index 0 for all.
+        """Return for each token the lowest sequence index that it may attend to, [B or 1, S]; None if it is 0 for all
+        tokens. (Attention is causal: the highest is the token's own index.)
 
-        `window`: sliding window; a token attends to itself and the `window` - 1 tokens before it; None: without.
-        `sequence`: tokens of an unsharded sequence.
+        `window`: sliding window, a token attends to itself and the `window` - 1 tokens before it; None: no sliding
+        window. `sequence`: number of tokens of an unsharded sequence.
         """
         if window is None or window >= sequence:
             return self.starts_BS

@@ -68,7 +68,7 @@ class Encoder(nn.Module):
     and `pooled` return what `transformers` returns. There is no dropout.
 
     Parameters are uninitialised: `initialise`, `load_encoder` or an engine fills them. `recompute`: activation
-    checkpointing, as in `AxisOperations`.
+    checkpointing of the blocks; by default none.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class Encoder(nn.Module):
         return x_BSH
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Return the pooler output, tanh of a linear map of the first token: of each sequence, [B, H], or with packed
-        sequences of each document, [D, H]."""
+        """Return the pooler output, tanh(linear(first token)): [B, H] from the first token of each sequence or, with
+        packed sequences, [D, H] from the first token of each document. `hidden_BSH`: the last block's output."""
         if not self.config.pooled:
             raise UserError(f'an encoder with head "{self.config.head}" has no pooler')
         if documents is None or documents.starts_BS is None:

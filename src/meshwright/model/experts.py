@@ -108,15 +108,15 @@ class Router(nn.Module):
 
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
         """Return the score of each expert for each token, [T, E], positive, in float32 or float64. `product`: function
-        of (x, W) that computes x Wᵀ."""
+        that computes x Wᵀ from (x, W)."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
             return product(x_TH.to(wide), self.weight.to(wide)).sigmoid()
         return product(x_TH, self.weight).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights [T, K] and the expert indices [T, K] of the K experts of each token, given its scores of
-        all experts."""
+        """Return (weights [T, K], expert indices [T, K]): for each token its K chosen experts and the factors on their
+        outputs. `scores_TE`: result of `scores`."""
         count = self.config.experts_per_token
         if self.bias is None:
             weights_TK, chosen_TK = scores_TE.topk(count, dim=-1)
@@ -134,11 +134,13 @@ class Router(nn.Module):
         `chosen_TK`: expert indices of each token; `counted_B`: number of targets of each sequence; `parts`: parallel
         axes whose ranks hold different tokens of a sequence, over which expert loads are all-reduced.
 
-        The auxiliary loss of a sequence is E sum over experts of (assignments / S) (mean score), by Fedus et al. 2021
-        (arXiv:2101.03961, eq. 4 to 6) as scaled in transformers, averaged over layers and weighted by the sequence's
-        targets. Divided by the targets of the whole step, it does not depend on micro-batches or ranks.
+        The auxiliary loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean
+        score of the expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is
+        averaged over layers and weighted by the sequence's number of targets. The caller divides the summed loss by the
+        targets of the whole step; so the split into micro-batches and ranks does not change the result.
 
-        A router bias adds 0 to the value; its gradient is its expert's load minus the mean load.
+        With a router bias, the term's value stays the same, but the gradient of an expert's bias becomes that expert's
+        load minus the mean load.
         """
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
@@ -173,8 +175,8 @@ class Experts(nn.Module):
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
-        """Return each token's expert outputs, weighted and summed, [T, H]. `weights_TK`, `chosen_TK`: weight and index
-        of each of its K experts."""
+        """Return for each token the weighted sum of the outputs of its K experts, [T, H]. `weights_TK`: factors on
+        those outputs; `chosen_TK`: expert indices."""
         tokens, chosen = chosen_TK.shape
         expert_N, order_N = chosen_TK.flatten().sort(stable=True)
         inverse_N = invert_permutation(order_N)
@@ -191,8 +193,9 @@ class Experts(nn.Module):
         return (y_TKH * weights_TK[..., None]).sum(dim=1)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs [N, H] of this rank's expert MLPs for the token copies `x_NH`, sorted by expert; partial
-        sums where ranks split an expert's width. `ends_E`: exclusive end index of each expert's copies."""
+        """Return the outputs [N, H] of this rank's expert MLPs for the token copies `x_NH`, sorted by expert. Where
+        several ranks split an expert's width, the outputs are this rank's partial sums. `ends_E`: exclusive end index
+        of each expert's copies."""
         gate_NF, up_NF = grouped_linear(x_NH, self.up.weight, ends_E, self.up.weight_gradients).chunk(2, dim=-1)
         hidden_NF = activate(gate_NF, self.activation) * up_NF
         return grouped_linear(hidden_NF, self.down.weight, ends_E, self.down.weight_gradients)

@@ -36,7 +36,7 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddi
 
 
 class CheckpointFiles:
-    """Tensors of a Hugging Face directory by name, read on demand.
+    """Tensors of a Hugging Face directory, which are read by name when they are needed.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index.
     """
@@ -205,8 +205,9 @@ def load_encoder(
     """Load the encoder in the Hugging Face directory `directory`, its parameters cast to `dtype`; return the model and
     its configuration.
 
-    `head`: replaces the head of its configuration ("masked", "classes", "none"; "classes" needs `labels`, the class
-    names). Head parameters that the files lack are initialised from `seed`. Raises what `load_huggingface` raises.
+    `head`: head to use instead of the one that `config.json` names ("masked", "classes", "none"); "classes" needs
+    `labels`, the class names. Head parameters that the files lack are initialised from `seed`. Raises UserError for the
+    same reasons as `load_huggingface`.
     """
     files = CheckpointFiles(directory)
     config = _read_encoder_config(directory, head, labels)
@@ -216,8 +217,9 @@ def load_encoder(
 
 
 def _read_encoder_config(directory: str | Path, head: Head | None, labels: Sequence[str]) -> ModelConfig:
-    """Return the configuration of the encoder in a Hugging Face directory, with `head` and `labels` (class names)
-    replaced if given. Raises UserError if it is no encoder or has no such head."""
+    """Return the configuration of the encoder in a Hugging Face directory. `head` and `labels` (class names) replace
+    those of the configuration if given. Raises UserError if the model is not an encoder, or its family has no such
+    head."""
     data = read_config(directory)
     family = FAMILIES.get(str(data.get("model_type")))
     if family is not None and not family.encoder:
@@ -236,8 +238,9 @@ def _read_encoder_config(directory: str | Path, head: Head | None, labels: Seque
 def _load_parameters(
     model: nn.Module, config: ModelConfig, files: CheckpointFiles, seed: int = 0, new_head: bool = False
 ) -> None:
-    """Load all parameters of a model of configuration `config` from `files`. `new_head`: initialise head parameters
-    that the files lack from `seed`. Raises what `match_entries` raises."""
+    """Load all parameters of a model of configuration `config` from `files`. `new_head`: True: initialise, from `seed`,
+    head parameters that are missing in the files or have another shape there. Raises UserError if other tensors are
+    missing, misshapen or unexpected."""
     table = parameter_table(config)
     names = match_entries(files, table, config, new_head)
 
@@ -251,12 +254,12 @@ def _load_parameters(
 def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Return {name of each parameter entry of `table`: its tensor's name in the files}. Raises UserError for missing,
-    misshapen or unexpected tensors.
+    """Return {name of each parameter entry of `table`: name of its tensor in the files}; a parameter entry is one
+    tensor of a checkpoint. Raises UserError for missing, misshapen or unexpected tensors.
 
-    Files of a base model omit the prefix "transformer.", "model." or "bert.". The tensor of an output head tied to the
-    embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: leave entries of the head
-    that are missing or of another shape out of the result instead of raising.
+    Files of a base model may omit the prefix "transformer.", "model." or "bert.". The tensor of an output head tied to
+    the embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: True: do not raise
+    for entries of the head that are missing or of another shape; leave them out of the result.
     """
     prefix = BASE_PREFIX[config.family]
     bare = not any(name.startswith(prefix) for name in files.names)
@@ -291,8 +294,8 @@ def match_entries(
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
-    """Map the current Hugging Face name of each tensor to its name in the files; the two differ where the files use an
-    older naming."""
+    """Return {current Hugging Face name of a tensor: its name in the files}. The two names differ where the files use
+    the naming of an older version of transformers."""
     found = {name: name for name in files.names}
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
         for name in files.names:

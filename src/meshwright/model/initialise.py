@@ -15,8 +15,8 @@ from meshwright.spec.parameters import ParameterTable
 
 
 def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
-    """Return the unsharded initial value of a parameter entry, a function of `seed` and its name: float32 on the CPU,
-    in its shape on disk."""
+    """Return the unsharded initial value of a parameter entry (one tensor of a checkpoint): float32 on the CPU, in its
+    shape on disk. The value depends on `seed` and the entry's name alone."""
     if entry.initial.kind == "zeros":
         return torch.zeros(entry.shape)
     if entry.initial.kind == "ones":
@@ -43,14 +43,15 @@ def fill_parameters(
 
 
 def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
-    """Copy `value`, the value of a parameter entry in its shape on disk, into the entry's slice of `tensor`, the
-    unsharded model parameter in which entries are fused. Transposes it if the entry says so."""
+    """Copy `value` into `tensor`. `entry`: parameter entry (one tensor of a checkpoint); `value`: its value, in its
+    shape on disk; `tensor`: unsharded model parameter of which the entry is a slice (such as fused qkv). Transposes the
+    value if the entry says that the model does so."""
     part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
     part.copy_(value.T if entry.transposed else value)
 
 
 def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
-    """Return a view of one parameter entry, in its shape on disk. `tensor`: the unsharded model parameter, in which
-    entries are fused, or its gradient."""
+    """Return a view of one parameter entry (one tensor of a checkpoint), in its shape on disk. `tensor`: the unsharded
+    model parameter that contains the entry as a slice (such as fused qkv), or the gradient of that parameter."""
     part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
     return part.T if entry.transposed else part

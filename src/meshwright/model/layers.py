@@ -19,8 +19,8 @@ from meshwright.spec.config import ModelConfig
 
 class Linear(nn.Module):
     """Linear layer y = x Wᵀ + b with W [y, x]; parameters are uninitialised. `x`, `y`: input and output size.
-    weight_gradients: queue to which backward hands the weight gradient; None: autograd computes it. taps: set during a
-    compiled call only: dummy inputs through whose gradients the weight gradient reaches that queue."""
+    weight_gradients: queue to which backward hands the weight-gradient computation; None: autograd computes it. taps:
+    set only during a compiled call: dummy inputs whose gradients pass dy and x to that queue."""
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     taps: Taps | None = None  # set during a compiled call
@@ -36,8 +36,9 @@ class Linear(nn.Module):
 
 
 class RowParallelLinear(Linear):
-    """Row-parallel linear layer: its product is summed over the ranks of the mesh axis `tensor` (tensor parallelism)
-    before the bias is added. `x`: input size on this rank; `y`: output size. `site`: label of the call in traces."""
+    """Row-parallel linear layer: its product is summed over the ranks of tensor parallelism before the bias is added.
+    `x`: input size on this rank; `y`: output size; `tensor`: operations that communicate over those ranks; `site`:
+    label of the sum in traces."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
@@ -104,8 +105,8 @@ class FeedForward(nn.Module):
     """MLP down(activation(gate) * up) (SwiGLU and variants: Shazeer 2020, arXiv:2002.05202), or ungated
     down(activation(up)).
 
-    Gate and up projections are fused: `up.weight` is [2F, H], gate first. `width`: F of this rank, by default its share
-    of the configuration's.
+    Gate and up projections are fused: `up.weight` is [2F, H], gate first. `width`: F on this rank; None: the
+    configuration's F divided by the number of tp ranks.
     """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, width: int | None = None, **options: Any) -> None:

@@ -30,8 +30,9 @@ def linear_cross_entropy(
     """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar, float32 or float64);
     targets of -100 do not count. `head`: weight and bias.
 
-    `keep`: compute the gradients in the forward pass and save them, which takes memory of the weight's size; False:
-    backward recomputes the logits. Both give bitwise equal gradients, and communicate in the forward pass alone.
+    `keep`: True: compute the gradients in the forward pass and save them, which takes memory of the weight's size;
+    False: backward recomputes the logits. Both give bitwise equal gradients. Tensor parallelism communicates in the
+    forward pass alone, either way.
     """
     mode = _Mode("none" if not torch.is_grad_enabled() else "save" if keep else "recompute", of_tokens=False)
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
@@ -48,11 +49,11 @@ def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: 
 
 
 class OutputHead(NamedTuple):
-    """Output head; with tensor parallelism, this rank's vocabulary slice of it, and in `tensor` the communication.
+    """Output head; with tensor parallelism, this rank's vocabulary slice of it.
 
-    `weight_VH`, `bias_V`: weight and bias of the V token IDs from `first_token` on. `widest`: largest V of any rank
-    (default: this rank's). `compile_backend`: backend of torch.compile that fuses the elementwise work of the loss,
-    None: it runs eagerly.
+    `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: operations that
+    communicate over tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: backend of
+    torch.compile that fuses the elementwise work of the loss; None: that work runs eagerly.
     """
 
     weight_VH: torch.Tensor
@@ -64,9 +65,10 @@ class OutputHead(NamedTuple):
 
 
 class _Mode(NamedTuple):
-    """Options of a cross-entropy. gradients: "none": no backward follows (needs_input_grad ignores torch.no_grad);
-    "save": the forward pass computes and saves them; "recompute": backward recomputes the logits. of_tokens: return the
-    loss of each token, [T], instead of the sum."""
+    """Options of a cross-entropy. gradients: "save": the forward pass computes and saves the gradients; "recompute":
+    backward recomputes the logits and computes them; "none": no backward follows (autograd's `needs_input_grad` does
+    not tell: it stays True under torch.no_grad). of_tokens: True: return the loss of each token, [T]; False: the sum.
+    """
 
     gradients: Literal["none", "save", "recompute"]
     of_tokens: bool
@@ -86,9 +88,9 @@ class _CrossEntropy(torch.autograd.Function):
         head: OutputHead,
         mode: _Mode,
     ) -> torch.Tensor:
-        """Return the loss (nats): the sum, a scalar, or that of each token, [T]. `targets_T`: token IDs, -100: ignored.
-        `head`: vocabulary slice and tensor parallelism of the output head; `mode`: sum or token losses, and how
-        backward gets the gradients."""
+        """Return the loss (nats): the sum, a scalar, or the loss of each token, [T]. `targets_T`: token IDs; -100:
+        ignored. `head`: vocabulary slice and tensor parallelism of the output head; `mode`: sum or token losses, and
+        how backward gets the gradients. `weight_VH`, `bias_V`: those of `head`, as inputs that autograd sees."""
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
@@ -111,7 +113,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias, given that of the loss."""
+        """Return the gradients of hidden states, weight and bias; None for the other inputs. `d_loss`: gradient of the
+        loss."""
         factor, factors_T = d_loss, None
         if d_loss.ndim:
             # Relative to the largest one, so that a 16-bit type neither underflows nor overflows.
@@ -129,8 +132,8 @@ def _scale_gradients(
     d_bias_V: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias multiplied by `factor`, those of weight and bias cast to
-    `dtype`; None stays None."""
+    """Return the gradients of hidden states, weight and bias, each multiplied by the scalar `factor`; None for a
+    gradient that is None. Those of weight and bias are cast to `dtype`."""
     if d_hidden_TH is not None:
         # The factor (1 / targets of the step) stays in its wide type: rounding it would scale all gradients.
         d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
@@ -143,7 +146,8 @@ def _scale_gradients(
 
 class _Gradients:
     """Accumulator, over chunks of tokens, of the loss's gradients with respect to hidden states, head weight and head
-    bias. `of_hidden`, `of_weight`, `of_bias`: True if that gradient is required; else it stays None."""
+    bias. `of_hidden`, `of_weight`, `of_bias`: True if that gradient is required; a gradient that is not required stays
+    None."""
 
     def __init__(
         self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
@@ -159,8 +163,8 @@ class _Gradients:
         return self.hidden_TH, self.weight_VH, self.bias_V
 
     def add(self, chunk: _Chunk, factors_T: torch.Tensor | None = None) -> None:
-        """Add the gradients of one chunk of tokens. `factors_T`: factor on each token's loss (all T tokens); default
-        1."""
+        """Add the gradients of one chunk of tokens. `factors_T`: a factor for the loss of each token, for all T tokens;
+        None: 1."""
         hidden_TH, weight_VH = self._inputs
         d_logits_CV = chunk.differentiate(None if factors_T is None else factors_T[chunk.tokens])
         if self.hidden_TH is not None:
@@ -177,8 +181,8 @@ class _Gradients:
 def _recompute_gradients(
     context: Any, factors_T: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias from recomputed logits. `context`: saved tensors of the
-    forward; `factors_T`: factor on each token's loss; default 1."""
+    """Recompute the logits and return the gradients of hidden states, weight and bias. `context`: autograd context with
+    the tensors that forward saved; `factors_T`: a factor for the loss of each token; None: 1."""
     hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
     head = context.head._replace(weight_VH=weight_VH, bias_V=bias_V)
     sums = _Gradients(hidden_TH, head, *context.needs_input_grad[:3])
@@ -188,9 +192,9 @@ def _recompute_gradients(
 
 
 class _Chunk:
-    """Logits, losses (nats) and logit gradients of one chunk of C tokens. `tokens`: slice object, the chunk's part of
-    all tokens. `known_2C`: [2, C], log-sum-exp and target logit of each token from the forward pass; None: they are
-    computed, and all-reduced over tp."""
+    """Logits, losses (nats) and logit gradients of one chunk of C tokens. `tokens`: slice that selects the chunk from
+    all T tokens. `known_2C`: [2, C], log-sum-exp and target logit of each token, if the forward pass has computed them;
+    None: compute them here, with all-reduces over tp."""
 
     def __init__(
         self,
@@ -217,7 +221,7 @@ class _Chunk:
 
     def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's log-sum-exp and its target's logit over the whole vocabulary, [C] each. `tensor`:
-        operations of tensor parallelism, by which they are all-reduced."""
+        operations that all-reduce both over tp."""
         logits_CV = self._logits_CV
         parts = [self._statistics(logits_CV[part]) for part in self._token_slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))
@@ -230,8 +234,8 @@ class _Chunk:
         return highest_C + sum_C.log(), target_C
 
     def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
-        """Overwrite the logits with the gradient of the chunk's summed loss, softmax - one-hot (times `factors_C`, if
-        given), and return it, [C, V]."""
+        """Overwrite the chunk's logits with the gradient of its summed loss, softmax - one-hot, and return them, [C,
+        V]. `factors_C`: a factor for the loss of each token; None: 1."""
         counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
         for part in self._token_slices():
             self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], counted_C[part])
@@ -241,8 +245,8 @@ class _Chunk:
         return self._logits_CV
 
     def _token_slices(self) -> Iterator[slice]:
-        """Yield slices of the chunk's tokens to be processed one after another: on a CPU small enough for its caches,
-        elsewhere or where kernels are fused all tokens at once."""
+        """Yield slices of the chunk's tokens, to be processed one after another. On a CPU the logits of a slice fit in
+        the caches; on other devices, and with compiled (fused) kernels, one slice holds all tokens."""
         tokens, vocabulary = self._logits_CV.shape
         fused = self._compiled or self._logits_CV.device.type != "cpu"
         at_once = tokens if fused else max(1, SLICE_LOGITS // vocabulary)
@@ -264,8 +268,8 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:
-    """Return the losses and logit gradients of one chunk of tokens from its logits [C, V] and targets [C], without the
-    head matmul; the hardware probe times it."""
+    """Build a chunk of tokens from its logits [C, V] and targets [C], without the head matmul. The constructor computes
+    its losses, `differentiate` its logit gradients; the hardware probe times both."""
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
     return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
@@ -284,11 +288,11 @@ def _elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[.
 def _logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[_Chunk]:
-    """Yield the chunks of tokens, nearly equal in size, with their logits; they share one buffer, so each is invalid
-    when the next is requested.
+    """Compute the logits chunk by chunk and yield each `_Chunk`. All chunks share one logit buffer: use a chunk before
+    requesting the next one. Chunks have nearly equal numbers of tokens.
 
-    All tp ranks cut the tokens alike, because they communicate in every chunk. `known_2T`: log-sum-exp and target logit
-    of each token, if known.
+    All tp ranks cut the tokens into the same chunks, because they communicate in every chunk. `known_2T`: log-sum-exp
+    and target logit of each token, if known from the forward pass; else None.
     """
     chunks = loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))

@@ -16,12 +16,12 @@ RESPONSES_SITE = "loss.responses"
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Preference pairs of a batch: documents 2k and 2k + 1 of a sequence are a prompt with its chosen and its rejected
-    response.
+    """Preference pairs of a batch: documents 2k and 2k + 1 of a sequence are one prompt with its chosen response, and
+    the same prompt with its rejected response.
 
-    `response_BC`: document number of each token on this rank, D for tokens outside any pair. `counted_BP`: False for
-    padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the responses under the reference
-    policy (nats, float64); zeros until computed.
+    `response_BC`: document number of each token on this rank; D for tokens outside any pair. `counted_BP`: True for a
+    pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the responses
+    under the reference policy (nats, float64); zeros until they are computed.
     """
 
     response_BC: torch.Tensor
@@ -30,9 +30,10 @@ class Pairs:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None) -> Pairs:
-        """Return the pairs in sequences given by each token's document number, [B, S]. Documents 2k and 2k + 1 are a
-        pair; the last number, if even, is padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and padding. `most`: P, the number
-        of pairs per sequence for which tensors are allocated; None: the largest in the batch."""
+        """Return the pairs in sequences given by `ids_BS`, the document number of each token, counted from 0. Documents
+        2k and 2k + 1 are a pair. An even last number marks padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and one token of
+        padding. `most`: P, the number of pairs per sequence for which tensors are allocated; None: the largest number
+        in the batch."""
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]

@@ -13,22 +13,25 @@ def invert_permutation(order: torch.Tensor) -> torch.Tensor:
 
 
 class Permuted(torch.autograd.Function):
-    """Autograd function that permutes the rows (dim 0) of a tensor, x[order], or several copies of each row. Backward
-    gathers by the inverse permutation instead of scattering, so that the order of its sums is deterministic."""
+    """Autograd function that permutes the rows (dim 0) of a tensor, x[order]; optionally it first repeats each row.
+    Backward gathers by the inverse permutation instead of scattering, so that sums are formed in a deterministic order.
+    """
 
     @staticmethod
     def forward(
         context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, copies: int | None = None
     ) -> torch.Tensor:
-        """Return the permuted rows, [N, H]. `order_N`: permutation, `inverse_N`: its inverse. `copies`: repeat each row
-        of `x_TH` so often before permuting, N = T x copies; None: x[order], N = T."""
+        """Return the permuted rows, [N, H]. `order_N`: permutation; `inverse_N`: its inverse. `copies`: number of times
+        that each row of `x_TH` is repeated before the permutation, N = T x copies; None: rows are not repeated, N = T.
+        """
         context.save_for_backward(inverse_N)
         context.copies = copies
         return x_TH.index_select(0, order_N if copies is None else order_N // copies)
 
     @staticmethod
     def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x`: the output gradient permuted by the inverse, summed over the copies of a row."""
+        """Return the gradient of `x_TH`: the output gradient in the order before the permutation, summed over the
+        copies of each row."""
         (inverse_N,) = context.saved_tensors
         d_x = d_NH.index_select(0, inverse_N)
         if context.copies is not None:

@@ -40,8 +40,8 @@ class Rewards(NamedTuple):
         return self.chosen - self.rejected
 
     def document(self, prefix: str = "") -> dict[str, float]:
-        """Return {metric name: value} of the four metrics in `REWARDS` (margin, accuracy, chosen, rejected), each name
-        preceded by `prefix`."""
+        """Return {metric name: value} for the four metrics named in `REWARDS` (margin, accuracy, chosen, rejected).
+        `prefix`: put before each name."""
         values = (self.margin, self.accuracy, self.chosen, self.rejected)
         return {prefix + name: value for name, value in zip(REWARDS, values, strict=True)}
 

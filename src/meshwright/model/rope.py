@@ -34,8 +34,8 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Return inverse frequencies [D/2] scaled as in Llama 3.1 by the factors of `scaling`: long wavelengths divided by
-    the factor, short ones unchanged, a ramp between."""
+    """Return the rotary `frequencies` [D/2] scaled as in Llama 3.1 with the parameters in `scaling`: those with long
+    wavelengths are divided by the factor, those with short ones stay unchanged, with a ramp between."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     wavelengths = 2 * math.pi / frequencies
@@ -45,8 +45,9 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
 
 
 def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
-    """Return YaRN inverse frequencies [D/2] (arXiv:2309.00071, section 3.2): high-frequency pairs unchanged,
-    low-frequency pairs interpolated. `wave`: base ** (2i / D) of each dimension pair i."""
+    """Return the rotary frequencies [D/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
+    divided by the scaling factor, with a ramp between. `wave`: base ** (2i / D) of each dimension pair i, the inverse
+    of its unscaled frequency."""
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
 
@@ -80,7 +81,7 @@ class RotaryTable:
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def up_to(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine [P, D/2] for at least the positions 0 ... length - 1."""
+        """Return (cosine, sine), [P, D/2] each, for positions 0 ... P - 1, where P is at least `length`."""
         if self._table is None or self._table[0].shape[0] < length or self._table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
             angles = torch.outer(positions, self._frequencies)
@@ -90,8 +91,8 @@ class RotaryTable:
     def at(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine [B or 1, 1, S, D/2] at the positions `positions_BS`; None: start ... stop - 1 in every
-        sequence."""
+        """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`. If
+        `positions_BS` is None, the positions are start ... stop - 1 in every sequence."""
         if positions_BS is None:
             cosine, sine = self.up_to(stop, device)
             return cosine[None, None, start:stop], sine[None, None, start:stop]

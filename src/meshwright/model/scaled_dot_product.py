@@ -14,10 +14,10 @@ from meshwright.model.tiled_attention import tiled_attention
 
 def visibility(documents: Documents, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Return the causal attention mask for packed documents and a sliding window, or None if attention is plain causal.
-    `window`: in tokens; None: no sliding window.
+    `sequence`: number of tokens of a sequence; `window`: sliding window in tokens; None: no sliding window.
 
-    On a CPU the mask is the first visible index of each of the `sequence` tokens, [B or 1, S]; else it is boolean, [B
-    or 1, 1, S, S], True where a token may attend. Built once per batch for all layers with the same window.
+    On a CPU the mask is the index of the first key that each token may attend to, [B or 1, S]. On other devices it is
+    boolean, [B or 1, 1, S, S], True where a token may attend. Built once per batch for all layers with the same window.
     """
     first_BS = documents.first_visible_BS(sequence, window, device)
     if first_BS is None or device.type == "cpu":
@@ -44,10 +44,9 @@ def attend(
 
 
 def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
-    """Return True if a fused CUDA kernel of PyTorch supports grouped-query attention in this dtype, with an attention
-    mask if `masked`: flash attention does, in 16-bit dtypes without a mask. Other kernels would materialise all
-    scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
-    """
+    """Return True if a fused CUDA kernel of PyTorch supports grouped-query attention in `dtype`. `masked`: True if
+    there is an attention mask. Flash attention supports it in 16-bit dtypes without a mask; other kernels would
+    materialise all scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     return dtype in (torch.bfloat16, torch.float16) and not masked
 
 

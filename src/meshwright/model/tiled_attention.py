@@ -32,8 +32,8 @@ HIDDEN = -1e30
 
 class Span(NamedTuple):
     """A range of queries and an equally long range of keys, on one device. `queries`, `keys`: slices along the token
-    dim of the tensors. `query_place`, `key_place`: index of each range's first token in the unsharded sequence. Either
-    the two are equal (causal mask), or all keys precede all queries (no mask)."""
+    dim of the tensors. `query_place`, `key_place`: index in the unsharded sequence of the first query and the first
+    key. Either `query_place` equals `key_place` (causal mask), or all keys precede all queries (no mask)."""
 
     queries: slice
     keys: slice
@@ -54,8 +54,9 @@ class Tile(NamedTuple):
 def tiled_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v over the keys from index `first_BS` (None: 0) to the query's own; query head n reads
-    key-value head n // G. Result [B, N, S, D], stored in memory as [B, S, N, D]."""
+    """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D]. Each query
+    attends to the keys from its index in `first_BS` (None: from 0) to its own; query head n reads key-value head n //
+    G."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler (over a second); generation does without.
         return _compute_attention(q_BNSD, k_BKSD, v_BKSD, first_BS)
@@ -92,8 +93,8 @@ def _backward(
     v_BKSD: torch.Tensor,
     first_BS: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values, in their shapes, given that of the output. `first_BS`: first
-    visible key index of each query; None: 0."""
+    """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the attention
+    output. `first_BS`: first visible key index of each query; None: 0."""
     q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
@@ -120,9 +121,9 @@ def _backward(
 def compute_scores(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the attention scores q kᵀ / √D of a tile, with its mask added, [P, X, L], in the dtype of `wide_k_PSD`. P:
-    sequences x KV heads; X: G x queries. `less_PX1`: subtracted from each query's scores, if given (such as its
-    log-sum-exp). `shape`: [sequences, heads, G, queries, D]."""
+    """Return the attention scores q kᵀ / √D of a tile, with its mask added: [P, X, L], in the dtype of `wide_k_PSD`. P:
+    sequences x KV heads; X: G x queries. `less_PX1`: value to subtract from each query's scores, such as its
+    log-sum-exp; None: 0. `shape`: (sequences, heads, G, queries, D), the shape of the queries before flattening."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
     k_PDL = wide_k_PSD[:, tile.keys].mT
     if less_PX1 is None:
@@ -138,9 +139,9 @@ def compute_scores(
 def cut_tiles(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Yield (slice of sequences, slice of key-value heads, attention tiles to compute for them), cut such that a tile's
-    scores fit in cache. `span`: range of queries and of keys; `first_BS`: first visible sequence index of each query,
-    None: no lower limit."""
+    """Yield (slice of sequences, slice of key-value heads, attention tiles to compute for these sequences and heads).
+    The cuts make the scores of a tile fit in cache. `span`: ranges of queries and keys to cover; `first_BS`: first
+    visible sequence index of each query; None: no lower limit."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -160,8 +161,8 @@ def cut_tiles(
 
 
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut a `span` into attention tiles of len(`triangle`) queries, each with the range of keys that any of them may
-    attend to; tiles without visible keys are omitted. `triangle`: additive causal mask [queries, queries]; `first_RS`:
+    """Cut a `span` into attention tiles of len(`triangle`) queries. A tile's keys are those that any of its queries may
+    attend to; tiles without visible keys are left out. `triangle`: additive causal mask [queries, queries]; `first_RS`:
     first visible sequence index of each query, for R sequences; None: no lower limit."""
     found = []
     at_once = len(triangle)

@@ -93,8 +93,8 @@ class StageInput(NamedTuple):
 class StageOutput(NamedTuple):
     """Output of a pipeline stage for one micro-batch. `x`: hidden states [B, S, H] (with sequence parallelism this
     rank's token slice); on the last stage the summed loss, or with preference pairs the responses' log-probabilities.
-    `balance`: load-balancing loss, which the caller adds to the summed loss; None if there is none or `x` includes
-    it."""
+    `balance`: load-balancing loss, which the caller adds to the summed loss; None if the stage has none, or if `x`
+    includes it already."""
 
     x: torch.Tensor
     balance: torch.Tensor | None
@@ -104,8 +104,9 @@ class Transformer(nn.Module):
     """Decoder-only language model. Parameters are uninitialised: `initialise`, `load_huggingface` or an engine fills
     them.
 
-    `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` of a mesh). `stages`: pipeline
-    stages it holds (default: the whole model); parameter names do not depend on them.
+    `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` makes them for a mesh).
+    `stages`: pipeline stages that this rank holds (default: the whole model). A parameter has the same name whichever
+    stages are held.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """Weight of the output head, [V, H] (the embedding's where they are tied); with tensor parallelism this rank's
-        slice, without padding of the vocabulary."""
+        """Weight of the output head, [V, H] (the embedding's weight if they are tied). With tensor parallelism it is
+        this rank's vocabulary slice, without the rows that pad the vocabulary."""
         weight_VH = self._head_module.weight
         real = self.config.vocabulary - self._first_token
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
@@ -172,11 +173,11 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         units: Units = NO_UNITS,
     ) -> torch.Tensor:
-        """Return the sum of the token losses (nats, a scalar in float32 or float64) over targets that are not -100;
-        with preference pairs the log-probability of each response, float64 [B, D] (model/pairs.py). `units`: hooks
-        around FSDP units.
+        """Return the sum of the token losses (nats, a scalar in float32 or float64) over targets that are not -100.
+        With preference pairs, return the log-probability of each response instead, float64 [B, D] for D responses per
+        sequence. `units`: hooks around FSDP units.
 
-        Load-balancing losses of experts are in the gradient alone, not in the value.
+        Load-balancing losses of experts contribute to the gradient, but not to the value.
         """
         return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
 
@@ -190,9 +191,10 @@ class Transformer(nn.Module):
         units: Units = NO_UNITS,
         at_once: bool = True,
     ) -> StageOutput:
-        """Run one pipeline stage of `forward` on `x_BSH`, the previous stage's output (None: first stage). The last
-        stage adds its load-balancing loss. `at_once`: the backward pass follows immediately; False: others come
-        between, so the loss saves the head's gradient only if it is small, else backward recomputes the logits."""
+        """Run one pipeline stage of `forward` on `x_BSH`, the previous stage's output (None: first stage). On the last
+        stage the loss includes that stage's own load-balancing loss. `at_once`: True if the backward pass of this
+        forward follows immediately. If it does not, the loss saves the head's gradient only if that is small; otherwise
+        backward recomputes the logits."""
         pairs = None if documents is None else documents.pairs
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
@@ -227,12 +229,12 @@ class Transformer(nn.Module):
         stage: Stage | None = None,
         x_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output of the final norm, the head's input, [B, S, H]. With a `cache` the tokens follow the cached
-        ones.
+        """Return the output of the final norm, the head's input, [B, S, H]. `cache`: KV cache; the tokens continue the
+        cached sequences.
 
-        `positions` [B, S]: position IDs; default 0, 1, 2 ... within each document, or after the cached tokens. `stage`:
-        run this pipeline stage alone on `x_BSH`, the previous stage's output; any but the last returns hidden states
-        for the next.
+        `positions` [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
+        `stage`: run this pipeline stage alone on `x_BSH`, the previous stage's output; every stage but the last returns
+        hidden states for the next stage.
         """
         stage = self._whole_model_stage() if stage is None else stage
         x_BSH, _ = self._forward_blocks(StageInput(stage, x_BSH, tokens_BS, documents), units, cache, positions)
@@ -248,8 +250,8 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the next-token logits, [B, S, V], in the model's dtype. `documents`: boundaries in packed sequences;
-        `cache`: KV cache, whose tokens precede these; `positions` [B, S]: position IDs, None: counted within each
-        document, or from the cached tokens on."""
+        `cache`: KV cache of the tokens before these; `positions` [B, S]: position IDs; None: 0, 1, 2 ... within each
+        document, or continuing after the cached tokens."""
         return self.scores(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
 
     def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
@@ -258,8 +260,9 @@ class Transformer(nn.Module):
         return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile blocks, final norm and loss with torch.compile, which gets `options`. Equal blocks share one graph of
-        static shape; another batch shape, or the first batch that packs several documents, compiles another."""
+        """Compile blocks, final norm and loss with torch.compile. `options`: its keyword arguments. Blocks of the same
+        structure share one graph of static shape; another batch shape, or the first batch that packs several documents,
+        triggers another compilation."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         recompute = self.axes.recompute
@@ -273,8 +276,8 @@ class Transformer(nn.Module):
         self.compiled, self._loss_backend = True, options.get("backend", "inductor")
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the compiled function `run_block` such that its weight gradients reach the queues of the block's linear
-        layers, where these have any (see `weight_gradients.tapping`)."""
+        """Wrap the compiled function `run_block` so that its backward can defer weight gradients: during each call the
+        block's linear layers that have a queue get taps, dummy inputs through which dy and x reach the queue."""
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
@@ -357,10 +360,10 @@ class Transformer(nn.Module):
 def _compile_around_dispatch(
     run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return a function with the arguments and result of `Block.forward` that runs a transformer block. For a block
-    with experts it calls `attend` (attention and norms, compiled) and then `mixture` (the experts, not compiled: token
-    dispatch cannot be); other blocks run in `run_dense`, compiled as a whole. A graph break inside a checkpoint would
-    leave the whole block uncompiled."""
+    """Return a function with the arguments and result of `Block.forward` that runs a transformer block with or without
+    experts. A block without experts runs in `run_dense`, compiled as a whole. A block with experts runs in `attend`
+    (attention and norms, compiled) and then `mixture` (the experts, not compiled, because torch.compile cannot trace
+    token dispatch: a graph break inside a checkpoint would leave the whole block uncompiled)."""
 
     def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run any block; arguments and result as in `Block.forward`."""

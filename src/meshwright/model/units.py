@@ -11,9 +11,10 @@ X = TypeVar("X", torch.Tensor, None)
 
 
 class Units:
-    """Hooks that the model calls around each FSDP unit, to all-gather its parameters before use and reshard them after;
-    the returned tensor replaces `x`, so that hooks of backward run in reverse order. Those of this class do nothing:
-    for a model whose parameters are all unsharded."""
+    """Hooks that the model calls before and after each FSDP unit, to all-gather the unit's parameters before use and
+    reshard them after. The model continues with the tensor that a hook returns: a subclass wraps it in an autograd
+    function, whose backward runs the hooks in reverse order. This base class does nothing; it is for a model whose
+    parameters are all unsharded."""
 
     def enter(self, unit: str, x: X) -> X:
         """Hook called before the first use of the parameters of the FSDP unit named `unit`. `x`: the unit's input (None
@@ -21,8 +22,8 @@ class Units:
         return x
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
-        """Hook called after the last use of the parameters of the FSDP unit named `unit`. `x`: the unit's output.
-        Return `x`, possibly wrapped."""
+        """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward. `x`: the unit's
+        output. Return `x`, possibly wrapped."""
         return x
 
 

@@ -38,8 +38,8 @@ class GradientSums(Protocol):
 
 
 class _Product(NamedTuple):
-    """Deferred weight gradient of `parameter`: `multiply(*operands)`, or dyᵀ x of the operands (dy, x) if `multiply` is
-    None."""
+    """Deferred computation of the gradient of `parameter`: `multiply(*operands)`; if `multiply` is None, the operands
+    are (dy, x) and the gradient is dyᵀ x."""
 
     parameter: nn.Parameter
     multiply: Multiply | None
@@ -47,8 +47,9 @@ class _Product(NamedTuple):
 
 
 class WeightGradients:
-    """Queues of deferred weight gradients, one for each backward pass (key: stage, replica and micro-batch); `run`
-    computes them and adds them to the accumulation buffers `sums`."""
+    """Queues of deferred weight-gradient computations, one queue for each split backward pass. A pass is named by a
+    key, such as (stage, replica, micro-batch); `run(key)` executes its computations and adds the results to the
+    accumulation buffers `sums`."""
 
     def __init__(self, sums: GradientSums) -> None:
         self._sums = sums
@@ -57,8 +58,8 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Context manager inside which backward queues its weight gradients under `key`, a name of the pass, until
-        `run(key)`. Outside of it backward computes them at once."""
+        """Context manager for a backward pass, named `key`: inside it, weight-gradient computations are queued until
+        `run(key)`. Outside of the context, `put` executes them immediately."""
         assert self._collects is None and key not in self._queues, key
         self._collects = self._queues[key] = deque()
         try:
@@ -67,9 +68,9 @@ class WeightGradients:
             self._collects = None
 
     def put(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
-        """Add a parameter's gradient to the accumulation buffers, at once or, inside `collecting`, when `run` is
-        called. The gradient is `multiply(*operands)`, reshaped to the parameter; multiply=None: dyᵀ x of the two
-        operands (dy, x)."""
+        """Add a parameter's gradient to the accumulation buffers: inside `collecting` when `run` is called, otherwise
+        immediately. The gradient is `multiply(*operands)`, reshaped to the parameter's shape; multiply=None: dyᵀ x of
+        the two operands (dy, x)."""
         product = _Product(parameter, multiply, operands)
         if self._collects is None:
             self._accumulate(product)
@@ -85,13 +86,13 @@ class WeightGradients:
             self._sums.accumulate(parameter, multiply(*operands).view(parameter.shape))
 
     def parameters(self, key: Hashable) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are queued under `key`, in the order in which `run` computes them.
-        `key`: that given to `collecting`."""
+        """Return the parameters whose gradients are queued under `key`, in the order in which `run` will compute them.
+        `key`: name of the backward pass, given to `collecting`."""
         return [product.parameter for product in self._queues[key]]
 
     def run(self, key: Hashable) -> None:
-        """Compute the gradients queued under `key`, add them to the accumulation buffers, and free the operands one by
-        one. `key`: that given to `collecting`."""
+        """Execute the computations queued under `key`: add each gradient to the accumulation buffers and then free its
+        operands. `key`: name of the backward pass, given to `collecting`."""
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:
@@ -99,8 +100,9 @@ class WeightGradients:
 
 
 def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
-    """Make all linear layers of `model` with at least `smallest` weight elements hand their weight gradients to `queue`
-    in backward; for smaller ones, and for queue=None, autograd computes them."""
+    """Make the linear layers of `model` that have at least `smallest` parameter elements hand the computation of their
+    weight gradients to `queue` in backward. For smaller layers, or all layers if `queue` is None, autograd computes
+    them."""
     for module in model.modules():
         if hasattr(type(module), "weight_gradients"):
             elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -108,9 +110,9 @@ def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, small
 
 
 class Taps(NamedTuple):
-    """Dummy inputs (zero-stride zeros) of a linear layer in a compiled graph; `dy` [..., Y] gets the layer's output
-    gradient as its gradient in backward, `x` [..., X] the layer's input.
-    """
+    """Two dummy inputs of a linear layer y = x Wᵀ in a compiled graph: zeros that use no memory (stride 0). In backward
+    the layer returns its output gradient dy as the gradient of the input `dy` [..., Y], and its input x as the gradient
+    of the input `x` [..., X]; so dy and x leave the graph."""
 
     dy: torch.Tensor
     x: torch.Tensor
@@ -123,9 +125,9 @@ def linear(
     queue: WeightGradients | None,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: gets the weight gradient in backward;
-    None: autograd computes it. `taps`: in a compiled graph, two dummy inputs through whose gradients dy and x reach the
-    queue; None: the layer runs outside of the graph."""
+    """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: backward hands it the weight-gradient
+    computation; None: autograd computes the weight gradient. `taps`: dummy inputs through whose gradients a compiled
+    backward passes dy and x to the queue; None: a layer with a queue runs outside of compiled graphs."""
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
@@ -136,20 +138,22 @@ def linear(
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer whose backward puts the weight gradient into a queue."""
+    """Autograd function of a linear layer. Its backward computes the gradients of input and bias, but only hands dy and
+    x to a queue, which computes the weight gradient dyᵀ x immediately or later."""
 
     @staticmethod
     def forward(
         context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], for x [..., X]. `queue`: gets the weight gradient in backward."""
+        """Return x Wᵀ + b, [..., Y], for x [..., X]. `queue`: receives dy and x in backward."""
         context.save_for_backward(x, weight_YX)
         context.weight, context.queue = weight_YX, queue
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of `x` and `bias`; put the weight gradient into the queue."""
+        """Return the gradients of `x` and `bias` (None for the weight); hand (dy, x) to the queue, from which it
+        computes the weight gradient."""
         x, weight_YX = context.saved_tensors
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         dy_NY = dy.flatten(0, -2)
@@ -162,9 +166,9 @@ class _Linear(torch.autograd.Function):
 
 
 class _TappedLinear(torch.autograd.Function):
-    """Linear layer for compiled graphs whose backward hands dy and x out as the gradients of two extra inputs (taps),
-    so that the caller can queue the weight gradient dyᵀ x.
-    """
+    """Autograd function of a linear layer in a compiled graph, where backward cannot write to a queue. Instead it
+    returns dy and x as the gradients of two extra inputs, the taps; the function that made the taps, outside of the
+    graph, gets them and queues the weight-gradient computation dyᵀ x."""
 
     @staticmethod
     def forward(
@@ -183,7 +187,8 @@ class _TappedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of `x` and `bias`, and dy and x as those of the taps."""
+        """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, and for the taps dy and
+        x."""
         x, weight_YX = context.saved_tensors
         needs_x, _, needs_bias = context.needs_input_grad[:3]
         dx = (dy.flatten(0, -2) @ weight_YX).view(x.shape) if needs_x else None
@@ -191,32 +196,31 @@ class _TappedLinear(torch.autograd.Function):
 
 
 class _MakeTaps(torch.autograd.Function):
-    """Creates the two taps of a linear layer in a compiled graph: dummy inputs whose gradients are the layer's dy and
-    x; its backward puts the weight gradient dyᵀ x into a queue.
-    """
+    """Autograd function that makes the two taps of a linear layer: dummy inputs of a compiled graph, whose gradients
+    are the layer's dy and x. Its backward runs outside of the graph and puts the computation of the weight gradient dyᵀ
+    x into a queue."""
 
     @staticmethod
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Return two zero-stride tensors of zeros, [*rows, Y] and [*rows, X], for a linear layer of weight [Y, X]
-        with input [*rows, X]. `queue`: gets the weight gradient in backward.
-        """
+        """Return two tensors of zeros with stride 0, [*rows, Y] and [*rows, X], for a linear layer of weight [Y, X]
+        with input [*rows, X]. `queue`: receives dy and x in backward."""
         context.weight, context.queue = weight_YX, queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor, x: torch.Tensor) -> tuple[None, ...]:
-        """Put the weight gradient dyᵀ x into the queue; dy and x arrive as gradients of the taps."""
+        """Put the computation of the weight gradient dyᵀ x into the queue. `dy` and `x` arrive as the gradients of the
+        taps."""
         context.queue.put(context.weight, None, dy.flatten(0, -2), x.flatten(0, -2))
         return None, None, None
 
 
 class Tapped(Protocol):
-    """Linear layer that can hand its weight gradient to a queue when compiled. weight: [Y, X]. weight_gradients: the
-    queue, None for autograd. taps: dummy inputs of the running call whose gradients are dy and x; None outside of a
-    compiled call.
-    """
+    """Interface of a linear layer whose weight gradient a queue can compute even when the layer is compiled. weight:
+    [Y, X]. weight_gradients: the queue; None: autograd computes the weight gradient. taps: during a compiled call, the
+    two dummy inputs whose gradients will be dy and x; otherwise None."""
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None
@@ -225,9 +229,9 @@ class Tapped(Protocol):
 
 @contextmanager
 def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context manager that gives the linear layers `products` their taps, so that a compiled call inside it hands their
-    weight gradients to their queues. `rows`: shape of their inputs [*rows, X] without the last dim, such as (batch,
-    tokens)."""
+    """Context manager around a compiled call: inside it, those of the linear layers `products` that have a queue also
+    have taps, so that the call's backward can pass their dy and x to the queue. `rows`: shape [*rows, X] of their
+    inputs without the last dim, such as (batch, tokens)."""
     products = [each for each in products if each.weight_gradients is not None] if torch.is_grad_enabled() else []
     for each in products:
         each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
@@ -241,9 +245,9 @@ def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]
 def grouped_linear(
     x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients | None
 ) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, each with its expert's W. `weight` [E x Y, X]: the
-    W of all experts stacked; `ends_E`: exclusive end index of each expert's copies; `queue`: gets the weight gradient
-    in backward; None: autograd computes it."""
+    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, where W is that of the copy's expert. `weight` [E
+    x Y, X]: the W of all experts stacked; `ends_E`: exclusive end index of each expert's copies; `queue`: backward
+    hands it the weight-gradient computation; None: autograd computes the weight gradient."""
     if queue is None or not torch.is_grad_enabled():
         return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
     apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
@@ -256,20 +260,24 @@ def _unstack_experts(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Grouped linear layer whose backward puts the weight gradient into a queue."""
+    """Autograd function of a grouped linear layer. Its backward computes the input gradient and hands the operands of
+    the weight gradient to a queue, which computes it immediately or later."""
 
     @staticmethod
     def forward(
         context: Any, x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ, [N, Y], as `grouped_linear`. `queue`: gets the weight gradient in backward."""
+        """Return x Wᵀ, [N, Y], for token copies sorted by expert. `weight`: the experts' W stacked, [E x Y, X];
+        `ends_E`: exclusive end index of each expert's copies; `queue`: receives the operands of the weight gradient in
+        backward."""
         context.save_for_backward(x_NX, weight, ends_E)
         context.weight, context.queue = weight, queue
         return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x_NX`; put that of the stacked experts' weight into the queue of `forward`."""
+        """Return the gradient of `x_NX` (None for the weight); hand the operands of the weight gradient to the queue
+        that `forward` was given."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
@@ -280,7 +288,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    """Call `function.apply` on `arguments` and return its output tensor; typed, as torch's own `apply` is not."""
+    """Return `function.apply(*arguments)`, an output tensor. A wrapper with type annotations, which torch's `apply`
+    lacks."""
     return function.apply(*arguments)  # type: ignore[no-any-return]
 
 

@@ -135,7 +135,8 @@ class UlyssesAttention(ContextParallel):
 
 
 def context_operations(mesh: Mesh) -> ContextOperations:
-    """Return the context-parallel operations of this rank's mesh; without context parallelism those of one device."""
+    """Return the context-parallel operations (ring or Ulysses attention) that the layout of this rank's mesh selects;
+    without context parallelism, operations that communicate nothing."""
     if mesh.cp.trivial:
         return ContextOperations()
     return (RingAttention if mesh.layout.cp_method == "ring" else UlyssesAttention)(mesh.cp)
@@ -145,9 +146,9 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 
 
 def spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """Return the chunk pairs that cp rank `rank` computes when it has the KV block of rank `source`: a `Span` for each
-    of its query chunks and each key chunk of the block that the causal mask lets it see. `ranks`: size of cp; `tokens`:
-    tokens of a sequence on each rank."""
+    """Return the attention that cp rank `rank` computes when it has the KV block of rank `source`: a `Span` (range of
+    queries, range of keys) for each pair of one of its two query chunks and one of the block's two key chunks, unless
+    the causal mask hides all of the pair. `ranks`: size of cp; `tokens`: tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -168,8 +169,8 @@ def _add_span(
     span: Span,
 ) -> None:
     """Compute the attention of a span's queries over its keys and merge it, in place, into the output `out_BKGCD` and
-    log-sum-exp `log_sum_BKGC` of the keys before. `first_BC`: first visible sequence index of each query; None: 0.
-    Dims: K key-value heads, G query heads of each, C tokens on this rank, D head size."""
+    the log-sum-exp `log_sum_BKGC`, which cover the keys of earlier spans. `first_BC`: first visible sequence index of
+    each query; None: 0. Dims: K key-value heads, G query heads of each, C tokens on this rank, D head size."""
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         wide_k_PCD = k_PCD.to(out_BKGCD.dtype)
@@ -192,8 +193,9 @@ def _add_span_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Do what `_add_span` does with PyTorch's flash attention, which supports no mask but the causal one (so there is
-    no `first_BC`). `span`: a range of queries and a range of keys."""
+    """Compute the attention of a span's queries over its keys with PyTorch's flash attention and merge it, in place,
+    into `out_BKGCD` and `log_sum_BKGC`, as `_add_span` does without a fused kernel. Flash attention supports no mask
+    but the causal one, hence there is no `first_BC`. `span`: a range of queries and a range of keys."""
     part = q_BKGCD[..., span.queries, :]
     q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
     o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
@@ -202,9 +204,9 @@ def _add_span_fused(
 
 
 def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into `out` and `log_sum`. `more`,
-    `log_sum_more`: output and log-sum-exp of the second; each result is weighted by the exponential of its
-    log-sum-exp."""
+    """Merge two attention results of the same queries over different keys, in place into the first, `out` and
+    `log_sum`. `more`, `log_sum_more`: output and log-sum-exp of the second. The merged output is the mean of both,
+    weighted by the exponentials of their log-sum-exps."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -232,9 +234,9 @@ def _add_span_gradients(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Add the gradients of a span's attention (a range of queries over a range of keys) in place: of its queries to
-    `dq_BKGCD`, of its keys and values to `d_keys_values` [2, B, K, C, D]. `saved`: this rank's queries, outputs and
-    output gradients."""
+    """Compute the gradients of a span's attention (a range of queries over a range of keys) and add them in place:
+    those of the queries to `dq_BKGCD`, those of the keys and values to `d_keys_values` [2, B, K, C, D]. `saved`: this
+    rank's queries, outputs and output gradients."""
     dtype, scale = saved.q.dtype, 1.0 / math.sqrt(saved.q.shape[-1])
     for rows, heads, tiles in cut_tiles(saved.q, span, saved.first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
@@ -265,8 +267,10 @@ def _add_span_gradients_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Do what `_add_span_gradients` does with PyTorch's flash attention, given output and log-sum-exp over all keys in
-    `saved`. `span`: a range of queries and a range of keys."""
+    """Compute the gradients of a span's attention with PyTorch's flash attention and add them, in place, to `dq_BKGCD`
+    and `d_keys_values` [2, B, K, C, D], as `_add_span_gradients` does without a fused kernel. `saved`: this rank's
+    queries, output gradients, and output and log-sum-exp over all keys. `span`: a range of queries and a range of keys.
+    """
     q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
     log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
@@ -284,8 +288,8 @@ def _add_span_gradients_fused(
 
 
 def _supports_flash_attention(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
-    """Return True if PyTorch's flash attention is used: on CUDA, in 16-bit dtypes, without a document mask
-    (`first_BC`), for head sizes that are multiples of 8 up to 256."""
+    """Return True if PyTorch's flash attention can compute a span: on CUDA, in 16-bit dtypes, for head sizes that are
+    multiples of 8 up to 256, and without a document or window mask (`first_BC` is None)."""
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and first_BC is None and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
@@ -297,8 +301,8 @@ def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, .
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape a per-query tensor [sequences, heads, G, X] to a column [sequences x heads, G x X, 1], in the order of
-    rows in which `flatten_heads` stacks queries. G: query heads per key-value head; X: queries."""
+    """Reshape a per-query tensor [sequences, heads, G, X] to a column [sequences x heads, G x X, 1], with queries in
+    the order of `flatten_heads`. G: query heads per key-value head; X: queries."""
     return flatten_heads(x[..., None])
 
 

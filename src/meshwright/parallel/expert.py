@@ -29,10 +29,11 @@ COUNTS_SITE = "experts.counts"
 
 
 class Routes(NamedTuple):
-    """Numbers of token copies in one dispatch (a token has one copy per expert chosen for it).
+    """Numbers of token copies in one dispatch (a token has one copy for each of its experts).
 
-    `sent`, `received`: copies that this rank sends to and receives from each rank of ep. `shared`: copies that each
-    rank of etp receives. `counts_GPL`: copies that rank G of etp receives from rank P of ep for local expert L.
+    `sent`, `received`: numbers of copies that this rank sends to, and receives from, each rank of ep. `shared`: number
+    of copies that each rank of etp receives. `counts_GPL[g, p, l]`: number of copies for local expert l that rank g of
+    etp receives from rank p of ep.
     """
 
     sent: list[int]
@@ -47,17 +48,17 @@ R received copies by expert, and its inverse."""
 
 
 class AllToAllTokenDispatcher:
-    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`). `ep`: ranks that
-    hold different experts; `etp`: ranks that hold slices of the same experts."""
+    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`). `ep`: axis of the
+    ranks that hold different experts; `etp`: axis of the ranks that hold slices of the same experts."""
 
     def __init__(self, ep: Axis, etp: Axis) -> None:
         self.ep, self.etp = ep, etp
         self.expert_ranks, self.width_ranks = ep.size, etp.size
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
-        """Send token copies `x_NH`, sorted by expert (expert e ends at index `ends_E[e]`), to the ranks of their
-        experts. Return the received copies [R, H] sorted by local expert, the exclusive end index of each local
-        expert's copies (int32 [L]), and the state for `combine`."""
+        """Send token copies `x_NH`, sorted by expert (the copies of expert e end at index `ends_E[e]`), to the ranks of
+        their experts. Return three things: the received copies [R, H], sorted by local expert; the exclusive end index
+        of each local expert's copies (int32 [L]); and the state that `combine` needs."""
         routes = self._agree_on_routes(ends_E)
         x_RH = exchange(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
@@ -71,16 +72,17 @@ class AllToAllTokenDispatcher:
         return Permuted.apply(x_RH, order_R, inverse_R, None), ends_L, (routes, order_R, inverse_R)
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Send expert outputs `y_RH` back to the ranks of their tokens, summed over etp; return those of this rank's
-        token copies, [N, H] in the order before `dispatch`."""
+        """Sum the expert outputs `y_RH` over etp and send them back to the ranks of their tokens. Return the outputs
+        for this rank's token copies, [N, H], in the order of the `x_NH` that was dispatched. `dispatched`: third result
+        of `dispatch`."""
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
         return exchange(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Exchange over ep how many token copies go to each expert, and over etp how many each rank received; return
-        the routes. `ends_E`: exclusive end index of each expert's copies among those of this rank."""
+        """Exchange the numbers of token copies: over ep, how many go to each expert; over etp, how many each rank
+        received. Return them as `Routes`. `ends_E`: exclusive end index of each expert's copies on this rank."""
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, -1)
         arriving_PL = self._share_counts(counts_PL, self.ep)
         counts_GPL = self._share_counts(arriving_PL.reshape(1, -1), self.etp).reshape(self.etp.size, *counts_PL.shape)
@@ -90,8 +92,9 @@ class AllToAllTokenDispatcher:
         return Routes(sent.tolist(), received.tolist(), shared.tolist(), counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Exchange integer counts among the ranks of an axis; return [ranks, columns], row i from rank i. `counts`:
-        with a row per rank, row i is sent to rank i (all-to-all); a single row is sent to all ranks (all-gather).
+        """Exchange integer counts among the ranks of an axis; return [ranks, columns], of which row i comes from rank
+        i. `counts`: either one row per rank, of which row i is sent to rank i (all-to-all), or a single row, sent to
+        all ranks (all-gather).
 
         A checksum column verifies that each row is intact, belongs to this call, and has the right sender and receiver:
         with wrong sizes ranks would hang or read data that was never sent. Raises RanksDisagree.

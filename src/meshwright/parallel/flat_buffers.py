@@ -21,8 +21,8 @@ from meshwright.spec.parameters import EngineTensor, ParameterEntry, ParameterTa
 
 
 class Columns(NamedTuple):
-    """Column range [start, stop), from 0, of a matrix with `of` columns in all; the matrix is a parameter entry in
-    engine orientation ([output, input])."""
+    """Column range [start, stop), counted from 0, of a matrix that has `of` columns. The matrix is a parameter entry
+    (one tensor of a checkpoint) in engine orientation, [output, input]."""
 
     start: int
     stop: int
@@ -35,8 +35,8 @@ class Columns(NamedTuple):
 
 
 def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
-    """Return the elements in a range of matrix columns (None: all) of a parameter entry's `values`, flat in the last
-    dim: [..., rows x columns.of] -> [..., rows x selected columns]."""
+    """Return the elements of some matrix columns of `values`, whose last dim is a flattened matrix: [..., rows x
+    columns.of] -> [..., rows x columns.width]. `columns`: range of columns; None: return `values`."""
     if columns is None:
         return values
     return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)
@@ -44,14 +44,14 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Elements [start, stop) of one parameter entry (a tensor of the checkpoint). `tensor`: 1-D view of them, which
-    saving reads and loading overwrites.
+    """A range of the elements of one parameter entry (one tensor of a checkpoint), and a 1-D view `tensor` of their
+    values, which saving reads and loading overwrites.
 
-    `start` and `stop` count the entry's elements row-major in engine orientation, [output, input], which may be the
-    transpose of that in the file. `columns`: only elements of these matrix columns are counted; None: all.
+    `start`, `stop`: element range [start, stop) of the flattened entry, row-major in engine orientation [output, input]
+    (the checkpoint file may hold the transpose). `columns`: if given, only elements of these matrix columns are
+    counted.
 
-    `kind`: quantity stored, "master" (weights) or optimizer state such as "exp_avg"; `name`: name of the parameter
-    entry.
+    `kind`: quantity in `tensor`: "master" (weights) or an optimizer state such as "exp_avg"; `name`: name of the entry.
     """
 
     kind: str
@@ -62,8 +62,8 @@ class TensorSlice:
     columns: Columns | None = None
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this slice's elements of `values`, a tensor [..., entry.numel] with a value for each element of the
-        unsharded entry in engine orientation. Result: [..., stop - start]."""
+        """Select this slice's elements from `values` [..., n], which has one value for each of the n elements of the
+        unsharded entry in engine orientation. Return [..., stop - start]."""
         return select_columns(values, self.columns)[..., self.start : self.stop]
 
     def put(self, values: torch.Tensor) -> None:
@@ -76,11 +76,12 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class EntrySlice:
-    """Slice of a parameter entry (one tensor of a checkpoint) in a flat buffer: the buffer elements [offset, offset +
-    numel) are the elements [begin, begin + numel) of the flattened entry, or of its `columns` alone.
+    """A slice of a parameter entry (one tensor of a checkpoint) in a flat buffer: the buffer elements [offset, offset +
+    numel) are the elements [begin, begin + numel) of the flattened entry. If `columns` is given, `begin` counts only
+    elements of these matrix columns.
 
-    `copies`: number of neighbouring tp ranks that hold the same slice; `partial`: True if each of them has a partial
-    gradient, to be summed over tp.
+    `copies`: number of neighbouring tp ranks that hold the same slice. `partial`: True if the gradient on each of these
+    ranks is only a partial gradient, to be summed over them.
     """
 
     entry: ParameterEntry
@@ -92,15 +93,15 @@ class EntrySlice:
     partial: bool
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the slice's elements, [numel], of `values` [entry.numel], the flattened unsharded entry in engine
-        orientation ([output, input])."""
+        """Select the slice's elements, [numel], from `values`, the flattened unsharded entry in engine orientation
+        ([output, input])."""
         return select_columns(values, self.columns)[self.begin : self.begin + self.numel]
 
 
 class PlacedTensor(NamedTuple):
-    """Position of an engine tensor (a parameter in the form in which the model computes with it, such as fused qkv) in
-    a flat buffer. `offset`: index of its first element in the buffer; `shape`: shape of this rank's tp or ep shard of
-    it."""
+    """An engine tensor (a parameter as the model computes with it, such as fused qkv) and its position in a flat
+    buffer. `offset`: index in the buffer of its first element; `shape`: shape of this rank's tp or ep shard of the
+    tensor."""
 
     tensor: EngineTensor
     offset: int
@@ -114,10 +115,10 @@ class PlacedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Layout of one flat buffer, called `name`, on one rank before ZeRO shards it: `padded` elements, of which the
-    first `numel` are parameters and the first `decay_numel` have weight decay. `tensors`: the model's parameters in it
-    (such as fused qkv); `slices`: the slices of parameter entries (checkpoint tensors) in it, without vocabulary
-    padding."""
+    """Layout of one flat buffer, called `name`, on one rank before ZeRO shards it. `padded`: number of elements; the
+    first `numel` are parameters, and the first `decay_numel` of these have weight decay. `tensors`: the model's
+    parameters in the buffer (such as fused qkv); `slices`: the slices of parameter entries (checkpoint tensors) in it;
+    elements that only pad the vocabulary are in no slice."""
 
     name: str
     tensors: tuple[PlacedTensor, ...]
@@ -135,8 +136,8 @@ class FlatLayout:
                 yield part, first, last
 
     def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Split the buffer elements [low, high) into ranges [first, last) of elements that equally many tp ranks hold;
-        return (first, last, copies) for each, with `copies` that number of ranks. Padding and router balancing biases,
+        """Split the buffer elements [low, high) by the number of tp ranks that hold them. Return (first, last, copies)
+        for each range [first, last), whose elements are held by `copies` tp ranks. Padding and router balancing biases,
         which do not count in gradient norms, are left out."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.within(low, high):
@@ -148,16 +149,16 @@ class FlatLayout:
         return ranges
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of an unsharded flat buffer [padded]: the model's parameters as it uses them (such as fused
-        qkv), in the order of `tensors` and in this rank's shapes."""
+        """Return the model's parameters as views of an unsharded flat `buffer` [padded]: in the form in which the model
+        uses them (such as fused qkv), in the order of `tensors`, in this rank's shapes."""
         return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Make the model's parameters views of an unsharded flat buffer [padded]; return them in the order of
-        `tensors`.
+        """Make the model's parameters views of an unsharded flat `buffer` [padded]; return the parameters in the order
+        of `tensors`.
 
-        The views have their own version counters (`.data`): an all-gather that refills the memory must not look to
-        autograd like an in-place change of saved tensors.
+        The views are assigned through `.data` and so have their own version counters: an all-gather that refills the
+        buffer must not look to autograd like an in-place change of saved tensors.
         """
         bound = []
         for placed, view in zip(self.tensors, self.views(buffer), strict=True):
@@ -175,9 +176,9 @@ class FlatLayout:
         return bound
 
     def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
-        """Write parameter values into the 1-D `shard`, which holds the buffer elements from `start` on. `value_of`:
-        called once for each parameter entry in the shard; returns its unsharded value in its shape on disk (before any
-        transposition)."""
+        """Write parameter values into the 1-D `shard`, whose first element is the buffer element `start`. `value_of`:
+        called once for each parameter entry in the shard; returns the entry's unsharded value in its shape on disk
+        (before any transposition)."""
         for entry, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].entry):
             value = value_of(entry)
             flat = (value.t() if entry.transposed else value).reshape(-1)
@@ -186,8 +187,8 @@ class FlatLayout:
                 shard[first - start : last - start].copy_(mine)
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Write the current values of the model's parameters (before `bind`) into the 1-D `shard`, which holds the
-        buffer elements from `start` on."""
+        """Write the current values of the model's parameters (before `bind`) into the 1-D `shard`, whose first element
+        is the buffer element `start`."""
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
@@ -209,9 +210,9 @@ def flat_layout(
     coordinates: Mapping[str, int] | None = None,
     buffer: BufferKind = "dense",
 ) -> FlatLayout:
-    """Return the layout of one flat buffer of the FSDP unit `name`. `buffer`: "dense" or "experts"; `coordinates`:
-    {axis: index} of the rank in `layout` (default: one device); `shards`: number of ranks over which ZeRO shards it,
-    for which it is padded to equal shards."""
+    """Return the layout of one flat buffer of the FSDP unit `name`. `buffer`: "dense" or "experts"; `layout`: parallel
+    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `shards`: number of ranks
+    over which ZeRO shards the buffer, which is padded to equal shards."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
@@ -252,9 +253,10 @@ def _entry_slices(
 def slices_of(
     flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
 ) -> list[TensorSlice]:
-    """Return the parts of parameter entries inside the buffer elements [low, high), as views of the 1-D `values`, which
-    holds the buffer elements from `start` on. `kind`: label of the slices ("master" ...). `position`: this rank's index
-    on tp; of elements that several tp ranks hold, each gets an even share. None: all elements."""
+    """Return the slices of parameter entries in the buffer elements [low, high), as views of the 1-D `values`, whose
+    first element is the buffer element `start`. `kind`: label of the slices ("master" ...). `position`: index of this
+    rank on tp: elements that several tp ranks hold are divided evenly, and only this rank's share is returned. None:
+    all elements are returned."""
     slices = []
     for part, first, last in flat.within(low, high):
         if position is not None:
@@ -273,9 +275,9 @@ def even_share(start: int, stop: int, index: int, shares: int) -> tuple[int, int
 
 
 class GradientBufferPool:
-    """Pool of 1-D unsharded gradient buffers, which exist only during backward passes (ZeRO-2 and 3). Buffers of layers
-    (consecutive FSDP units of equal sizes) are kept for reuse by the next layer, others (an embedding's) freed at once.
-    `sizes`: for each FSDP unit, in forward order, the sizes in elements of its buffers."""
+    """Pool of 1-D unsharded gradient buffers, which are in use only during backward passes (ZeRO-2 and 3). Buffers of
+    layers (consecutive FSDP units of equal sizes) are kept for the next layer; other buffers (an embedding's) are freed
+    at once. `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype
@@ -288,7 +290,7 @@ class GradientBufferPool:
         return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Return `buffer`, which is no longer needed, to the pool, which keeps it for reuse or frees it."""
+        """Give `buffer`, which is no longer needed, back to the pool. The pool keeps it for reuse or frees it."""
         free = self._free.get(buffer.numel())
         if free is not None and len(free) < self._kept[buffer.numel()]:
             free.append(buffer)

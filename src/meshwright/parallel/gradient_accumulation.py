@@ -24,8 +24,9 @@ class BackwardPass:
     whose gradients are incomplete, the last unit of the stage first; `missing`: unit name -> indices of its parameters
     that have no gradient yet.
 
-    `held`: (parameter, gradient) pairs stored during the input-gradient half of a split pass and its pause; else None.
-    `early`: after the pause, unit name -> such pairs that are not in the unit's buffer yet.
+    `held`: (parameter, gradient) pairs that are stored, not accumulated, while a split pass computes input gradients
+    and while it is paused; otherwise None. `early`: the stored pairs after the pass is resumed: unit name -> pairs that
+    are still to be added to the unit's buffer.
     """
 
     order: list[str]
@@ -35,9 +36,10 @@ class BackwardPass:
 
 
 class GradientAccumulator:
-    """Accumulator of the gradients that autograd computes for this rank's parameters. `units`: FSDP units by name, in
-    the order of the parameter table; `parameters`: unit name -> its parameters; `reducer`: reduces complete gradients
-    over ranks."""
+    """Accumulator of this rank's parameter gradients over backward passes, for one step at a time: it takes them from
+    autograd or from `accumulate`, adds them to their FSDP units' buffers, and starts the reduction of complete units.
+    `units`: FSDP units by name, in the order of the parameter table; `parameters`: unit name -> its parameters;
+    `reducer`: reduces complete gradients over ranks."""
 
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer
@@ -71,7 +73,8 @@ class GradientAccumulator:
         self._running: BackwardPass | None = None
 
     def finish(self) -> None:
-        """Wait until all gradients of the step are reduced; assert that all announced passes have taken place."""
+        """Wait until all gradients of the step are reduced. Asserts that all backward passes that `begin_step`
+        announced have taken place."""
         left = [name for name, passes in self._passes.items() if passes]
         assert not left, f"passes are missing: {left}"
         self._reducer.finish()
@@ -80,7 +83,8 @@ class GradientAccumulator:
 
     def start(self, units: Iterable[str], split: bool = False) -> BackwardPass:
         """Start a backward pass through the FSDP units named `units` (in forward order) and return its state. `split`:
-        True if the pass computes all input gradients first, a half that `pause` ends."""
+        True if the pass first computes only input gradients, until `pause` is called, and weight gradients after
+        `resume`."""
         assert self._running is None, "one pass at a time"
         order = list(units)[::-1]
         missing = {name: set(range(len(self._parameters[name]))) for name in order}
@@ -88,8 +92,8 @@ class GradientAccumulator:
         return self._running
 
     def pause(self, still_to_come: Collection[nn.Parameter]) -> None:
-        """Pause the split pass after its input gradients. `still_to_come`: parameters whose gradients are computed
-        after `resume`. FSDP units without such parameters are complete and are reduced now."""
+        """Pause the running split pass after its input gradients. `still_to_come`: parameters whose gradients will be
+        computed after `resume`. FSDP units that have no such parameter are complete and are reduced now."""
         running = self._running
         assert running is not None and running.held is not None
         places = {self._place[parameter] for parameter in still_to_come}
@@ -107,9 +111,9 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume a paused pass; the caller then calls `accumulate` for the remaining gradients, and `end`. A unit's
-        gradients from before the pause are added to its buffer together with its first one after it, so that few
-        buffers exist at a time."""
+        """Resume a paused pass; the caller then calls `accumulate` for the remaining gradients, and `end`. Gradients
+        that were stored before the pause are not added to a unit's buffer until the unit's next gradient arrives, so
+        that few buffers exist at a time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
@@ -123,8 +127,8 @@ class GradientAccumulator:
         self._running = None
 
     def skip(self, units: Iterable[str]) -> None:
-        """Declare that the FSDP units named `units` get no further gradients in the running pass; reduce them when
-        their turn comes."""
+        """Declare that the FSDP units named `units` get no further gradients in the running pass. They count as
+        complete and are reduced in the pass's fixed order of units, after the incomplete units before them."""
         running = self._running
         assert running is not None
         for name in units:
@@ -132,8 +136,8 @@ class GradientAccumulator:
         self._end_units(running)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a parameter's gradient (of the parameter's shape) to the buffer of its FSDP unit; in the first half of a
-        split pass only store it, until `pause`."""
+        """Add a parameter's gradient (of the parameter's shape) to the buffer of its FSDP unit. In the first half of a
+        split pass the gradient is only stored until `pause`."""
         running = self._running
         assert running is not None, "a gradient outside of a backward pass"
         if running.held is not None:
@@ -167,16 +171,17 @@ class GradientAccumulator:
             self.accumulate(parameter, gradient)
 
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-        """Return the view of the FSDP unit's gradient buffer that belongs to `parameter`, and True if the caller must
-        overwrite its old values instead of adding to them. Gradients of the unit from before a pause are added
-        first."""
+        """Return (view, stale). view: the part of the FSDP unit's gradient buffer that belongs to `parameter`; stale:
+        True if the caller must overwrite the view's values, False if it must add to them. Gradients of the unit that
+        were stored before a pause are added to the buffer first."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)
         return self._reducer.unsharded(name).view(index)
 
     def _mark_accumulated(self, running: BackwardPass, parameter: nn.Parameter) -> None:
-        """Record that a parameter's gradient is in the buffer; reduce its FSDP unit if it was the last missing one."""
+        """Record that a parameter's gradient is in the buffer. If no other gradient of its FSDP unit is missing in this
+        pass, the unit is complete and can be reduced."""
         name, index = self._place[parameter]
         running.missing[name].discard(index)
         if not running.missing[name]:

@@ -41,23 +41,25 @@ class Compute(Protocol):
     may have one."""
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step of a micro-batch through a stage. `kind`: which step (below); `key`: stage, replica,
-        micro-batch.
+        """Run one compute step of a micro-batch through a stage. `kind`: one of the four kinds below; `key`: (stage,
+        replica, micro-batch).
 
-        Forward: `x` is the stage's input (first stage: None); return its output, except that the last stage keeps its
-        loss and returns None. Backward: `x` is the output gradient (last stage: None); compute the weight gradients and
-        return the input gradient (first stage: None). Input gradient (B pass of a split backward): as backward, but
-        defer the weight gradients. Weight gradient (W pass): compute the deferred ones; `x` and the result are None.
+        Forward: `x` is the stage's input (first stage: None); return its output; the last stage keeps its loss and
+        returns None. Backward: `x` is the gradient of the stage's output (last stage: None); compute the weight
+        gradients and return the input gradient (first stage: None). Input gradient (B pass of a split backward): as
+        backward, but defer the weight gradients. Weight gradient (W pass): compute the deferred weight gradients; `x`
+        and the result are None.
         """
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised contiguous buffer in which the input of a stage is received, or the gradient of that
-        input, which has the same shape and dtype. `key`: stage, replica and micro-batch."""
+        """Return an uninitialised contiguous receive buffer of the shape and dtype of a stage's input. The runtime
+        receives in it either that input or its gradient. `key`: (stage, replica, micro-batch)."""
 
 
 def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0 (its name may differ).
-    Each rank generates or reads the program on its own; different programs would deadlock. Collective."""
+    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0 (the name of the program
+    does not count). Each rank generates or reads the program by itself; different programs would deadlock. Collective.
+    """
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -79,9 +81,10 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compute step of a pipeline program. kind: forward, backward, B or W pass. reads: activation or gradient that
-    it needs from another stage; makes: the one that it returns for another stage. answers: values that this rank sent
-    earlier; when `reads` has arrived, their receivers have used them, and their memory can be released."""
+    """One compute step of a pipeline program. kind: forward, backward, B or W pass. key: (stage, replica, micro-batch).
+    reads: activation or gradient that the step needs from another stage; makes: the one that it returns for another
+    stage; None: none. answers: values that this rank sent earlier and whose receivers must have used them once `reads`
+    has arrived, so that their memory can be released."""
 
     kind: Kind
     key: Key
@@ -94,7 +97,8 @@ class _Step:
 class _Transfer:
     """One send or receive between pipeline ranks. value: identifies the activation or gradient; peer: the other
     pipeline rank; arrives: True for a receive, False for a send; enters: (stage, replica, micro-batch) of the forward
-    whose input is the activation, or whose input has the gradient; site, name: labels in traces and error messages."""
+    whose input is the activation or, for a gradient, whose input it is the gradient of; site, name: labels in traces
+    and errors."""
 
     value: Value
     peer: int
@@ -106,15 +110,16 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Steps of one group of a pipeline program: compute steps in order, or transfers posted together, never both."""
+    """One group of a pipeline program: either compute steps, executed in order, or transfers, which a rank posts
+    together. One of the two lists is empty."""
 
     steps: list[_Step]
     transfers: list[_Transfer]
 
 
 class Pipeline:
-    """Executor of a pipeline program on one rank of the mesh axis `axis` (pp). The program is checked; if it has no
-    sends and receives, these are added first.
+    """Executor of a pipeline program on one rank of the mesh axis `axis` (pp). The constructor checks the program; to a
+    program without sends and receives it first adds them.
 
     Raises ProgramError for an invalid program.
     """
@@ -135,8 +140,8 @@ class Pipeline:
         _PipelineExecution(self.axis, compute).execute(self._groups)
 
     def run_forwards(self, compute: Compute, micro_batches: int) -> None:
-        """Execute the forward steps of the first `micro_batches` micro-batches alone, in the program's order
-        (evaluation), calling `compute` for each. Raises RankLost when a neighbour does not answer."""
+        """Execute only the forward steps of the first `micro_batches` micro-batches, in the program's order, calling
+        `compute` for each (for evaluation). Raises RankLost when a neighbour does not answer."""
         groups = []
         for group in self._groups:
             steps = [
@@ -151,8 +156,8 @@ class Pipeline:
 
 
 class _PipelineExecution:
-    """One execution of a pipeline program on a rank, and its tensors in flight: those computed here, being received or
-    being sent."""
+    """One execution of a pipeline program on a rank. It holds the activations and gradients in flight: those computed
+    on this rank and not used yet, those being received, and those being sent."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
         self.axis, self.compute = axis, compute
@@ -184,7 +189,7 @@ class _PipelineExecution:
                 self.leaving[each.value] = handle
 
     def step(self, step: _Step) -> None:
-        """Execute one compute step, store the activation or gradient that it returns for another stage, and release the
+        """Execute one compute step. Store the activation or gradient that it returns for another stage, and release the
         one that it has read."""
         made = self.compute.run(step.kind, step.key, self.read(step))
         assert (made is None) == (step.makes is None), f"{step}: the wrong end of the pipeline"

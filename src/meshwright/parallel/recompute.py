@@ -60,8 +60,8 @@ GATHERED = frozenset(
 class ActivationCheckpointing(Recompute):
     """Activation checkpointing of a transformer block by `kind`:
 
-    * "none": save all that backward needs; when compiled, the results of matrix products and attention, because
-      elementwise work fused into backward kernels is cheaper to recompute than to save;
+    * "none": save all that backward needs; when compiled, save the results of matrix products, attention and
+      communication only, because elementwise work fused into backward kernels is cheaper to recompute than to save;
     * "selective": save the results of matrix products and of sums over ranks;
     * "full": save the block's inputs alone.
     """
@@ -76,10 +76,11 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return `function`, the forward of a transformer block or of a part of it, with selective checkpointing of its
-        operators as `kind` says (`wrap_block` applies "full" instead). compile_options: keyword arguments of
-        torch.compile, which compiles `function`; None: it runs eagerly. around: wrapper applied to the compiled
-        function."""
+        """Return a function to call in place of `function`, which is the forward of a transformer block or of a part of
+        it. Kind "selective", or "none" with compilation, saves the results of some operators of `function` and
+        recomputes the others in backward; kind "full" changes nothing here (`wrap_block` checkpoints the whole block).
+        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
+        compiled function."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
@@ -89,8 +90,8 @@ class ActivationCheckpointing(Recompute):
         return super().wrap(function, compile_options, around)
 
     def wrap_block(self, function: Function) -> Function:
-        """Return `function`, the forward of a whole block, built from results of `wrap`; kind "full" checkpoints it as
-        a whole."""
+        """Return a function to call in place of `function`, the forward of a whole block (which calls the functions
+        that `wrap` returned). Kind "full" checkpoints the whole block; other kinds return `function`."""
         return _checkpoint_always(function) if self.kind == "full" else function
 
 
@@ -106,8 +107,8 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
 
 
 def _checkpoint_always(function: Function, **options: Any) -> Function:
-    """Return a function that runs `function` under torch.utils.checkpoint with `options` as its keyword arguments;
-    where gradients are disabled it calls `function` directly."""
+    """Return a function that runs `function` under torch.utils.checkpoint. `options`: keyword arguments of
+    torch.utils.checkpoint. Where gradients are disabled, the returned function calls `function` directly."""
 
     def run(*arguments: Any) -> Any:
         """Run `function` under checkpointing when gradients are enabled."""

@@ -24,9 +24,10 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class BackwardOrder(NamedTuple):
-    """Order of the backward passes on this rank, from the pipeline program. `at_once`: (stage, replica, micro-batch) of
-    forwards that are immediately followed by their own backward, so that the head may compute its gradient with the
-    loss. `queue`: collects the weight gradients that split backward passes defer; None where only forwards run."""
+    """What the forwards and backwards of this rank need to know of the pipeline program. `at_once`: the forwards, as
+    (stage, replica, micro-batch), that their own backward follows immediately: such a forward may already compute the
+    head's gradient together with the loss. `queue`: queue in which split backward passes defer their weight-gradient
+    computations; None if only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -36,13 +37,14 @@ _FORWARD_ONLY = BackwardOrder()
 
 
 class StageCompute:
-    """Executor of forward and backward of a model's pipeline stages (implements `Compute`, parallel/pipeline.py), for
-    one step or one evaluation.
+    """Executor of forward and backward of a model's pipeline stages (implements `parallel.pipeline.Compute`), for one
+    step or one evaluation.
 
-    `micro_batches`: those of this rank; `targets`: number by which the summed loss is divided; `order`: order of
-    backward passes; `mark`: called with the name of each phase when it ends ("forward", "backward", ...); `objective`:
-    returns the preference loss of a micro-batch; None: next-token loss. Attribute `loss`: sum over the micro-batches
-    whose last stage is on this rank (float64).
+    `micro_batches`: all micro-batches of this rank; `targets`: number by which the summed loss is divided; `order`:
+    which backward passes follow their forward immediately, and the queue of split ones; `mark`: called with the name of
+    each phase when the phase ends ("forward", "backward", ...); `objective`: function that returns the summed
+    preference loss of a micro-batch; None: next-token loss. Attribute `loss`: divided loss, summed over the
+    micro-batches whose last stage is on this rank (float64).
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class StageCompute:
         self._paused: dict[Key, BackwardPass] = {}
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step, as `Compute.run` says. The last stage's forward adds its loss to `loss`; the engine
-        accumulates the parameter gradients; a split backward queues the weight gradients of linear layers."""
+        """Run one compute step of kind `kind`: forward, backward, or the B (input gradient) or W (weight gradient) pass
+        of a split backward; `key`, `x` and the result are those of `Compute.run`. The last stage's forward adds its
+        loss to `loss`; the engine accumulates the parameter gradients; a B pass queues the weight-gradient computations
+        of linear layers."""
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")  # the phase of waiting for another stage
         stage = self._stages[key[0]]
@@ -93,8 +97,9 @@ class StageCompute:
         return d_x
 
     def _forward(self, key: Key, stage: Stage, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one forward through `stage`. `key`: stage, replica, micro-batch; `x`: the stage's input (first stage:
-        None). Return its output [B, S, H]; on the last stage add its loss to `loss` and return None."""
+        """Run one forward through `stage` and return the stage's output [B, S, H]; on the last stage add the loss to
+        the attribute `loss` and return None. `key`: (stage, replica, micro-batch); `x`: the stage's input (first stage:
+        None)."""
         units, micro_batch = self.engine.prefetchers[stage.index], key[2]
         units.keeps_last = at_once = key in self._at_once
         if x is not None:
@@ -113,8 +118,8 @@ class StageCompute:
         return None if stage.last else out.detach()
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised receive buffer for the input of a stage and a micro-batch: [B, S, H], S being this tp
-        rank's slice with sequence parallelism."""
+        """Return an uninitialised receive buffer for the input of a stage: [B, S, H], where S is this tp rank's token
+        slice with sequence parallelism. `key`: (stage, replica, micro-batch)."""
         tokens_BS, mesh = self._micro_batches[key[2]][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -145,8 +150,9 @@ class _SavedForward(NamedTuple):
 
 
 class _OutputRoot(torch.autograd.Function):
-    """Autograd root of a stage's backward. It replaces the stage's output without keeping its memory, which is freed
-    once sent: its value is empty, and `_set_output_gradient` sets its gradient."""
+    """Autograd root of a stage's backward, used in place of the stage's output, so that the output's memory can be
+    freed once it is sent. The root is an empty tensor; `_set_output_gradient` sets the gradient from which backward
+    starts."""
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:

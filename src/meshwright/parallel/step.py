@@ -27,9 +27,9 @@ WORTH_ADDING_AT_ONCE = 2**17
 
 class ForwardBackward:
     """Runs a pipeline program on this rank of pp, without optimizer step, on the `model` whose parameters `engine`
-    owns. `mark`: called with the name of each phase when it ends ("pipeline": wait for another stage; "forward",
-    "backward", "reduce"). `fused_accumulation_min_numel`: number of elements from which a weight's gradient is added to
-    the accumulation buffer by the matrix product itself. `preference`: loss of preference pairs; None: next-token
+    owns. `mark`: called with the name of each phase when the phase ends ("pipeline": wait for another stage; "forward",
+    "backward", "reduce"). `fused_accumulation_min_numel`: smallest number of elements of a weight whose gradient the
+    matrix product itself adds to the accumulation buffer. `preference`: loss of preference pairs; None: next-token
     loss."""
 
     def __init__(
@@ -93,7 +93,9 @@ class ForwardBackward:
     def _run_forwards(
         self, micro_batches: Sequence[MicroBatch], targets: int, objective: Objective | None
     ) -> torch.Tensor:
-        """Run the forwards of `micro_batches` without gradients; return the loss as `evaluate` does."""
+        """Run the forwards of `micro_batches` without gradients. Return the summed loss divided by `targets` (float64
+        scalar); 0 where the last stage is on another rank. `objective`: loss function of preference pairs; None:
+        next-token loss."""
         with torch.no_grad():
             compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
             self._pipeline.run_forwards(compute, len(micro_batches))
@@ -140,9 +142,9 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return this rank's share of the step's loss; the shares of all ranks (`mesh.world`) add up to the loss. `loss`:
-    loss of this rank's micro-batches, equal on all tp ranks. `of_pairs`: True for a preference loss, which is equal on
-    all cp ranks too."""
+    """Return this rank's share of the step's loss: the shares of all ranks (`mesh.world`) add up to the loss. `loss`:
+    loss of this rank's micro-batches, which all tp ranks hold alike. `of_pairs`: True for a preference loss, which all
+    cp ranks hold alike too."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 

@@ -40,13 +40,15 @@ class TensorParallel(TensorOperations):
         self.size, self.rank, self.trivial = axis.size, axis.rank, axis.trivial
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself, with sequence
-        parallelism all-gathered from the ranks' token slices [B, S / size, H]. `site`: label of the call in traces."""
+        """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself or, with sequence
+        parallelism, the all-gather of the ranks' token slices `x_BSH` [B, S / size, H]. `site`: label of the call in
+        traces."""
         return (gather_from if self.sequence_parallel else copy_to)(x_BSH, self.axis, site)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum of the ranks' partial results `x_BSH` of a row-parallel product, [B, S, H]; with sequence
-        parallelism this rank's token slice of it, [B, S / size, H]. `site`: label of the call in traces."""
+        """Return the sum over ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H] or,
+        with sequence parallelism, this rank's token slice of that sum, [B, S / size, H]. `site`: label of the call in
+        traces."""
         return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
@@ -55,8 +57,8 @@ class TensorParallel(TensorOperations):
         return reduce_from(x, self.axis, site)
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the ranks' `x` concatenated along dim `dim`; backward returns this rank's slice of the summed
-        gradient. `site`: label of the call in traces."""
+        """Return the ranks' `x` concatenated along dim `dim`. Backward sums the gradient over ranks and returns this
+        rank's slice of that sum. `site`: label of the call in traces."""
         return gather_from(x, self.axis, site, dim)
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
@@ -76,9 +78,9 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """The partial gradients over tp of one rank (of parameters that tp ranks replicate but use for their own tokens or
-    heads alone), as views of the gradient shards of its FSDP `units`. Ranks of one tp group own equal ranges of their
-    flat buffers, so that their views correspond."""
+    """Views of those gradients on one rank that must still be summed over tp: gradients of parameters that tp ranks
+    replicate but use for their own tokens or heads alone. The views lie in the gradient shards of the FSDP `units`.
+    Ranks of one tp group own equal ranges of their flat buffers, so that their views correspond."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}

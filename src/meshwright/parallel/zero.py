@@ -62,9 +62,10 @@ TIED_SITE = "pipeline.gradients.shared"
 
 @dataclass(frozen=True, slots=True)
 class ShardingAxes:
-    """Mesh axes of an FSDP unit. `data`: axis over which its gradient is summed; `shard`: axis over which ZeRO shards
-    it; `replica`: axis of the ranks that hold the same shard (hybrid sharding). `tied`: axis of the pipeline ranks that
-    all hold the unit (a tied embedding, or a model copy of a bidirectional schedule); None if one rank does."""
+    """Mesh axes of an FSDP unit. `data`: axis over which the unit's gradient is summed; `shard`: axis over which ZeRO
+    shards the unit; `replica`: axis of the ranks that hold the same shard (hybrid sharding). `tied`: axis of the
+    pipeline ranks that all hold the unit (a tied embedding, or a model copy of a bidirectional schedule); None if only
+    one does."""
 
     data: Axis
     shard: Axis
@@ -83,7 +84,7 @@ class FsdpUnit:
                         the dtypes agree.
     gradient            gradient summed over ranks and micro-batches, [start, stop), in the dtype of `master`.
     unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
-    replicas, replica   number of ranks (of the same rank on tp) that hold this shard, and this rank's index among them.
+    replicas, replica   number of ranks at the same index on tp that hold this shard; this rank's index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
     balancing           index ranges (start, stop) in the shard of router biases, whose gradient is their experts' load
                         minus the mean.
@@ -173,25 +174,25 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: for each parameter its view of
-    the buffer, in the parameter's shape; `stale`: indices of views with old values, to be overwritten instead of added
-    to."""
+    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: for each parameter a view of
+    the buffer in the parameter's shape; `stale`: indices of the views that hold old values: their next gradient
+    overwrites these values instead of being added."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     stale: set[int] = field(default_factory=set)
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
-        """Return the view of the gradient of the unit's parameter number `index`, and True if the caller must overwrite
-        its values instead of adding to them; afterwards the view counts as written."""
+        """Return (view, stale) for the unit's parameter number `index`. stale: True if the caller must overwrite the
+        view's values, False if it must add to them. The view then no longer counts as stale."""
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
 
 
 class GradientReducer:
-    """Reduces the gradients of a rank's FSDP units (`units`, by name) over ranks, each as soon as backward has
-    completed it. `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
+    """Reduces the gradients of a rank's FSDP units over ranks, each gradient as soon as backward has completed it.
+    `units`: name -> unit; `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool
@@ -221,8 +222,8 @@ class GradientReducer:
         return self._open[name]
 
     def reduce(self, name: str, last: bool) -> None:
-        """Start to reduce the gradient of the FSDP unit `name` over ranks; `last`: no further micro-batch of this step
-        adds to it."""
+        """Start to reduce the gradient of the FSDP unit `name` over ranks. `last`: True if no further backward pass of
+        this step adds to the gradient."""
         unit, gradient = self._units[name], self.unsharded(name)
         axes, first = unit.axes, name in self._stale
         self._stale.discard(name)
@@ -280,11 +281,11 @@ class GradientReducer:
 
 
 class ParameterPrefetcher(Units):
-    """Hooks that all-gather, prefetch and reshard the FSDP units of one pipeline stage as the model computes (called by
-    model/units.py): while a unit computes, the next one is all-gathered; under ZeRO-3 all others stay sharded.
+    """Hooks that the model calls before and after each FSDP unit of one pipeline stage: while a unit computes, the next
+    one is all-gathered; under ZeRO-3 a unit is resharded after use, so that all other units stay sharded.
 
     `units`: unit names in forward order; `needs`: unit name -> FSDP units whose parameters it uses. Attribute
-    `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows at once.
+    `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows immediately.
     """
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
@@ -301,16 +302,16 @@ class ParameterPrefetcher(Units):
             later.update(map(id, self._sharded[name]))
 
     def enter(self, name: str, x: Any) -> Any:
-        """Unshard unit `name` before its forward pass and prefetch the next one; return its input `x`, hooked for
-        backward."""
+        """Unshard unit `name` before its forward pass and start the all-gather of the next unit. Return the unit's
+        input `x`, wrapped such that the unit is resharded at the end of its backward."""
         self._unshard(name, self._next.get(name))
         if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return _BackwardHook.apply(x, partial(self._leave_backward, name))
         return x
 
     def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Reshard unit `name` after its forward pass, unless backward begins with it; return its output `x`, hooked for
-        backward."""
+        """Reshard unit `name` after its forward pass, unless backward begins with this unit. Return the unit's output
+        `x`, wrapped such that the unit is unsharded at the beginning of its backward."""
         if not self._sharded[name]:
             return x
         with_backward = x.requires_grad and torch.is_grad_enabled()
@@ -333,8 +334,8 @@ class ParameterPrefetcher(Units):
             unit.unshard()
 
     def _enter_backward(self, name: str) -> None:
-        """Unshard the FSDP unit `name` before its backward pass and prefetch the previous one; an embedding lookup
-        needs no parameters in backward."""
+        """Unshard the FSDP unit `name` before its backward pass and start the all-gather of the unit before it. An
+        embedding is not all-gathered: its lookup needs no parameters in backward."""
         if name not in LOOKED_UP:
             before = self._previous.get(name)
             self._unshard(name, None if before in LOOKED_UP else before)

@@ -32,12 +32,12 @@ class ZeroEngine:
 
     A step: `begin_step`; for each micro-batch and stage of this rank a forward with `units=prefetchers[stage.index]`
     and a backward pass between `start_pass` and `end_pass` (parallel/stage_compute.py); `finish`; the optimizer updates
-    `shards`; `all_gather_parameters`. The model's parameters become views of flat buffers. Never load values into the
-    model: load them into the masters (`master_slices(owned=False)`, then `all_gather_parameters`).
+    the master weights of `shards`; `all_gather_parameters`. The model's parameters become views of flat buffers. Never
+    load values into the model: load them into the masters (`master_slices(owned=False)`, then `all_gather_parameters`).
 
     table: the model's parameter table. seed: initialises the parameters; None: keep the values that the model has (not
-    on the meta device). partition: assigns FSDP units to pipeline stages, of which the rank holds its own alone;
-    default: one stage.
+    on the meta device). partition: assigns FSDP units to pipeline stages, and stages to ranks (each rank holds only the
+    units of its own stages); None: one stage.
     """
 
     prefetcher_class: type[Any] = ParameterPrefetcher
@@ -143,8 +143,8 @@ class ZeroEngine:
         self.end_pass(stage)
 
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
-        """Start a backward pass of one micro-batch through a stage and return its state; `split`: True if it computes
-        all input gradients first, a half that `pause_pass` ends."""
+        """Start a backward pass of one micro-batch through a stage and return the state of the pass. `split`: True if
+        the pass first computes only input gradients, until `pause_pass` is called."""
         return self.gradients.start(self._unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
@@ -169,8 +169,8 @@ class ZeroEngine:
 
     def squared_norm_share(self) -> torch.Tensor:
         """Return this rank's share of the squared global gradient norm (float64 scalar): the shares of all ranks
-        (`mesh.world`) add up to the square, which is not finite if any gradient is not. Elements that several ranks
-        hold are divided among them."""
+        (`mesh.world`) add up to the squared norm. The sum is not finite if any gradient is not. An element that several
+        ranks hold is counted by each of them in equal parts."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self._units.values():
             for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
@@ -197,14 +197,15 @@ class ZeroEngine:
     # --- slices for checkpoints, bytes for ledgers
 
     def master_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return the master weights as slices of parameter entries. `owned`: True for those that this rank writes to a
-        checkpoint (each element once over all ranks), False for all that it holds and must read."""
+        """Return the master weights as slices of parameter entries (checkpoint tensors). `owned`: True: the slices that
+        this rank writes to a checkpoint (over all ranks, each element is in one slice); False: all slices that this
+        rank holds and must read."""
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Return slices of optimizer state other than the master weights, cut like those of `master_slices`. `kind`:
-        their label, such as "exp_avg". `tensors`: 1-D, one per shard, as long as its master weights. `owned`: True for
-        the slices that this rank writes to a checkpoint, False for all that it must read."""
+        """Return slices of an optimizer state, cut like those of `master_slices`. `kind`: label of the slices, such as
+        "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as the unit's master weights. `owned`:
+        True for the slices that this rank writes to a checkpoint, False for all that it must read."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self._units.values(), strict=True):
@@ -215,8 +216,8 @@ class ZeroEngine:
         return slices
 
     def parameter_slices(self) -> list[TensorSlice]:
-        """Return copies of this rank's parameters, in the dtype of compute, as slices of parameter entries. Sharded
-        parameters are all-gathered: every rank calls it, between steps."""
+        """Return copies of this rank's parameters, in the dtype of compute, as slices of parameter entries (checkpoint
+        tensors). Collective: sharded parameters are all-gathered, so every rank must call it, between steps."""
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
@@ -226,8 +227,8 @@ class ZeroEngine:
         return slices
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that this rank holds now, by kind: "parameters", "masters" (if stored separately from
-        parameters), "gradients", and "gradient_buffers" (idle ones)."""
+        """Return the bytes that this rank holds now, by kind: "parameters", "masters" (0 if master weights and
+        parameters share memory), "gradients", and "gradient_buffers" (idle buffers of the pool)."""
         units = self._units.values()
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "parameters": [tensor for unit in units for tensor in (unit.parameters, unit.parameter_shard)],
@@ -255,8 +256,8 @@ class ZeroEngine:
 
 
 def _squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a 1-D tensor as a float64 scalar, from norms of blocks of 4096 elements: one float32
-    sum over millions loses four digits."""
+    """Return the sum of squares of a 1-D tensor as a float64 scalar. It sums, in float64, the squared norms of blocks
+    of 4096 elements: a single float32 sum over millions of elements loses four digits."""
     row = 4096
     whole = values.numel() // row * row
     rows = torch.linalg.vector_norm(values[:whole].view(-1, row), dim=1).double()

@@ -34,13 +34,13 @@ _BALANCED_FOR = 2048  # sequence length for which pipeline stages are balanced
 
 @dataclass(frozen=True, slots=True)
 class BlockTables:
-    """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups): layers of one
-    sliding window share a table, and a sequence has a list of KV blocks in each table.
+    """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups): layers with
+    the same sliding window share a table, and a sequence has a list of KV blocks in each table.
 
     Attributes:
-        windows: For each block table, the sliding window of its layers in tokens; None: without.
-        layers: For each layer, (index of its block table, index of the layer within a block of that table).
-        depths: For each pipeline stage, the number of layers whose keys and values a block has room for.
+        windows: For each block table, the sliding window of its layers in tokens; None: no window.
+        layers: For each layer, (index of its block table, position of the layer within a block of that table).
+        depths: For each pipeline stage, the number of layers whose keys and values fit in one block.
     """
 
     windows: tuple[int | None, ...]
@@ -59,16 +59,16 @@ def count_blocks(tokens: int) -> int:
 
 
 def first_in_window(tokens: int, window: int | None) -> int:
-    """Return the index (from 0) of the first KV block of a sequence that its next token, after `tokens` tokens, attends
-    to. window: sliding window in tokens; None: without (block 0)."""
+    """Return the index (from 0) of the first KV block that the next token of a sequence attends to. tokens: number of
+    tokens before it. window: sliding window in tokens; None: no window (block 0)."""
     return 0 if window is None else max(0, tokens - window + 1) // BLOCK_TOKENS
 
 
 def most_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[int, ...]:
-    """Return, for each block table (list of a sequence's KV blocks for the layers of one sliding window), the maximum
-    number of KV blocks that a sequence of `tokens` tokens holds at once. With a window these are the blocks that a
-    step's tokens and the window before them can overlap. windows: sliding window of each table in tokens; None:
-    without. chunk: maximum tokens that a step computes."""
+    """Return, for each block table, the maximum number of KV blocks that a sequence of `tokens` tokens holds in it at
+    once. (A block table lists a sequence's KV blocks for the layers of one sliding window.) With a window, these are
+    the blocks that the tokens of one step and the window before them can overlap. windows: sliding window of each table
+    in tokens; None: no window. chunk: maximum number of tokens that a step computes."""
     blocks = count_blocks(tokens)
     return tuple(
         blocks if window is None else min(blocks, (window + chunk - 3) // BLOCK_TOKENS + 2) for window in windows
@@ -76,17 +76,17 @@ def most_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[i
 
 
 def most_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
-    """Return the largest length of a sequence in tokens, up to `limit`, at which it holds at most `blocks` KV blocks in
-    all block tables together. windows: sliding window of each block table in tokens; None: without. chunk: maximum
-    tokens that a step computes."""
+    """Return the largest length of a sequence, in tokens and at most `limit`, at which the sequence needs at most
+    `blocks` KV blocks in all block tables together. windows: sliding window of each block table in tokens; None: no
+    window. chunk: maximum number of tokens that a step computes."""
     return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(most_held(tokens, windows, chunk)))
 
 
 @lru_cache(maxsize=64)
 def block_tables(config: ModelConfig, stages: int) -> BlockTables:
     """Return the assignment of a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline
-    stages. Of the assignments with 1 to 8 tables it is the one in which a sequence of maximum length (all of the
-    model's positions) takes the fewest bytes; among equals, the one with the fewest tables."""
+    stages. Assignments with 1 to 8 tables are compared by the KV-cache bytes of a sequence of maximum length (all of
+    the model's positions): the smallest wins; among equals, the one with the fewest tables."""
     counts = Counter(config.layer_window(layer) for layer in range(config.layers))
     longest = None if None in counts else max(window for window in counts if window is not None)
     shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}
@@ -102,7 +102,8 @@ def block_tables(config: ModelConfig, stages: int) -> BlockTables:
 
 def _divide(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
     """Divide the layers of each pipeline stage evenly among the block tables. choice: {sliding window: number of tables
-    for the layers with it}; if it has one window, its tables take the layers of smaller windows too."""
+    for the layers with this window}. If `choice` has a single window, all layers share its tables, those with smaller
+    windows too."""
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()
     for stage in stages:

@@ -10,8 +10,8 @@ SMALLEST_CHUNK = 512  # tokens; smaller chunks would spend too much time on accu
 def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
     """Return the number of tokens in each chunk of the chunked loss: nearly equal sizes whose sum is `tokens`.
 
-    `vocabulary`: the largest number of logits per token on any tp rank, so that all tp ranks cut alike; `device`: "cpu"
-    or "cuda".
+    `vocabulary`: largest number of logits per token on any tp rank, so that all tp ranks get the same chunks; `device`:
+    "cpu" or "cuda".
     """
     limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(device, 1 << 27) // vocabulary)
     at_once = max(1, -(-tokens // max(1, -(-tokens // limit))))
@@ -19,12 +19,13 @@ def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
 
 
 def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: str, at_once: bool) -> bool:
-    """Return True if the last stage computes its head's gradient in the forward pass and keeps it, [V, H] per
-    micro-batch in flight, so that backward need not recompute the logits: if the backward pass follows at once
-    (`at_once`), or if the gradient takes less than half of the stage's saved activations (16 tensors [T, H] a layer or
-    more).
+    """Return True if the last stage computes the gradient of its head's weight in the forward pass and keeps it until
+    backward, so that backward need not recompute the logits. It does so if the backward pass follows immediately. It
+    also does so, unless `recompute` is "full", if this gradient ([V, H] per micro-batch in flight) takes at most half
+    of the stage's saved activations, counted as 16 tensors [T, H] per layer.
 
-    `tokens`: T, of a micro-batch on this rank; `vocabulary`: V, the logits per token on this rank; `layers`: number of
-    layers in the stage; `recompute`: the layout's activation checkpointing ("none", "selective" or "full").
+    `tokens`: T, tokens of a micro-batch on this rank; `vocabulary`: V, logits per token on this rank; `layers`: number
+    of layers in the stage; `recompute`: activation checkpointing ("none", "selective" or "full"); `at_once`: True if
+    the backward pass follows immediately.
     """
     return at_once or (recompute != "full" and vocabulary <= 8 * tokens * layers)

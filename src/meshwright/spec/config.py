@@ -26,21 +26,21 @@ _SIZES = ("vocabulary", "hidden", "layers", "heads", "kv_heads", "head_dim", "in
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The architecture of a transformer: a decoder, or an encoder if its family is one. Sizes count elements;
-    ``UserError`` if they contradict each other or the family.
+    """The architecture of a transformer: a decoder, or an encoder if its family is one. Sizes count elements. The
+    constructor raises ``UserError`` if fields contradict each other or the family.
 
-    A token attends to itself and the ``sliding_window - 1`` tokens before it (None: all), in the layers that
-    ``windowed_layers`` marks (None: in all layers). ``gated`` means activation(gate) * up, as in SwiGLU. ``tied``: the
-    output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids besides ``eos_token``.
-    ``initializer_range``: standard deviation of initial weights. ``post_norms`` and ``embedding_norm`` exist for
-    planning only: Gemma 2 also norms each sublayer's output, BLOOM its embeddings.
+    ``sliding_window``: number of tokens that a token attends to, itself included (None: all before it), in the layers
+    that ``windowed_layers`` marks (None: in all layers). ``gated``: the MLP computes activation(gate) * up, as in
+    SwiGLU. ``tied``: the output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids besides
+    ``eos_token``. ``initializer_range``: standard deviation of initial weights. In decoders, ``post_norms`` (a norm of
+    each sublayer's output, as in Gemma 2) and ``embedding_norm`` (as in BLOOM) can be planned but not run.
 
     If ``experts`` > 0, every layer except ``dense_layers`` (indices) has that many MLPs of width
-    ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared one of width
-    ``shared_intermediate`` (0: none), which has a sigmoid gate if ``shared_gate``. ``router``: scores by softmax over
-    the experts or sigmoid of each. ``normalise_choice``: the chosen experts' weights are normalised to sum 1; all
-    weights are multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss (0: none);
-    ``router_bias``: balance by a bias on the scores instead.
+    ``expert_intermediate``, of which a token uses ``experts_per_token``. Such a layer also has a shared expert of width
+    ``shared_intermediate`` (0: none), with a sigmoid gate if ``shared_gate``. ``router``: scores are a softmax over the
+    experts or a sigmoid of each. ``normalise_choice``: the weights of a token's experts are normalised to sum 1; all
+    weights are then multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss (0: none);
+    ``router_bias``: a bias on the scores balances the load instead.
 
     In an encoder attention is bidirectional and layers are post-norm (``embedding_norm`` is the first norm).
     ``token_types``: number of segment types. ``head``: the output head: ``masked`` (masked language model), ``classes``
@@ -165,8 +165,8 @@ class ModelConfig:
         return self._family_experts_problem()
 
     def _family_experts_problem(self) -> str | None:
-        """Return an error message if the family's ``config.json`` cannot express these mixture-of-experts fields, else
-        None."""
+        """Return an error message if the family's ``config.json`` format cannot express the mixture-of-experts fields
+        of this configuration; None if it can."""
         if self.family == "mixtral" and self.intermediate != self.expert_intermediate:
             return f"family mixtral has one width: intermediate {self.intermediate} is expert_intermediate"
         if self.family == "dots1":

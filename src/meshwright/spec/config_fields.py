@@ -19,9 +19,9 @@ from meshwright.spec.families import Family
 
 @dataclass(frozen=True, slots=True)
 class NeutralValue:
-    """Rule that accepts those values of a `config.json` field with which the model computes what Meshwright computes;
-    all others are refused. ``text``: description of the accepted values in error messages. ``accepts``: called with the
-    value and all ModelConfig fields by name; returns True for an accepted value."""
+    """Rule for a `config.json` field that Meshwright does not implement: it accepts the values with which the field has
+    no effect on the computation, and all other values are refused. ``text``: description of the accepted values in
+    error messages. ``accepts``: function (value, all ModelConfig fields by name) -> True for an accepted value."""
 
     text: str
     accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
@@ -188,12 +188,13 @@ def field_table(family: str) -> FieldTable:
 
 
 def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, Any], where: str) -> None:
-    """Check every field of a ``config.json`` object (``data``) against the table of its family; null fields are
-    skipped.
+    """Check every field of a ``config.json`` object (``data``) against the known fields of its family; fields with
+    value null are skipped.
 
     ``fields``: the ModelConfig fields that `config_json` read from ``data``, by name; ``where``: name of the
-    configuration in errors. Raises ``UserError`` for a field whose value changes the computation. Warns
-    (`ModelWarning`) if there are unknown fields, and if the configuration asks for custom code or another architecture.
+    configuration in errors. Raises ``UserError`` for a field whose value changes the computation in a way that is not
+    implemented. Warns (`ModelWarning`) if there are unknown fields, and if the configuration asks for custom code or
+    another architecture.
     """
     table = field_table(family.name)
     unknown = []
@@ -221,8 +222,8 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
 
 
 def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | None:
-    """Return one line of text if a configuration asks for custom code or an architecture other than the family's; else
-    None."""
+    """Return one line of text, a warning, if a configuration asks for custom code or an architecture other than the
+    family's; None if it does not."""
     if data.get("auto_map"):
         return f'"auto_map": custom modeling code (trust_remote_code) is never run; treated as {family.architecture}'
     named = data.get("architectures") or [family.architecture]

@@ -25,11 +25,12 @@ _KEYS = (
 
 
 def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
-    """Return the ModelConfig that the recipe's ``[model]`` table (`model`) describes; its fields override those of the
-    preset or Hugging Face directory that it names.
+    """Return the ModelConfig that the recipe's ``[model]`` table (`model`) describes. The table may name a preset or a
+    Hugging Face directory, whose fields are then overridden by those of the table.
 
     ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids of the
-    tokenizer; default of the model's vocabulary. Raises ``UserError`` if the model's vocabulary is smaller than that.
+    tokenizer. The model's vocabulary has this size if the table gives none and names no directory. Raises ``UserError``
+    if the model's vocabulary is smaller than the tokenizer's, or the sequence longer than the model's positions.
     """
     if model.from_path is not None:
         base = config_from_path(model.from_path)
@@ -65,9 +66,9 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
-    """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names no preset. The table gives the sizes
-    (``layers``, ``hidden``, ``heads``, ...); other fields have the family's defaults. sequence: tokens of a sequence.
-    vocabulary: number of token ids."""
+    """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names neither a preset nor a directory. The
+    table gives the sizes (``layers``, ``hidden``, ``heads``, ...); other fields have the family's defaults. sequence:
+    tokens of a sequence. vocabulary: number of token ids."""
     assert model.family and model.layers and model.hidden and model.heads  # checked by the recipe
     hidden, heads = model.hidden, model.heads
     if hidden % heads and model.head_dim is None:
@@ -98,8 +99,9 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
 
 
 def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
-    """Return the mixture-of-experts fields by ModelConfig field name: sizes of the recipe's ``[model]`` table
-    (`model`), else defaults with about the compute per token of one dense MLP of width `intermediate`."""
+    """Return the mixture-of-experts fields by ModelConfig field name. Sizes that the recipe's ``[model]`` table
+    (`model`) gives are taken from it. The defaults of the others make the experts of a token cost about as much compute
+    as one dense MLP of width `intermediate` (in family mixtral each expert is that wide)."""
     assert model.family
     fixed = FAMILIES[model.family].fixed
     experts = model.experts or 8
@@ -120,9 +122,9 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add to ``overrides`` (new values by ModelConfig field name), in place, the sizes that follow from them, if they
-    follow in ``base`` too: head_dim = hidden / heads, kv_heads = heads, intermediate = 4 hidden without gate. Lists
-    with a value per layer are fitted to a new number of layers."""
+    """Add derived sizes to ``overrides`` (new values by ModelConfig field name), in place. A size is added where `base`
+    has it from the same rule: head_dim = hidden / heads, kv_heads = heads, intermediate = 4 hidden (ungated MLP).
+    Fields with one value per layer are cut or extended to a new number of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

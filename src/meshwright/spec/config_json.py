@@ -134,7 +134,8 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the ModelConfig fields that a ``config.json`` object (`data`) describes, by field name. where: name of the
     configuration in errors.
 
-    Raises ``UserError`` and warns with `ModelWarning` as `check_fields` does.
+    Raises ``UserError`` for values that cannot be read or whose effect is not implemented. Warns with `ModelWarning` of
+    unknown fields and of custom code or another architecture.
     """
     family = read_family(data, where)
     read = Reader(data, family.defaults, where)

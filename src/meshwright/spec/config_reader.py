@@ -30,8 +30,9 @@ class Reader:
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
-        """Return (key, value) of the first of ``keys`` (synonyms) that is present. If none is: the first key with the
-        family's default or, if it has none, `default`. ``UserError`` if two synonyms disagree."""
+        """Return (key, value) of the first of ``keys`` (synonyms) that is present. If none is present, return the first
+        key with the family's default for it; if the family has none, with `default`. ``UserError`` if two synonyms
+        disagree."""
         keys = tuple(keys)
         present = [key for key in keys if key in self.data]
         for other in present[1:]:
@@ -78,8 +79,8 @@ class Reader:
         return value
 
     def activation(self, keys: Iterable[str], default: str) -> str:
-        """Return Meshwright's name of the activation function that Hugging Face names under the first of ``keys`` that
-        is present, else under `default`; ``UserError`` for an unknown one."""
+        """Return Meshwright's name of an activation function. Its Hugging Face name is the value of the first of
+        ``keys`` that is present, else `default`; ``UserError`` for an unknown name."""
         key, value = self.get(keys, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UserError(

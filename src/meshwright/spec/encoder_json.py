@@ -34,7 +34,8 @@ def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any
 
 
 def _read_labels(read: Reader) -> tuple[str, ...]:
-    """Return the class names: those of ``id2label``, else ``LABEL_0``, ... for ``num_labels`` (default 2) classes."""
+    """Return the class names: those in ``id2label`` or, without that key, ``LABEL_0``, ``LABEL_1``, ... for
+    ``num_labels`` classes (default 2)."""
     _, names = read.get(("id2label",))
     if names is None:
         return tuple(f"LABEL_{number}" for number in range(read.integer("labels", ("num_labels",), 2)))

@@ -77,8 +77,8 @@ def _experts_keys(family: str) -> tuple[str, ...]:
 
 
 def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
-    """Return the indices of those of `layers` layers that have a dense MLP: those listed in ``mlp_only_layers``, and
-    those whose number, counted from 1, is no multiple of ``decoder_sparse_step``. read: typed access to the
+    """Return the indices of the layers, of `layers` in all, that have a dense MLP: those listed in ``mlp_only_layers``,
+    and those whose number, counted from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the
     ``config.json``."""
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))

@@ -10,10 +10,10 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Family:
     """The architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture:
-    class name in transformers. fixed: ModelConfig fields with only one allowed value, and that value. defaults: values
-    of keys that a config.json may leave out. planning_only: reason why the family can be planned but not run, None if
-    it can be run. experts: True if layers hold mixtures of experts. heads: for an encoder, its class names in
-    transformers with the ``ModelConfig.head`` of each."""
+    class name in transformers. fixed: {ModelConfig field: the only value that it may have in this family}. defaults:
+    {config.json key: value if the key is missing}. planning_only: reason why the family can be planned but not run;
+    None if it can be run. experts: True if layers hold mixtures of experts. heads: for an encoder, {class name in
+    transformers: its ``ModelConfig.head``}; empty for a decoder."""
 
     name: str
     architecture: str

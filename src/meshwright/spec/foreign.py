@@ -18,8 +18,8 @@ REST = "(rest)"
 
 
 class ForeignParameter(NamedTuple):
-    """A trained parameter of a user's module. name: its name in `named_parameters`. shape: its shape. unit: name of its
-    FSDP unit. decay: True if weight decay applies."""
+    """A trained parameter of a user's module. name: its name in `named_parameters`. unit: name of its FSDP unit. decay:
+    True if weight decay applies."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,8 +28,8 @@ class ForeignParameter(NamedTuple):
 
 
 class KeptValue(NamedTuple):
-    """A buffer or frozen parameter of a user's module, saved in checkpoints but not trained. name: its name in the
-    module. shape: its shape. dtype: its dtype in the spelling of torch and numpy ("int64")."""
+    """A buffer or frozen parameter of a user's module: saved in checkpoints, but not trained. name: its name in the
+    module. dtype: name of its dtype as in torch and numpy, such as "int64"."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,16 +62,16 @@ def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
 
 
 def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
-    """Return the table that checkpoints save: the trained parameters of `table` and the buffers and frozen parameters
-    `kept`.
-    """
+    """Return the table that checkpoints save: the trained parameters of `table`, followed by the buffers and frozen
+    parameters in `kept`."""
     entries = [_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
     return ParameterTable((*table.entries, *entries), table.tensors, table.units)
 
 
 def refuse_for_module(layout: Layout, batch: int) -> None:
-    """Raise `UserError` if the layout has tp, cp, pp, ep or recomputation, which need a model that Meshwright built, or
-    if dp x micro-batches does not divide `batch`, the samples of a step over all ranks."""
+    """Raise `UserError` if a user's module cannot run on the layout: if the layout has tp, cp, pp, ep or recomputation,
+    which need a model that Meshwright built; or if `batch`, the samples of a step over all ranks, is not a multiple of
+    dp x micro-batches."""
     layout.refuse_unbuilt()
     spread = f'layout "{layout}"'
     own = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep * layout.etp}
@@ -95,16 +95,16 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
 
 
 def _foreign_tensor(parameter: ForeignParameter) -> EngineTensor:
-    """Return a parameter of a user's module as engine tensor (parameter of the model in memory): one entry, replicated
-    over tp."""
+    """Return a parameter of a user's module as an engine tensor (the table's description of a parameter of the model in
+    memory), with a single entry that is replicated over tp."""
     entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
     return EngineTensor(parameter.name, parameter.unit, (entry,))
 
 
 def _replicated_entry(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> ParameterEntry:
-    """Return a parameter entry that every rank holds unsharded. name, shape: those of the module. unit: name of its
-    FSDP unit. decay: True if weight decay applies. kept: dtype of a buffer or frozen parameter, None if it is trained.
-    """
+    """Return a parameter entry (one tensor of a checkpoint) that every rank holds unsharded. name, shape: those of the
+    module. unit: name of its FSDP unit. decay: True if weight decay applies. kept: dtype of a buffer or frozen
+    parameter; None for a trained parameter."""
     return ParameterEntry(
         name=name,
         shape=shape,

@@ -38,11 +38,11 @@ def padded_numel(numel: int, shards: int) -> int:
 
 def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
     """Return how many unsharded gradient buffers of each size are kept for reuse by the next FSDP unit (ZeRO-2 and 3):
-    {size in elements: number of buffers}. Only runs of consecutive units with equal sizes (layers) reuse buffers: one
-    for the unit in backward and one for each of up to `REDUCTIONS_IN_FLIGHT` reductions in flight.
+    {size in elements: number of buffers}. Buffers are reused only within a run of consecutive units of equal sizes
+    (layers): one for the unit in backward, and one for each of up to `REDUCTIONS_IN_FLIGHT` reductions in flight.
 
-    `sizes`: for each FSDP unit, in forward order, the sizes of its buffers in elements (one for dense parameters, one
-    for experts). Runs of the same size share buffers too.
+    `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers (one for dense parameters, one
+    for experts). Two runs with the same size share its buffers.
     """
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):
@@ -63,9 +63,10 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous block of a parameter entry that a rank holds. start: index of its first element in the unsharded
-    entry, by dim. shape: its shape. local_start: index of its first element in the rank's shard of the engine tensor
-    (the model's parameter, such as fused qkv, that contains the entry), by dim."""
+    """A contiguous block of a parameter entry (one tensor of a checkpoint) that a rank holds. start: index, in each
+    dim, of its first element in the unsharded entry. shape: shape of the block. local_start: index, in each dim, of its
+    first element in the rank's shard of the engine tensor (the model's parameter that contains the entry, such as fused
+    qkv)."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -84,33 +85,34 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """An entry of the parameter table: one tensor of a checkpoint, ``name`` and ``shape`` being those on disk.
-    ``initial``: its initial values. ``decay``: True if weight decay applies. ``transposed``: the disk holds the
-    transpose (GPT-2's Conv1D) of the engine's orientation, [output, input]; all other fields are in the engine's
+    """An entry of the parameter table: it describes one tensor of a checkpoint. ``name``, ``shape``: those on disk.
+    ``initial``: initial values. ``decay``: True if weight decay applies. ``transposed``: True if the disk holds the
+    transpose (GPT-2's Conv1D) of the engine's orientation, [output, input]. All other fields are in the engine's
     orientation.
 
-    ``tensor``: name of the engine tensor (such as fused query, key and value) that contains the entry, from index
-    ``offset`` of dim 0 on. ``unit``: name of its FSDP unit.
+    ``tensor``: name of the engine tensor (the model's parameter, such as fused qkv) of which the entry is a slice along
+    dim 0, starting at index ``offset``. ``unit``: name of its FSDP unit.
 
-    ``split``: {axis: dim} along which it is sharded: {"tp": 0} for column-parallel and vocabulary-parallel weights,
-    {"tp": 1} for row-parallel ones, {} if replicated. ``blocks``: sizes along that dim of the blocks that are sharded
-    one by one (query, key and value fused on disk). ``granularity``: shard boundaries are multiples of it (a head's
-    size). ``remainder``: what happens if tp does not divide the heads or the vocabulary: "refuse" the layout;
-    "replicate" heads, so that neighbouring ranks share one (key-value heads); "pad" the last ranks' shards
-    (vocabulary).
+    ``split``: {axis: dim along which the axis shards the entry}: {"tp": 0} for column-parallel and vocabulary-parallel
+    weights, {"tp": 1} for row-parallel ones, {} if replicated. ``blocks``: sizes along that dim of consecutive blocks,
+    each of which is sharded by itself (query, key and value if they are fused on disk). ``granularity``: shard
+    boundaries are multiples of this number (the size of a head). ``remainder``: what happens if tp does not divide the
+    heads or the vocabulary: "refuse" the layout; "replicate" key-value heads, so that neighbouring ranks share one;
+    "pad" the shards of the last ranks (vocabulary).
 
-    ``expert``: (its index, number of experts) of a routed expert's entry, which under expert parallelism is on one ep
-    rank and sharded over etp instead of tp; else None. ``active``: fraction of all tokens that use the entry, below 1
-    for routed experts.
+    ``expert``: for a routed expert, (index of the expert, number of experts); otherwise None. Under expert parallelism
+    such an entry is on one ep rank and is sharded over etp instead of tp. ``active``: fraction of all tokens that use
+    the entry, below 1 for routed experts.
 
-    ``partial``: why tp ranks with equal values have partial gradients: "sequence", because they see different tokens
-    under sequence parallelism; "heads", because they compute different heads or expert columns; None if they have not.
+    ``partial``: reason why tp ranks that hold the same values compute only partial gradients of them: "sequence": they
+    see different tokens under sequence parallelism; "heads": they compute different heads or expert columns. None: each
+    rank computes the complete gradient.
 
-    ``balances``: the entry is a bias on router scores for load balancing. Its gradient is its expert's load above the
-    mean; it is excluded from the gradient norm, and the optimizer follows its sign.
+    ``balances``: True for a bias on router scores that balances the experts' load. Its gradient is the load of its
+    expert minus the mean load; it is excluded from the gradient norm, and the optimizer follows its sign.
 
-    ``kept``: dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
-    not in flat buffers; None if the entry is trained.
+    ``kept``: None for a trained parameter. For a buffer or frozen parameter of a user's module, which is in checkpoints
+    but not in flat buffers: its dtype, such as "int64".
     """
 
     name: str
@@ -160,10 +162,10 @@ class ParameterEntry:
         return {axis: self.split["tp"]} if "tp" in self.split else {}
 
     def replicas(self, layout: Layout) -> int:
-        """Return the number of consecutive tp ranks that hold the same values; 1 if each tp rank has a shard of its
-        own.
+        """Return the number of consecutive tp ranks that hold the same values of the entry; 1 if each tp rank has a
+        shard of its own.
 
-        A sum of squares over tp counts each element that many times. Always 1 for routed experts under expert
+        A sum of squares over all tp ranks counts each element as many times. Always 1 for routed experts under expert
         parallelism, whose replicas are the ranks of ``layout.groups("expert_data")``.
         """
         if self.buffer_kind(layout) == "experts":
@@ -191,8 +193,8 @@ class ParameterEntry:
         return tuple(axes)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Return the shape of a rank's shard of the entry under this layout, equal on all ranks that hold one,
-        vocabulary padding included."""
+        """Return the shape of a rank's shard of the entry under this layout, vocabulary padding included. All ranks
+        that hold a shard hold the same shape."""
         shape = list(self.engine_shape)
         for axis, dim in self.cut_dims(layout).items():
             parts = getattr(layout, axis)
@@ -200,8 +202,8 @@ class ParameterEntry:
         return tuple(shape)
 
     def _local_block_size(self, block: int, parts: int) -> int:
-        """Return the length along the sharded dim of each rank's shard of one of `blocks`. `block`: unsharded length of
-        the block; ``parts``: number of ranks."""
+        """Return the length, along the sharded dim, of each rank's shard of one of the entry's `blocks`. `block`:
+        unsharded length of that block; ``parts``: number of ranks that shard it."""
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity
@@ -234,8 +236,8 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class EngineTensor:
-    """A parameter of the model in memory: parameter entries (`entries`, the tensors on disk) concatenated along dim 0,
-    such as query, key and value. unit: name of its FSDP unit."""
+    """A parameter of the model in memory, such as fused qkv: the concatenation along dim 0 of the parameter entries
+    (tensors on disk) in `entries`. unit: name of its FSDP unit."""
 
     name: str
     unit: str
@@ -267,8 +269,8 @@ class EngineTensor:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_offset(self, entry: ParameterEntry, layout: Layout) -> int:
-        """Return the index along dim 0 at which the shard of `entry`, one of `entries`, begins in a rank's shard of
-        this tensor."""
+        """Return the index along dim 0, in a rank's shard of this tensor, at which the shard of `entry` begins.
+        `entry`: one of `entries`."""
         before = itertools.takewhile(lambda other: other.name != entry.name, self.entries)
         place = entry.ep_rank(layout)
         return sum(other.local_shape(layout)[0] for other in before if other.ep_rank(layout) == place)

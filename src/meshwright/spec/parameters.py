@@ -28,8 +28,8 @@ class ParameterTable:
     within a unit, in the order of its flat buffer.
 
     entries: one for each tensor on disk. tensors: the parameters of the model in memory ("engine tensors"), each a
-    concatenation of entries (query, key and value, or all experts). units: names of the FSDP units. tied: True if the
-    head uses the embedding matrix.
+    concatenation of entries (such as query, key and value, or all experts). units: names of the FSDP units. tied: True
+    if the head uses the embedding matrix.
     """
 
     entries: tuple[ParameterEntry, ...]
@@ -66,8 +66,9 @@ class ParameterTable:
     def unit_tensors(
         self, unit: str, layout: Layout | None = None, buffer: BufferKind | None = None
     ) -> tuple[EngineTensor, ...]:
-        """Return the engine tensors of the FSDP unit named `unit` in the order of its flat buffers, those with weight
-        decay first. `buffer`: only those in this flat buffer under `layout`; None: all."""
+        """Return the engine tensors (parameters of the model in memory) of the FSDP unit named `unit` in the order of
+        its flat buffers: those with weight decay first. `buffer`: "dense" or "experts": only the tensors in this flat
+        buffer under `layout`; None: all."""
         tensors = self._tensors_by_unit[unit]
         if buffer is None:
             return tensors
@@ -91,15 +92,15 @@ class ParameterTable:
 
     @cached_property
     def active_numel(self) -> int:
-        """The number of parameters that one token uses on average: of each layer's experts only those that it is routed
-        to."""
+        """The number of parameters that one token uses on average: all except the routed experts that the token is not
+        sent to."""
         return round(sum(entry.numel * entry.active for entry in self.entries))
 
     def local_slices(self, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
-        """Return the blocks of a parameter entry that the rank at ``coordinates`` ({axis: position}, from
-        ``layout.coordinates``) holds.
+        """Return the blocks of a parameter entry that one rank holds. ``coordinates``: {axis: position} of the rank,
+        from ``layout.coordinates``.
 
-        Together the ranks' blocks cover the entry, each element on ``entry.replicas(layout)`` tp ranks; a routed expert
+        The blocks of all ranks cover the entry: each element is on ``entry.replicas(layout)`` tp ranks. A routed expert
         under expert parallelism is covered once by each block of ep x etp ranks.
         """
         offset = self.tensor(entry.tensor).local_offset(entry, layout)
@@ -111,8 +112,8 @@ class ParameterTable:
         return tuple(boxes)
 
     def unit_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
-        """Return the number of elements of a rank's flat buffer (of kind `buffer`) of the FSDP unit named `unit`,
-        before ZeRO shards it and without padding; without a layout, on one device."""
+        """Return the number of elements of a rank's flat buffer of the FSDP unit named `unit`, before ZeRO shards the
+        buffer and without padding. layout: None: one device. buffer: "dense" or "experts"."""
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
@@ -152,10 +153,10 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Location of a new parameter entry in the model. unit: name of its FSDP unit. part: key of its name in
-    `DISK_NAMES`. tensor: name, without ".weight" or ".bias", of the model's parameter that contains it (default:
-    `part`). offset: its first index along dim 0 of that parameter. layer, expert: index of its layer and of its expert;
-    None without."""
+    """Where a new parameter entry (one tensor of a checkpoint) belongs. unit: name of its FSDP unit. part: role of the
+    entry, such as "query": key of its Hugging Face name in `DISK_NAMES`. layer, expert: index of its layer and of its
+    expert; None if it has none. tensor: name, without ".weight" or ".bias", of the model's parameter of which the entry
+    is a slice along dim 0; None: `part`. offset: index in that parameter at which the slice begins."""
 
     unit: str
     part: str
@@ -167,10 +168,11 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How mesh axes shard a parameter entry. split: {axis: dim} that is sharded. blocks: sizes along that dim of the
-    blocks sharded one by one (empty: the whole dim). granularity: shard boundaries are multiples of it. remainder: what
-    happens if tp does not divide the dim. partial: why tp ranks with equal values have partial gradients; None: they
-    have complete ones."""
+    """How mesh axes shard a parameter entry. split: {axis: dim along which the axis shards the entry}. blocks: sizes
+    along that dim of consecutive blocks, each sharded by itself (empty: one block). granularity: shard boundaries are
+    multiples of this number. remainder: what happens if tp does not divide the dim: refuse the layout, let ranks share
+    heads, or pad. partial: reason why tp ranks that hold the same values have partial gradients; None: they have
+    complete ones."""
 
     split: Mapping[SplitAxis, int] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
@@ -220,8 +222,8 @@ class _Builder:
             self.add(_Place("head", "head"), (vocabulary, hidden), _VOCABULARY)
 
     def encoder_head(self) -> None:
-        """Append an encoder's head: transform, norm and output bias (masked language modelling), or pooler and
-        classifier. All but the output bias are replicated over tp."""
+        """Append an encoder's head: for masked language modelling its transform, norm and output bias; otherwise the
+        pooler and, for classification, the classifier. All but the output bias are replicated over tp."""
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
@@ -276,17 +278,18 @@ class _Builder:
             norm("mlp_post_norm")
 
     def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
-        """Append an MLP's gate (if it has one), up and down projections. `unit`: FSDP unit; `mlp`: prefix of the names
-        of the model's parameters; `layer`: layer index; `width`: intermediate size; `prefix`: prefix of the keys in
-        `DISK_NAMES`."""
+        """Append an MLP's gate (if it has one), up and down projections. `unit`: FSDP unit; `mlp`: start of the names
+        of the model's parameters, such as "layers.0.mlp"; `layer`: layer index; `width`: intermediate size; `prefix`:
+        start of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
             self.linear(_Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias)
         self.linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
-        """Append the router, the experts (all in one engine tensor per projection) and the shared expert of the layer
-        with index `layer`. `unit`: FSDP unit; `mlp`: prefix of the engine tensors' names."""
+        """Append the router, the experts and the shared expert of the layer with index `layer`. All experts' up and
+        gate projections form one engine tensor (parameter in memory), and all down projections another. `unit`: FSDP
+        unit; `mlp`: start of the engine tensors' names."""
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
         # The router's gradient is partial over tp: ranks hold columns of every expert, or route different tokens.
@@ -308,8 +311,8 @@ class _Builder:
             self.add(_Place(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
 
     def linear(self, place: _Place, output: int, inputs: int, cut: _Cut, *, bias: bool) -> None:
-        """Append a weight [output, inputs] at `place` and, with `bias`, its bias [output]. `cut`: its sharding; {"tp":
-        0} is column parallel (outputs are sharded), {"tp": 1} row parallel (inputs are sharded)."""
+        """Append a weight [output, inputs] at `place`. `cut`: how it is sharded: {"tp": 0} is column parallel (outputs
+        are sharded), {"tp": 1} row parallel (inputs are sharded). `bias`: True: append a bias [output] too."""
         column = cut.split["tp"] == 0
         self.add(place, (output, inputs), cut, initial=self.normal if column else self.residual)
         if bias:  # a row-parallel layer adds it after the reduction, to each rank's token slice
@@ -317,9 +320,9 @@ class _Builder:
             self.add(at, (output,), cut if column else _BY_TOKENS, suffix="bias")
 
     def norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
-        """Append a norm's weight [size] (default: hidden) at `place` and, if the model has norm biases, its bias.
-        `cut`: its sharding; by default replicated, with gradients that are partial over tp under sequence parallelism.
-        """
+        """Append a norm's weight at `place` and, if the model has norm biases, its bias. `size`: number of elements
+        (None: hidden size). `cut`: how it is sharded; by default replicated over tp, with partial gradients under
+        sequence parallelism."""
         # Gemma 2 multiplies by 1 + weight.
         ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
         shape = (size or self.config.hidden,)
@@ -338,8 +341,10 @@ class _Builder:
         initial: Initial | None = None,
         balances: bool = False,
     ) -> None:
-        """Append one entry of `shape` (engine orientation) at `place`, sharded as `cut` says. `suffix`: "weight" or
-        "bias"; `disk_suffix`: the suffix on disk, if it differs; `initial`, `balances`: fields of `ParameterEntry`."""
+        """Append one entry of `shape` (in engine orientation, [output, input]) at `place`, sharded according to `cut`.
+        `suffix`: "weight" or "bias"; `disk_suffix`: the suffix on disk, if it is another; `initial`: initial values
+        (None: the default for its number of dims); `balances`: True for a router bias that balances the experts' load.
+        """
         transposed = self.config.family == "gpt2" and place.layer is not None and len(shape) == 2
         expert = place.expert
         self.entries.append(

@@ -12,11 +12,12 @@ from meshwright.spec.stages import Stage, stages_of, units_of
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model cut into pipeline stages, and the ranks that hold them: `placement[replica][stage]` is an index on axis
-    pp (replica: model copy of a bidirectional schedule). table: the model's parameter table.
+    """A model cut into pipeline stages, and the ranks that hold them. `placement[replica][stage]`: index on axis pp of
+    the rank that holds this stage of this replica (model copy; bidirectional schedules have two). table: the model's
+    parameter table.
 
     A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
-    stages the same FSDP unit (a tied embedding is on the first and the last).
+    stages the same FSDP unit (a tied embedding is on the first and the last stage).
     """
 
     table: ParameterTable
@@ -44,8 +45,8 @@ class Partition:
         return units_of(self.table, stage)
 
     def needed(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of the FSDP units whose parameters a stage computes with, in the order of first use: its
-        own, and for a tied head the embedding."""
+        """Return the names of the FSDP units whose parameters a stage computes with, in the order of first use: the
+        stage's own units and, if it has a tied head, the embedding."""
         return tuple(dict.fromkeys(name for unit in self.units(stage) for name in self.table.needed_by(unit)))
 
     def units_on(self, pp_rank: int) -> tuple[str, ...]:

@@ -21,9 +21,8 @@ from meshwright.spec.config_json import config_from_huggingface
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A public model. ``name``: such as "llama-tiny". ``config``: its architecture. ``parameters``: the published
-    exact parameter count, None if none is published; ``source``: origin of the configuration.
-    """
+    """A public model. ``name``: name of the preset, such as "llama-3-8b". ``config``: its architecture. ``parameters``:
+    the published exact parameter count; None if none is published. ``source``: origin of the configuration."""
 
     name: str
     config: ModelConfig

@@ -17,11 +17,12 @@ def refuse(
     *,
     planning: bool = False,
 ) -> None:
-    """Raise ``UserError`` with the first reason, in one line, why this model cannot run on this layout.
+    """Raise ``UserError`` if this model cannot run on this layout; the message gives the first reason found, in one
+    line.
 
-    ``batch``: sequences per step over all ranks; ``sequence``: tokens in each (None: unknown, not checked);
-    ``world_size``: ranks available (None: not checked). ``planning``: check only that the layout is meaningful for the
-    model, not that this version can run it.
+    ``batch``: sequences per step over all ranks; ``sequence``: tokens in each sequence (None: unknown, not checked);
+    ``world_size``: ranks available (None: not checked). ``planning``: True: check only that the layout is meaningful
+    for the model, not that this version can run it.
     """
     if not planning:
         if config.planning_only:
@@ -47,10 +48,10 @@ def refuse(
 
 
 def serving_layout(text: str, config: ModelConfig) -> Layout:
-    """Parse a layout string (`text`), such as "tp2 pp2", for serving, generation and evaluation: dp, tp, pp, and an ep
-    that divides tp.
+    """Parse a layout string (`text`), such as "tp2 pp2", for serving, generation and evaluation. It may have dp, tp,
+    pp, and an ep that divides tp.
 
-    The layout returned has tp without sequence parallelism, because tokens of one step cannot be split over ranks.
+    The layout returned has tp without sequence parallelism, because the tokens of one step cannot be split over ranks.
     Experts are split over the tp ranks of a replica, because replicas exchange no tokens. Raises UserError for other
     axes and for a layout that does not fit the model.
     """
@@ -186,8 +187,8 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _divisor_hint(size: int, wanted: int) -> str:
-    """Return a hint for error messages: text that names the divisors of ``size`` (such as a number of heads) next below
-    and next above ``wanted``."""
+    """Return the end of an error message that names the divisors of ``size`` (such as a number of heads) next to
+    ``wanted``, the degree that does not divide it: the one below and, if there is one, the one above."""
     below = max(count for count in range(1, wanted) if size % count == 0)
     above = next((count for count in range(wanted + 1, size + 1) if size % count == 0), None)
     return f"; {below} or {above} would" if above else f"; {below} would"

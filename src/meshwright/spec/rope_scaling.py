@@ -22,13 +22,15 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 class RopeScaling:
     """A RoPE scaling method and its parameters; ``None`` in an optional field means the method's own default.
 
-    * ``linear`` (Chen et al. 2023, arXiv:2306.15595): every frequency divided by ``factor``.
-    * ``llama3`` (Llama 3.1): wavelengths beyond ``original_max_positions / low_frequency_factor`` divided by
-      ``factor``, those below ``original_max_positions / high_frequency_factor`` kept, a linear ramp between.
-    * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): a ramp over the dimensions between ``beta_fast`` and ``beta_slow``
-      rotations within ``original_max_positions``, and cosine and sine multiplied by ``attention_scale``:
-      ``attention_factor`` if given, else the ratio of two factors computed from ``mscale`` and ``mscale_all_dim``, if
-      both are. ``truncate``: round the ends of the ramp to whole dimensions; False: do not.
+    * ``linear`` (Chen et al. 2023, arXiv:2306.15595): every rotary frequency is divided by ``factor``.
+    * ``llama3`` (Llama 3.1): frequencies with wavelengths above ``original_max_positions / low_frequency_factor`` are
+      divided by ``factor``; those with wavelengths below ``original_max_positions / high_frequency_factor`` are kept;
+      between the two there is a ramp.
+    * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): dimensions with more than ``beta_fast`` rotations within
+      ``original_max_positions`` keep their frequency, those with fewer than ``beta_slow`` have it divided by
+      ``factor``, with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole dimensions.
+      Cosine and sine are multiplied by ``attention_scale``: ``attention_factor`` if given, else the ratio of two
+      factors computed from ``mscale`` and ``mscale_all_dim`` if both are given.
     """
 
     kind: RopeKind

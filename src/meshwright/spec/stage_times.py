@@ -26,8 +26,8 @@ class StageTimes:
     checkpointing ("none", "selective" or "full").
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
-    weighted values) has no weights, and twice its forward FLOPs in backward. Recomputation counts as input gradient,
-    and so do both gradients of the head. Communication and memory bandwidth are left out.
+    weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and
+    both gradients of the head count as input gradient, too. Communication and memory bandwidth are left out.
     """
 
     config: ModelConfig
@@ -60,6 +60,6 @@ class StageTimes:
 
 def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineProgram:
     """Return the pipeline program (each rank's order of forwards, backwards and transfers) of a layout's schedule, for
-    a model and sequences of `sequence` tokens. Raises `UserError` for numbers that the schedule does not accept, and
-    for a schedule file that is not one synchronous training step."""
+    a model and sequences of `sequence` tokens. Raises `UserError` if the schedule does not support the layout's numbers
+    (such as stages or micro-batches), and for a schedule file that is not one synchronous training step."""
     return program_of(layout, StageTimes(config, layout.pp, sequence, layout.recompute))

@@ -37,9 +37,9 @@ def whole_model(config: ModelConfig) -> Stage:
 def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
     """Cut the model into `count` pipeline stages of at least one layer each, in forward order.
 
-    Minimises the FLOPs of the largest stage (for sequences of `sequence` tokens; the head counts, an embedding look-up
-    is two operations per feature), then the sum of squares. Among equal cuts, the later stages are the longer ones, as
-    they hold the fewest activations in most schedules.
+    Minimises first the FLOPs of the largest stage for sequences of `sequence` tokens, then the sum of the stages'
+    squared FLOPs. The head counts; an embedding look-up counts as two operations per feature. Among equal cuts, later
+    stages get more layers, because they hold the fewest activations in most schedules.
     """
     assert 1 <= count <= config.layers, (count, config.layers)
     costs = [sum(layer_flops(config, layer, sequence).values()) for layer in range(config.layers)]

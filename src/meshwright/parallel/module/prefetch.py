@@ -30,10 +30,10 @@ HELD_SITE = "module.units"
 
 
 class ModulePrefetcher:
-    """ZeRO-3 prefetcher (`ParameterPrefetcher`) for the FSDP units of a user-defined module. `units`: their names in
-    declaration order; `needs`: unit name -> its flat buffers. Attribute `held`: names of units that stay unsharded from
-    the start of forward to the end of backward, because their parameters are used outside of the unit's module, or the
-    module is called more than once; found in the first forward."""
+    """ZeRO-3 prefetcher for the FSDP units of a user-defined module: it all-gathers, prefetches and reshards them.
+    `units`: their names in declaration order; `needs`: unit name -> its flat buffers. Attribute `held`: names of the
+    units that stay unsharded from the start of forward to the end of backward; their parameters are used outside of the
+    unit's module, or the module is called more than once, as the first forward found out."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self._order = tuple(units)
@@ -61,8 +61,8 @@ class ModulePrefetcher:
 
     @contextmanager
     def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
-        """Context manager around a micro-batch's forward pass. `axis`: ranks that run the same passes;
-        `backward_follows`: False if no backward pass follows (evaluation)."""
+        """Context manager around a micro-batch's forward pass. `axis`: ranks that run the same passes; all of them
+        enter it together. `backward_follows`: False if no backward pass follows (evaluation)."""
         self._backward = False
         if not self.sharded:
             for unit in self._units.values():
@@ -110,7 +110,8 @@ class ModulePrefetcher:
             self._units[name].reshard()
 
     def on_reduce(self, name: str) -> None:
-        """Start the all-gather of the next FSDP unit in backward before the gradients of unit `name` are reduced."""
+        """Start the all-gather of the FSDP unit that follows `name` in backward. Called before the gradients of unit
+        `name` are reduced, so that all ranks issue these calls in the same order."""
         if self._backward:
             self._gather_through(self._following(name))
 
@@ -145,8 +146,8 @@ class ModulePrefetcher:
         return next((each for each in after if each not in self.held), None)
 
     def _gather_through(self, name: str | None) -> None:
-        """Start the all-gathers of this pass that have not started, in their fixed order, up to and including that of
-        the FSDP unit `name`; None: none."""
+        """Start, in their fixed order, the all-gathers of this pass that have not started, up to and including that of
+        the FSDP unit `name`. If `name` is None or its all-gather has started already, do nothing."""
         while name in self._to_gather:
             self._units[self._to_gather.popleft()].start_all_gather()
 
@@ -158,8 +159,9 @@ class ModulePrefetcher:
     # --- the units that are held
 
     def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
-        """Forward pre-hook of the submodule that is FSDP unit `name`: unshard the unit. If it is entered a second time
-        in a forward pass, mark it to stay unsharded for whole passes. `inputs`: ignored."""
+        """Forward pre-hook of the submodule that is FSDP unit `name`: unshard the unit. A unit that is entered a second
+        time in a forward pass is marked to stay unsharded for whole passes, from the next pass on. `inputs`: ignored.
+        """
         unit = self._units[name]
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
@@ -168,8 +170,8 @@ class ModulePrefetcher:
         self._unshard(name)
 
     def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Forward hook of the submodule that is FSDP unit `name`: reshard the unit. If its `outputs` contain its
-        parameters, mark it to stay unsharded for whole passes."""
+        """Forward hook of the submodule that is FSDP unit `name`: reshard the unit. A unit whose `outputs` contain a
+        parameter is instead marked to stay unsharded for whole passes."""
         if self._backward:  # recomputed: its backward follows
             return
         for each in tree_leaves(outputs):
@@ -187,8 +189,9 @@ class ModulePrefetcher:
             self._unshard(name)
 
     def _settle(self, axis: Axis) -> bool:
-        """Add to `held`, on all ranks of `axis`, the FSDP units that any rank marked to stay unsharded for whole
-        passes. Return True if any rank entered a unit in this pass. Collective."""
+        """Collective over `axis`: add to `held`, on all ranks, the FSDP units that any rank has marked to stay
+        unsharded for whole passes. Return True if any rank entered a unit in this pass, that is, if its uses have been
+        observed."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)
@@ -221,8 +224,9 @@ class ModulePrefetcher:
 
 
 class _SavedView(NamedTuple):
-    """What autograd saves for backward in place of a view of an FSDP unit's parameters, so that the unit is unsharded
-    again before the view is read. unit: name of the unit; tensor: the view, whose memory may be freed meanwhile."""
+    """Object that autograd saves for backward in place of a view of an FSDP unit's parameters; it lets the unit be
+    unsharded again before the view is read. unit: name of the unit; tensor: the view, whose memory may be freed
+    meanwhile."""
 
     unit: str
     tensor: torch.Tensor
@@ -244,8 +248,8 @@ class _ParameterUses(TorchFunctionMode):
 
 
 def _reads_metadata(function: Any) -> bool:
-    """Return True if the torch function `function` reads only metadata (shape, dtype) of its tensor arguments, no
-    elements."""
+    """Return True if the torch function `function` reads only metadata of its tensor arguments (such as shape and
+    dtype) and none of their elements."""
     name = getattr(function, "__name__", "")
     if name == "__get__":  # of a property
         return getattr(getattr(function, "__self__", None), "__name__", "") not in ("T", "mT", "H", "mH", "data")

@@ -29,8 +29,8 @@ LARGE = 1 / 4
 @dataclass(frozen=True, slots=True)
 class ModuleDescription:
     """Description of a user-defined module for ZeRO. `table`: its parameter table; `units`: path -> submodule that is
-    an FSDP unit; `kept`: name, shape and dtype of each tensor that is not trained but stored in checkpoints (persistent
-    buffers and frozen parameters)."""
+    an FSDP unit; `kept`: name, shape and dtype of each tensor that checkpoints store but training does not change
+    (persistent buffers and frozen parameters)."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
@@ -40,9 +40,10 @@ class ModuleDescription:
 def describe_module(
     module: nn.Module, choose: ChooseUnit | None = None, decays: Callable[[str, nn.Parameter], bool] | None = None
 ) -> ModuleDescription:
-    """Derive the parameter table and FSDP units of a module. `choose`: function of a submodule's path and the
-    submodule, True if it is a unit (None: by size); `decays`: function of a parameter's name and the parameter, True if
-    it has weight decay (None: if it has two or more dims). Raises UserError if the module cannot be trained."""
+    """Derive the parameter table and FSDP units of a module. `choose`: function (path of a submodule, submodule) ->
+    True if it is an FSDP unit; None: its size decides. `decays`: function (parameter name, parameter) -> True if weight
+    decay applies; None: it applies to parameters of two or more dims. Raises UserError if the module has nothing to
+    train."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not trained:
         raise UserError("the module has no parameter with requires_grad: there is nothing to train")
@@ -70,8 +71,8 @@ def describe_module(
 
 
 def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
-    """Return a module's frozen parameters and buffers by name; with `saved` only those that a checkpoint stores (no
-    non-persistent buffers, no empty tensors)."""
+    """Return the tensors of a module that are not trained (frozen parameters and buffers), by name. `saved`: True: only
+    those that a checkpoint stores, without non-persistent buffers and empty tensors; False: all."""
     frozen = {name: each.detach() for name, each in module.named_parameters() if not each.requires_grad}
     not_saved: set[str] = set()
     if saved:
@@ -97,9 +98,10 @@ def check_values(module: nn.Module) -> None:
 def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
-    """Collect in `found` (path -> submodule) the outermost submodules of `module`, itself at path `prefix`, that are
-    FSDP units. `total`: elements of all trained parameters; `choose`: function of path and submodule, True if it is a
-    unit (None: by size). A ModuleList is never called, so it is never a unit."""
+    """Find the submodules of `module` that are FSDP units and add them to `found` (path -> submodule); do not search
+    inside a unit. `prefix`: start of the paths of its submodules, "" or "PATH."; `total`: number of elements of all
+    trained parameters; `choose`: function (path, submodule) -> True if it is a unit; None: its size decides. A
+    ModuleList is never called, so it is never a unit."""
     listed = isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -115,8 +117,8 @@ def _find_units(
 
 
 def _by_size(module: nn.Module, total: int, listed: bool) -> bool:
-    """Return True if a module is large enough to be an FSDP unit and not a large container of other units. `total`:
-    number of elements of all trained parameters; `listed`: True if its parent is a ModuleList."""
+    """Return True if a module is large enough to be an FSDP unit and is not a large container of smaller units.
+    `total`: number of elements of all trained parameters; `listed`: True if the module's parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)
     lists = any(isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 1 for inner in module.modules())
     if listed:
