@@ -198,7 +198,7 @@ def test_checkpoint_index_entries_are_checked(tmp_path: Path, entries: list, sai
 )
 def test_token_ids_are_bounded_whole_numbers(tmp_path: Path, content: str):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=r"data\.tokenizer: .*(no tokenizer\.json|too large: at most 16,777,216)"):
+    with pytest.raises(UserError, match=r"data\.tokenizer: .*(not a tokenizer\.json|too large: at most 16,777,216)"):
         tokens_of(str(tmp_path))
 
 

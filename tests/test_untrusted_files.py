@@ -168,8 +168,6 @@ DIRECT_READS = {
         (
             "data.cleaning.decontamination",
             "synthesis.endpoint",
-            "data.records.exchanges",
-            "data.sources.reading",
             "data.records.record_files",
             "data.cleaning.segments",
             "data.tokenizers.special_tokens",

@@ -128,5 +128,5 @@ def test_directory_without_tokenizer_is_one_line(tmp_path: Path):
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         Prompts.of_directory(tmp_path, None, 64)  # type: ignore[arg-type]
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read as a tokenizer"):
         Prompts.of_directory(tmp_path, None, 64)  # type: ignore[arg-type]
