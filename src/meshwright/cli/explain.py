@@ -23,10 +23,10 @@ from meshwright.errors import UserError
 @file_option("--svg", help="Write the example's picture.")
 @json_option
 def command(name: str | None, svg: Path | None, as_json: bool) -> None:
-    """Recompute a figure that texts on distributed training print, step by step, by the code that plans and trains.
+    """Recompute a published number or formula of distributed training, step by step, with this package's own code.
 
-    Without NAME: the list of examples. Each shows every number, the source of the published figure, the frequent error
-    about it, commands to try, and the source file to open.
+    Without NAME: the list of examples. Each shows every number, where the value was published, a common misstatement of
+    it (if one is known), commands to try, and the source files that compute it.
 
     \f
     name: example such as "ring-all-reduce", None for the list. svg: picture to write, None for none. as_json: print
