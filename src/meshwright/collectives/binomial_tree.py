@@ -93,10 +93,10 @@ def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Inte
 def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the program of the binomial-tree broadcast from rank `root`. Best for small vectors.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     One segment: L rounds; the root sends L S bytes; time L (alpha + S beta).
     segments: k parts of the vector, sent as a pipeline: L + k - 1 rounds with messages of S/k bytes. This is faster
     only if a rank can send to several others at once.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("broadcast", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
@@ -108,9 +108,9 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the program of the binomial-tree reduce to rank `root`. Best for small vectors.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     One segment: L rounds; S bytes per rank; time L (alpha + S beta).
     segments: k parts of the vector, reduced as a pipeline: L + k - 1 rounds with messages of S/k bytes.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
@@ -122,10 +122,10 @@ def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
 def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
     """Generate the program of the binomial-tree all-reduce: reduce to rank 0, then broadcast. Best for small vectors.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     One segment: 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta).
     segments: k parts of the vector, each broadcast as soon as it is reduced: 2L + k - 1 rounds with messages of S/k
     bytes.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("all-reduce", "binomial-tree", ranks, segments)
     everyone = np.arange(ranks)
@@ -139,8 +139,8 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the binomial-tree scatter from rank `root`.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("scatter", "binomial-tree", ranks, ranks, root)
     return build_from_rounds(program, scatter_rounds(program, root))
@@ -149,8 +149,8 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the binomial-tree gather to rank `root`.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("gather", "binomial-tree", ranks, ranks, root)
     return build_from_rounds(program, gather_rounds(program, root))
@@ -160,7 +160,7 @@ def barrier(ranks: int) -> CollectiveProgram:
     """Generate the program of the binomial-tree barrier: signals up the tree to rank 0, then down. 2L rounds; time 2L
     alpha.
 
-    Here: n ranks; a message without data takes alpha seconds; L is log2 n, rounded up.
+    Symbols: n ranks; a message without data takes alpha seconds; L is log2 n, rounded up.
     """
     program = Builder("barrier", "binomial-tree", ranks, chunks=1)
 

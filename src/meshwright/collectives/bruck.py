@@ -17,9 +17,9 @@ def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program of the Bruck all-gather: a rank that has the blocks (shares) of d ranks sends them to the
     rank d places before it.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L rounds; (n-1)/n S bytes per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final slots from the
     start, so no copies are needed; a message that wraps around the end of the vector is sent as two.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("all-gather", "bruck", ranks, chunks=ranks)
     everyone = np.arange(ranks)
@@ -34,9 +34,9 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program of the Bruck all-to-all: a block for the rank at distance i travels in hops of 1, 2, 4 ...,
     the binary digits of i.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L rounds, in each of which a rank sends one message; at most L S/2 bytes per rank; time L alpha + L S/2 beta. Blocks
     (the data for one rank) are copied into and out of each message.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("all-to-all", "bruck", ranks, chunks=ranks, scratch=2 * ranks)
     rank = np.arange(ranks)[:, None]  # [n, 1]; distances and runs are [m]

@@ -31,8 +31,9 @@ def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> Collect
     """Generate the program of the chain (pipelined ring) broadcast from rank `root`. Best for large vectors, in many
     segments.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments
+    (default n - 1).
     n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments (default n - 1).
     """
     program = Builder("broadcast", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root)))
@@ -42,8 +43,9 @@ def reduce(ranks: int, root: int = 0, segments: int | None = None) -> Collective
     """Generate the program of the chain (pipelined ring) reduce to rank `root`: segments travel around the ring, and
     each rank adds its own data to them.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments
+    (default n - 1).
     Best for large vectors, in many segments. n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments (default n - 1).
     """
     program = Builder("reduce", "ring", ranks, segments or max(1, ranks - 1), root)
     return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root - 1), reduce=True))

@@ -237,14 +237,14 @@ def _double_tree_form(c: Inputs) -> float:
 
 
 def _hierarchical_all_reduce_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the hierarchical all-reduce (trees inside nodes, ring across)."""
+    """Return the seconds, for inputs `c`, of the hierarchical all-reduce (trees inside nodes, a ring between nodes)."""
     nodes, each = c.get_node_shape()
     inside = c.inner.time_rounds(2 * (each - 1).bit_length(), c.size)
     return inside + c.link.time_rounds(2 * (nodes - 1), c.size / nodes)
 
 
 def _hierarchical_form(phases: int) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of rings inside nodes and across them.
+    """Return the closed form, a function of `Inputs` that returns seconds, of rings inside nodes and between nodes.
     phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
 
     def form(c: Inputs) -> float:

@@ -11,8 +11,8 @@ from meshwright.program.contract import find_receiver
 def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of a send from rank `root` to the last of `ranks` ranks (to rank 0 if the root is the last).
 
-    1 round; S bytes; time alpha + S beta. Here: S bytes in the vector; a message of b bytes takes alpha + b beta
-    seconds.
+    Symbols: S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
+    1 round; S bytes; time alpha + S beta.
     """
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():
@@ -23,9 +23,9 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the linear scatter: rank `root` sends to all ranks at once. Best for large vectors.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; the root sends (n-1)/n S bytes. Time: alpha + (n-1)/n S beta if a rank can have many
     messages in flight, (n-1) alpha + (n-1)/n S beta if it sends them one after the other.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("scatter", "linear", ranks, ranks, root)
     with program.round():
@@ -36,9 +36,9 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the linear gather: all ranks send to rank `root` at once.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; S/n bytes per rank. Time: alpha + (n-1)/n S beta if a rank can have many messages in
-    flight, (n-1) alpha + (n-1)/n S beta if the messages arrive one after the other. Here: n ranks, S bytes in the
-    vector; a message of b bytes takes alpha + b beta seconds.
+    flight, (n-1) alpha + (n-1)/n S beta if the messages arrive one after the other.
     """
     program = Builder("gather", "linear", ranks, ranks, root)
     with program.round():

@@ -14,8 +14,8 @@ from meshwright.program.collective import Builder, CollectiveProgram
 def barrier(ranks: int) -> CollectiveProgram:
     """Generate the program of the dissemination barrier: each rank signals the ranks at distance 1, 2, 4 ...
 
-    log2 n rounds, rounded up, for any n; time rounds x alpha. Here: n ranks; a message without data takes alpha
-    seconds.
+    Symbols: n ranks; a message without data takes alpha seconds.
+    log2 n rounds, rounded up, for any n; time rounds x alpha.
     """
     program = Builder("barrier", "dissemination", ranks, chunks=1)
     everyone = np.arange(ranks)

@@ -83,9 +83,9 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
     """Generate the program of the double-binary-tree all-reduce: each segment is reduced up a tree and broadcast down
     again.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is log2 n, rounded
+    down; k segments.
     2h + k - 1 rounds; at most 2 S bytes per rank; time (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is log2 n, rounded down,
-    k segments.
     """
     program = Builder("all-reduce", "double-binary-tree", ranks, chunks=2 * segments)
     trees = build_two_trees(np.arange(ranks))
@@ -99,8 +99,9 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
 def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
     """Generate the program of the double-binary-tree broadcast: rank `root` sends into both trees over the other ranks.
 
-    With h the height of a tree over n-1 ranks: h + k rounds; at most S bytes per rank; time (h + k) (alpha + S/k beta).
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments.
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a
+    tree over n-1 ranks; k segments.
+    h + k rounds; at most S bytes per rank; time (h + k) (alpha + S/k beta).
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
@@ -110,9 +111,9 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
     """Generate the program of the double-binary-tree reduce to rank `root`, the reverse of `broadcast`.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a
+    tree over n-1 ranks; k segments.
     h + k rounds; S bytes per rank; time (h + k) (alpha + S/k beta).
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a tree
-    over n-1 ranks, k segments.
     """
     program = Builder("reduce", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)

@@ -70,9 +70,9 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the program of the all-pairs all-reduce: every rank reduces one block (1/n of the vector) and sends the
     result to all other ranks.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for small vectors inside a machine, where all pairs have good links. 2 rounds; 2(n-1)/n S bytes per rank in
-    2(n-1) messages; time 2 alpha + 2(n-1)/n S beta. Here: n ranks, S bytes in the vector; a message of b bytes takes
-    alpha + b beta seconds.
+    2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
     """
     program = Builder("all-reduce", "all-pairs", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
@@ -86,8 +86,8 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
 def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program of the all-pairs reduce-scatter. Best for small vectors inside a machine.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("reduce-scatter", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, merge_rounds(reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks))))
@@ -96,8 +96,8 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
 def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program of the all-pairs all-gather. Best for small vectors inside a machine.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-gather", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, merge_rounds(all_gather_rounds(program, np.arange(ranks), np.arange(ranks))))
@@ -106,9 +106,9 @@ def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
 def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program of the pairwise reduce-scatter: blocks (1/n of the vector each) go directly to their owners.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
-    (n-1) alpha + (n-1)/n S beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta
-    seconds.
+    (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -118,9 +118,9 @@ def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program of the pairwise all-gather: blocks (1/n of the vector each) go directly from their owners to
     all ranks.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
-    (n-1) alpha + (n-1)/n S beta. Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta
-    seconds.
+    (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
@@ -129,8 +129,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
 def all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program of the pairwise all-to-all: one partner in each round. Best for large vectors.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     n-1 rounds; (n-1)/n S bytes per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-to-all", "pairwise", ranks, chunks=ranks)
     return build_from_rounds(program, _copy_own_block(program), _exchange_blocks(program))
@@ -139,8 +139,8 @@ def all_to_all(ranks: int) -> CollectiveProgram:
 def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program of the all-pairs all-to-all: every rank sends its messages to all other ranks at once.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     """
     program = Builder("all-to-all", "all-pairs", ranks, chunks=ranks)
     return build_from_rounds(program, _copy_own_block(program), merge_rounds(_exchange_blocks(program)))

@@ -17,8 +17,8 @@ from meshwright.program.collective import Builder, CollectiveProgram
 def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the van de Geijn broadcast from rank `root`: binomial-tree scatter, then ring all-gather.
 
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S beta.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
     """
     program = Builder("broadcast", "scatter-all-gather", ranks, ranks, root)
     everyone = own = np.arange(ranks)
@@ -31,8 +31,9 @@ def reduce(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program of the Rabenseifner reduce to rank `root`: recursive-halving reduce-scatter, binomial-tree
     gather.
 
-    n = 2^k: 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds, as in `recursive.reduce_scatter`.
-    Here: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
+    If n is a power of two: 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds: the ranks beyond
+    the largest power of two send their vectors to neighbours before the halving and receive their shares after it.
     """
     program = Builder("reduce", "reduce-scatter-gather", ranks, ranks, root)
     return build_from_rounds(
