@@ -244,8 +244,8 @@ def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time limit of one wait of the host for a call on `tensor`. None (no limit) for a CUDA tensor: a
-    separate watch of the device ends calls that hang there (`launcher.device_watch`)."""
+    """Return the time for which the host may wait for a call on `tensor` to complete. None (no limit) for a CUDA
+    tensor, because `launcher.device_watch` ends calls that hang on the device."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
@@ -262,11 +262,11 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """Collective call that is counted in the call records. The object is callable: it returns two texts for an error
-    message, which rank waits for which, and in which call.
+    """Collective call that is counted in the call records. The object itself can be called; it then returns two texts
+    for an error message: which rank waits for which others, and in which call.
 
-    payload: bytes of the whole vector. fault: fault to inject at this call; None: none. index: number of the call among
-    those of its group of ranks.
+    payload: bytes of the whole vector. fault: fault to inject at this call; None: none. index: number of this call
+    among the calls of its process group, known once it is posted.
     """
 
     operation: str

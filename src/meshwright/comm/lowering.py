@@ -203,8 +203,8 @@ def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Add to each group the waits for its received messages and the reductions that follow them. Received messages that
-    must be reduced get slots of the staging buffer; return the number of these slots.
+    """Add to each group the waits for its received messages, and after each wait the reductions of the message into its
+    slots. Messages to be reduced are received into slots of the staging buffer; return the number of these slots.
 
     groups: schedule, changed in place. arriving: for each group, the received transfers. Reductions run in step order.
     Even and odd groups have separate staging slots, because two consecutive groups may be in flight.
@@ -238,8 +238,8 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
 
 
 def _schedule_waits(groups: list[Group]) -> None:
-    """Complete a rank's schedule `groups` in place: before slots are overwritten, add waits for the sends that read
-    them; and where possible post receives one group early."""
+    """Complete a rank's schedule `groups` in place. Before each step that overwrites slots, add waits for the
+    unfinished sends that read these slots; and where possible, post receives one group early."""
     leaving: list[Message] = []  # sends that have not been waited for
 
     def leave(slot: int, count: int) -> list[Leave]:

@@ -140,8 +140,9 @@ class Executable:
         (vector if output is None else output).view(-1).copy_(result)
 
     def _run_flat(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run the program on the 1-D `vector`, whose memory the backend can send. output: receives the result of an
-        all-to-all; None: the program works in place."""
+        """Run the program on the 1-D `vector`, which is in memory that the backend can send: GPU memory with NCCL, CPU
+        memory otherwise. output: tensor that receives the result of an all-to-all; None for other operations, whose
+        result is written into `vector`."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:

@@ -23,14 +23,16 @@ def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return the rank groups over which calls are made under the injected fault "wrong group". They divide the ranks of
-    the mesh axis `name` into groups of the same sizes as the right ones, but of other ranks; empty if that is
-    impossible.
+    """Return wrong process groups, over which the collective calls of the mesh axis `name` run under the injected fault
+    "wrong group": tuples of global ranks, with the sizes of the right groups but other members. Groups that cannot be
+    changed are left out; the list is empty if none can.
 
-    A group has consecutive ranks or, where those are the right groups, ranks of equal index in their right groups.
-    alike: one value per rank; only ranks with equal values and of one pipeline stage (unless the axis spans stages) are
-    mixed, because others would wait for calls that are never made. equal: True if groups must keep their size; False: a
-    single right group of more than two ranks is cut into two halves.
+    A wrong group consists of consecutive ranks. If the right groups are already consecutive ranks, it consists of the
+    ranks with the same index in their right groups.
+    alike: [ranks], a value that describes the calls of each rank. Ranks are regrouped only with ranks of the same value
+    and, unless the axis spans pipeline stages, of the same stage; otherwise some ranks would wait for calls that others
+    never make. equal: True if wrong groups must have the size of the right ones; False: a right group of more than two
+    ranks that cannot be regrouped is cut into two halves.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}
