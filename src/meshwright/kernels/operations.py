@@ -44,12 +44,12 @@ class StepArrays(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """KV cache of one layer: B blocks of 16 tokens for K key-value heads of size D, float32 or bfloat16 bits (uint16),
-    zeroed when allocated.
+    """KV cache of one layer of the model, in B blocks of 16 tokens. The layer has K key-value heads of size D.
 
-    keys: [B, K, D, 16]. values: [B, K, 16, D rounded up to a multiple of 16]. head_dim: D. table: number of the block
-    table (dimension W of `StepArrays.block_tables`) that lists each sequence's blocks of this layer; layers with
-    different block tables may share arrays.
+    keys: [B, K, D, 16]. values: [B, K, 16, D rounded up to a multiple of 16]. Both are float32, or uint16 that holds
+    the bits of bfloat16; they start as zeros. head_dim: D. table: number of the block table that lists the blocks of
+    each sequence in this layer: index into the first dimension of `StepArrays.block_tables`. Layers with different
+    block tables may share the two arrays.
     """
 
     keys: Array
