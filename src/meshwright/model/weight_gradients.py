@@ -297,9 +297,10 @@ _uncompiled = _apply_function
 
 
 def exclude_from_compiled_graphs() -> None:
-    """Make linear layers with a queue but without taps run outside of compiled graphs from now on, since a compiled
-    backward cannot write to a queue. Call it right before the first compilation: it imports the compiler, which takes
-    over a second.
+    """Exclude linear layers from compiled graphs from now on if their backward itself puts the weight gradient into a
+    queue of deferred computations, which a compiled backward cannot do. Linear layers with taps (two extra input
+    tensors whose gradients carry x and dy out of the graph) stay in compiled graphs. Call this right before the first
+    compilation: it imports torch's compiler, which takes over a second.
     """
     global _uncompiled
     if _uncompiled is _apply_function:
