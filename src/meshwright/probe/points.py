@@ -142,9 +142,9 @@ class MeasurementPlan:
 
 
 class ReferenceKernel:
-    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed next to measurements of computation. Its
-    time shows the CPU's current speed, which other tenants of the machine may reduce by a third for seconds, and by
-    which the measured times are corrected.
+    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement of computation.
+    Its time shows the CPU's speed at that moment, which other users of the machine may reduce by a third for seconds.
+    The measured times are corrected by it to the CPU's usual speed.
 
     device: device of the measurements; on other devices than CPUs the product is not timed.
     """

@@ -71,16 +71,16 @@ def measure(
     kernels: Sequence[MeasurementPoint] = (),
     steps: Callable[[ReferenceKernel, float], Sequence[ReferenceStep]] = lambda kernel, usual_seconds: (),
 ) -> dict[str, Any]:
-    """Measure the machine as `plan` says. All ranks must call this function.
+    """Make the measurements of the machine that are listed in `plan`. All ranks must call this function.
 
     mesh: from `make_probe_mesh`. host: this rank's host. log: receives progress lines on rank 0. kernels: measurement
     points of layer operations, timed with all ranks at once. steps: function that measures training steps of the
     reference model, given the reference kernel and the kernel's seconds at the CPU's usual speed.
 
-    Returns JSON: "measured" (`Measured.tables`), "hosts" [ranks], "ratios" ("products" and "memory" -> slowdown of each
-    rank, [ranks]), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and memory_bytes) and "seconds"
-    of the whole measurement. Start-up times, launch overheads, copies, "device" and "seconds" are those of this rank;
-    the disk is measured on rank 0 alone; all else is equal on all ranks.
+    Returns JSON: "measured" (`Measured.tables`), "hosts" (host names, indexed by rank), "ratios" ("products" and
+    "memory" -> slowdowns, indexed by rank), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and
+    memory_bytes) and "seconds" (duration of the whole measurement). Start-up times, launch overheads, copies, "device"
+    and "seconds" are those of this rank; the disk is measured on rank 0 alone; all else is equal on all ranks.
     """
     begun = time.perf_counter()
     leader = mesh.rank == 0
@@ -165,9 +165,9 @@ def _time_points(
     the other ranks idle.
 
     seconds: time for each point. kernel: reference matrix product, timed after each point to correct for the CPU's
-    current speed. Returns (times, usual): times are the seconds of one run, [ranks][points], corrected to the CPU's
-    usual speed, with [] for idle ranks; usual are the seconds of the reference product at the usual speed, its median
-    time.
+    current speed. Returns (times, usual). times: seconds of one run of each point at the CPU's usual speed, indexed by
+    rank, then by point; the list of an idle rank is empty. usual: seconds of the reference product at that speed: the
+    median over all points, averaged over the ranks that compute.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -187,8 +187,8 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
-    """Time matrix products and memory passes on all ranks of `mesh`, to find slow ranks; return {"products" or
-    "memory": seconds, [ranks][measurements]}, {} if `plan.compare_seconds` is 0.
+    """Time matrix products and memory passes on all ranks of `mesh`, to find slow ranks. Return {"products" or
+    "memory": seconds, indexed by rank, then by measurement}; {} if `plan.compare_seconds` is 0.
 
     All points are timed in short rounds, repeated for `plan.compare_seconds`. One long measurement of each point would
     be distorted, because a shared machine slows one rank after another for half a second at a time.
@@ -295,7 +295,7 @@ def _describe_device(mesh: Mesh) -> dict[str, Any]:
 
 
 def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
-    """All-gather a list of floats, of equal length on each rank; return [ranks][values]."""
+    """All-gather a list of floats that has the same length on every rank. Return each rank's list, indexed by rank."""
     mine = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     everybody = torch.empty(mesh.world.size * len(values), dtype=torch.float64, device=mesh.device)
     collectives.all_gather(everybody, mine, mesh.world, _SITE).wait()
@@ -304,7 +304,7 @@ def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
 
 
 def _gather_hosts(mesh: Mesh) -> list[str]:
-    """All-gather the host names of all ranks; return [ranks]."""
+    """All-gather the host names of all ranks; return the names, indexed by rank ("this host" if a name is empty)."""
     name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     return [
         bytes(map(int, rank)).rstrip(b"\0").decode(errors="replace") or "this host"
