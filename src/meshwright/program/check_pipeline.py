@@ -256,7 +256,8 @@ def _check_transfers(flow: Dataflow) -> None:
 def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
     """Match explicit sends with receives in message order between each pair of ranks, and order all groups.
 
-    Returns (send step indices, receive step indices, group indices in an order that ends even with synchronous sends).
+    Returns (send steps, receive steps, groups), all as indices: receives[i] receives what sends[i] sends, and the
+    groups are in an order in which all can run even if each send waits for its receive.
     """
     s = program.steps
     is_send, is_receive = s.has_kind(SENDING), s.has_kind(ARRIVING)

@@ -155,11 +155,11 @@ class Dataflow:
         return ValueReads(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
-        """Return, for each weight-gradient step, the index of the input-gradient step or full backward of the same
-        stage, micro-batch and layer component.
+        """Return, for each weight-gradient step, the index of the step that computes the gradient it needs: the input
+        gradient or full backward of the same replica, stage, micro-batch and layer component.
 
-        weights: indices of weight-gradient steps. whole: [weights], indices to return for steps whose component has no
-        input-gradient step, because the input gradient is not split.
+        weights: indices of the weight-gradient steps. whole: [weights], indices to return instead where no step has the
+        same component, because the input gradient is a single step for all components.
         """
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]

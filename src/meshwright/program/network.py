@@ -118,7 +118,7 @@ class Network:
         )
 
     def compute_distances(self, rank: int, towards: bool = False) -> Floats:
-        """Return the lowest latency in seconds of any path from `rank` to each rank: [ranks].
+        """Return the latency in seconds of the fastest path from `rank` to each rank, indexed by rank.
 
         towards: True for the paths from each rank to `rank` instead.
         """
@@ -134,8 +134,9 @@ class Network:
 
     @cached_property
     def least_latency(self) -> float:
-        """Lower bound of the latency between any two ranks, in seconds: the lowest latency of a link between two ranks,
-        or of a link from a rank to a switch plus the lowest latency of a link into a rank."""
+        """Lower bound of the latency between any two ranks, in seconds; 0 for a single rank. It is the smaller of two
+        values: the latency of the fastest link between two ranks; and the latency of the fastest link from a rank to a
+        switch plus that of the fastest link into a rank."""
         if self.ranks == 1:
             return 0.0
         into = self.latency[self.link_to < self.ranks].min()
