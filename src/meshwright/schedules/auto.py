@@ -193,8 +193,8 @@ def _tabulate_durations(
     """Return {stages per rank: durations} for all numbers of stages per rank that the search tries: `chunks` if given,
     else the number for which durations are listed by stage, else 1 and 2.
 
-    durations: one number per field, one per rank or one per stage; or a function from the number of stages to
-    `Durations`. Raises UserError for invalid or contradictory numbers.
+    durations: `Durations` whose fields each have one number, one per rank or one per stage; or a function that returns
+    the `Durations` for a number of stages. Raises UserError for invalid or contradictory numbers.
     """
     for what, number in (
         ("ranks", ranks),

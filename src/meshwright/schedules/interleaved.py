@@ -18,12 +18,14 @@ Order = list[tuple[int, int]]  # micro-batch and stage
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
     """Generate the program of interleaved 1F1B (virtual pipeline stages), depth first, with `chunks` stages per rank.
 
-    Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4. Any number of ranks and micro-batches;
-    micro-batches that `ranks` does not divide run in near-equal rounds of more than `ranks`. Costs, for p ranks, m
+    Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4. The micro-batches run in rounds: all
+    micro-batches of a round pass through one chunk of a rank before the next chunk begins. If `ranks` divides
+    `micro_batches`, each round has `ranks` micro-batches; otherwise the rounds have nearly equal sizes, the largest
+    more than `ranks` (or there is a single round of all micro-batches, if they are fewer). Costs, for p ranks, m
     micro-batches, v chunks, and F and B the times of a rank's forward and full backward over all its chunks:
     - bubble: (p - 1)(F + B) / v, for m >= p
-    - peak activations: if p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); with rounds of g > p
-    micro-batches, g - (g + 1 - 2p) / v on rank 0
+    - peak activations: if p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); if the first round
+    has g > p micro-batches, g - (g + 1 - 2p) / v on rank 0
     - weight copies: 1
     - transfers: v times those of 1F1B
     """

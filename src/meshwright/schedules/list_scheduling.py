@@ -17,13 +17,14 @@ from meshwright.schedules.orders import Order, Problem
 
 @dataclass
 class PartialOrders:
-    """State of all ranks while task orders are built, from which a scheduling rule chooses a rank's next task.
+    """State of all ranks while a schedule is built task by task. A scheduling rule reads it to choose the next task of
+    a rank.
 
     A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
     gradient; its k-th run is that of micro-batch k.
-    problem: ranks, placement, task durations and memory limits. ends: [tasks + 1], list of the end times of each task's
-    runs so far; the last list is all zeros and stands for the input of the first stage's forward. used: [ranks], saved
-    activations on each rank, in units of one stage and micro-batch.
+    problem: ranks, placement, task durations and memory limits. ends: [tasks + 1], for each task the end
+    times of its runs so far; the last list is all zeros and stands for the input of the first stage's forward. used:
+    [ranks], saved activations on each rank, in units of one stage and micro-batch.
     """
 
     problem: Problem
@@ -31,8 +32,9 @@ class PartialOrders:
     used: list[int]  # [ranks], activations held, in stages
 
     def find_input_time(self, task: int) -> float:
-        """Return the time at which the input for the next run of a task (one pass on one stage, by number) arrives at
-        its rank; infinite if the task that produces the input has not been scheduled yet."""
+        """Return the time at which the input of the next run of `task` arrives at the rank that runs `task`: the end of
+        the run that produces the input, plus the transfer time. Infinite if the producing run is not scheduled yet.
+        task: number of a task, as in `ends`."""
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
 
@@ -43,7 +45,8 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
     """Build the task orders of all ranks by asking `rule` for each rank's next task whenever the rank is free; return
-    (makespan, [rank][position] task numbers). The makespan is infinite if some tasks never run.
+    (makespan, orders), where orders[rank] lists the rank's task numbers. The makespan is infinite if some tasks never
+    run.
 
     problem: ranks, placement, task durations and memory limits. rule: function (rank, time) -> (task, 0) to run the
     task now, or (-1, time at which to ask again); the rule is asked earlier if a task that produces an input for the
@@ -98,8 +101,8 @@ class GreedyParameters:
 
 
 def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float, list[Order]]:
-    """Build task orders by greedy list scheduling; return (makespan, [rank][position] task numbers). A task is one pass
-    on one stage.
+    """Build task orders by greedy list scheduling; return (makespan, task numbers of each rank in order). A task is one
+    pass on one stage.
 
     problem: ranks, placement, task durations and memory limits. greed: parameters of the rule. Input gradients run as
     they arrive, forwards as memory allows, weight gradients in idle intervals or when memory is full. Never deadlocks:

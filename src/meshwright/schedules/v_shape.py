@@ -91,13 +91,18 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
 
 
 class _RankState:
-    """Progress of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another: its
-    remaining steps and the activations that it holds.
+    """Progress of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another.
 
-    writer: builder of the rank's steps. dues: planned time slots of the two forwards and two input gradients of
-    micro-batch 0 on this rank. ranks: number of ranks.
-    stops (attribute): positions of these four steps in the path of a micro-batch. The path has 4 x ranks positions:
-    forwards down the ranks and up again, then input gradients down and up.
+    writer: builder that the rank's steps are appended to. dues: planned time slots of the two forwards and two input
+    gradients of micro-batch 0 on this rank. ranks: number of ranks. micro_batches: number of micro-batches.
+
+    Attributes:
+        stops: Positions of these four steps in the path of a micro-batch. The path has 4 x ranks positions: forwards
+            from rank 0 to the last rank and back to rank 0, then input gradients the same way.
+        waiting: Steps not yet run, as (planned time slot, step, micro-batch), in planned order.
+        left: Number of steps not yet run, for each of the six steps of a micro-batch.
+        ready_weights: Weight gradients that can run, as (step, micro-batch).
+        held: Activations that the rank holds now, in stages.
     """
 
     def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
