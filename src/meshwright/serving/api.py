@@ -132,8 +132,8 @@ class Model:
         return TextStream(self._run([request], lambda request_id: answer.ended), answer)
 
     def _make_requests(self, prompt: object, options: GenerationOptions) -> list[tuple[Request, Answer]]:
-        """Return the engine's request for each of `n` answers to one prompt (a text or token IDs), with the answer that
-        collects its outputs. options: those of `generate`."""
+        """Return a pair (engine request, answer) for each of the `n` answers to one prompt (a text or token IDs). The
+        answer object collects the outputs of its request. options: those of `generate`."""
         chosen: dict[str, Any] = dict(options)
         chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
         wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.of(chosen.pop("stop", ()))

@@ -41,13 +41,15 @@ class BlockPool:
     """Pool of KV blocks with a prefix cache. A block is free (no content), held by one or more sequences, or cached:
     held by none, its content found by hash until the block is needed; the least recently released one is evicted first.
 
-    Methods identify a sequence (`holder`) by its age, a number that grows with each admission: the youngest has the
-    largest. A sequence has one block table or several (by sliding window), each given by its number (`table`).
+    Methods identify a sequence (`holder`) by its age, an admission number: the sequence admitted last, the youngest,
+    has the largest age. A sequence has one block table or several (by sliding window), each given by its number
+    (`table`).
 
     Attributes:
         size: Number of KV blocks.
-        owned: {(age of a sequence, number of its block table): number of KV blocks that it holds there and no younger
-            sequence holds}; these become available when the sequence and all older ones have ended.
+        owned: {(age of a sequence, number of its block table): number of KV blocks in this table of which the
+            sequence is the youngest holder}. Such a block becomes available when this sequence and all older ones have
+            ended.
         releases: Number of calls of `release` so far.
     """
 
@@ -121,8 +123,8 @@ class BlockPool:
         ]
 
     def youngest_holder(self, block: int) -> int | None:
-        """Return the age of the youngest sequence that holds the KV block with index `block`; None if no sequence holds
-        it."""
+        """Return the age of the sequence admitted last among those that hold the KV block with index `block`; None if
+        no sequence holds the block. Ages are admission numbers, so this is the largest age of a holder."""
         return self._holders[block][-1] if self._holders[block] else None
 
     def share(self, block: int, holder: int) -> None:

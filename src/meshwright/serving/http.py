@@ -124,8 +124,9 @@ class HttpApp:
         raise ApiError(status, f"{request.method} {path[:200]}: {reason}", code="not_found", headers=headers)
 
     def _refuse(self, path: str, ticket: Ticket) -> None:
-        """Raise ApiError if the engine would refuse even the shortest request with this `ticket`. Does nothing for a
-        `path` that generates no text."""
+        """Raise ApiError if the engine's queue is so full that it would refuse even the shortest request. Does nothing
+        for a `path` that generates no text. ticket: identity of the request; a retry of a refused
+        request is recognised by it and keeps its place in the waiting line."""
         if path in GENERATION and (refusal := self._client.admit((), ticket)) is not None:
             self.metrics.refuse(refusal.reason)
             raise refusal_error(refusal)
@@ -138,8 +139,8 @@ class HttpApp:
         return refusal_error(Refusal("connections", wait)).to_response()
 
     def _use(self, model: type[_Body], use: Callable[[_Body], object]) -> tuple[type[Body], Endpoint]:
-        """Return (`model`, endpoint), the entry of a path in the table of POST endpoints: the endpoint parses the
-        request body as a `model` and returns `use(body)`."""
+        """Return (`model`, endpoint), an entry of the table of POST endpoints. The endpoint parses the request body as
+        a `model` (a pydantic class) and returns `use(body)`."""
         return model, partial(self._parse, model=model, use=use)
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
@@ -151,10 +152,10 @@ class HttpApp:
         return EventStream(self._runner, job) if job.stream else await self._runner.collect(job, request.receive)
 
     async def _parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:
-        """Read the body of `request`, validate it as a `model`, and return `use(body)`; large bodies and conversations
-        are parsed in a thread, so that the event loop is not blocked. Raises ApiError for an invalid body, or if the
-        engine's queue would refuse the request, which is checked before any body is parsed, and for a large body before
-        it is read."""
+        """Read the body of `request`, validate it as a `model` (a pydantic class), and return `use(body)`. Large bodies
+        and conversations are parsed in a thread, so that the event loop is not blocked. Raises ApiError for an invalid
+        body, or if the engine's queue would refuse the request. The queue is checked before the body is parsed; for a
+        large body, before the body is read."""
 
         def parse(data: bytes) -> _Result:
             body = parse_body(model, data)

@@ -97,9 +97,10 @@ class _LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol for one connection, with limits on header bytes and on the time that a client may neither
     send nor read.
 
-    `crowded`: close the connection after each response, as there are many. `refuse`: returns the response with which a
-    connection beyond the limit is refused, health checks excepted; None: it is accepted. `group`: the server's open
-    connections of the same kind (accepted or refused), to which it adds itself.
+    `crowded`: True to close the connection after each response, because many connections are open. `refuse`: None to
+    accept the connection; otherwise a function that returns the response sent to refuse any request that is not a
+    health check. `group`: the server's open connections of the same kind (accepted or refused); this one adds itself
+    to them.
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
@@ -125,8 +126,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._wait(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
 
     def _join(self) -> None:
-        """Make this the newest connection of its group (accepted or refused ones); when new connections wait, `_Server`
-        aborts the oldest refused one first."""
+        """Make this the newest connection of its group (the accepted or the refused connections). When new connections
+        wait, `_Server` aborts the oldest refused connection first."""
         self._group.pop(self, None)
         self._group[self] = time.monotonic()
 
@@ -147,8 +148,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.write_deadline = math.inf
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data; on a refused connection, unless they are a health check, send the refusal instead and
-        close. Data are ignored once the connection is closing."""
+        """Parse received data. On a refused connection, send the refusal and close instead, unless the data are a
+        health check. Data are ignored once the connection is closing."""
         if data.startswith(PROBES):
             self._refuse = None
             self._join()

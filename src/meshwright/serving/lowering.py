@@ -93,8 +93,9 @@ class Lowering:
         kernels.end_packing()
 
     def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Allocate the keys and values for one layer position of the KV blocks: layers of different block tables that
-        have the same position share these arrays. kv_heads: key-value heads of this rank."""
+        """Allocate (keys, values), the arrays of the KV blocks for one position. Each layer has a block table and a
+        position within this table; layers of different tables with the same position share these arrays. kv_heads:
+        key-value heads of this rank."""
         dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
         keys, values = (
             self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
@@ -228,9 +229,9 @@ class Lowering:
         self._sum_over_ranks(partial, self.states, self._optional(linear, "bias"))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
-        """End the current segment with an all-reduce of `partial` [T, H] over tp, after which `bias` [H] is added and
-        the result added to `residual` [T, H] (None: written back to `partial`). Does nothing without tp: the operations
-        before the call have then added bias and residual."""
+        """End the current segment (operations between two all-reduces) with an all-reduce of `partial` [T, H] over tp.
+        Afterwards `bias` [H] is added to the sum, and the result is added to `residual` [T, H]; None: the result is
+        written back to `partial`. Does nothing without tp, where the operations themselves add bias and residual."""
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 

@@ -136,7 +136,7 @@ class PipelineEngine(Engine):
         return self.scheduler.publish(batch, results)
 
     def _post(self, kind: Kind, number: int, batch: StepBatch) -> None:
-        """Start the send or receive that `kind` names for the batch of slot `number`. SEND_FORWARD and RECEIVE_FORWARD
+        """Start one send or receive, given by `kind`, for the batch of slot `number`. SEND_FORWARD and RECEIVE_FORWARD
         pass hidden states from one stage to the next; SEND_BACKWARD and RECEIVE_BACKWARD pass sampled tokens to the
         previous stage."""
         if kind == Kind.RECEIVE_FORWARD:

@@ -74,8 +74,9 @@ class Prompts:
     def encode(
         self, text: str, add_start: bool = True, *, empty: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """Return the token IDs of a text, after the start token if `add_start`. Special tokens spelled out in it stay
-        ordinary text, unless `parse_special`; a text that begins with a parsed start token gets no second one.
+        """Return the token IDs of a text, preceded by the start token if `add_start`. Special tokens spelled out in the
+        text become their token IDs if `parse_special`, otherwise they are tokenized as ordinary text. A text that
+        begins with a parsed start token gets no second start token.
 
         Raises UserError for a text that must be longer than `max_length` tokens (checked before tokenizing), for a
         token ID outside the model's vocabulary, and for a result without tokens unless `empty` is True.
@@ -92,9 +93,10 @@ class Prompts:
 
     @cached_property
     def _special_parser(self) -> tuple[Tokenizer, dict[str, str], re.Pattern[str]]:
-        """Tuple (tokenizer that recognises special tokens only under random names, as for conversations; {special
-        token: its random name}; pattern of the special tokens, the longest first). Special tokens in a text are
-        replaced by their random names before the text is tokenized."""
+        """Tuple (tokenizer, names, pattern) for texts whose special tokens are to be parsed. tokenizer: a copy in which
+        each special token has a random name, so that no text spells the token by accident. names: {special token: its
+        random name}. pattern: regular expression that finds special tokens in a text, the longest first. The caller
+        replaces each found token by its random name, then tokenizes the text."""
         encoder, names = make_template_encoder(self.tokenizer, self._special)
         longest_first = sorted(names, key=lambda token: (-len(token), token))
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

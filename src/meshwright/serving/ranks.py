@@ -94,12 +94,12 @@ def _take_device(device: str) -> str:
 
 
 def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
-    """Main loop of a replica's first rank: receive the messages of the front (the HTTP server's process), forward them
-    to the other ranks (`followers`), run an engine step, and send outputs and figures to the front, until a message
-    says stop.
+    """Main loop of a replica's first rank, until a message says stop. Each iteration receives the messages of the front
+    (the HTTP server's process), forwards them to the other ranks (`followers`), runs an engine step, and sends the
+    outputs and a report on the step to the front.
 
-    The figure `seconds` is the time of the whole iteration, from the end of the previous engine step or the end of
-    idleness to the end of this one.
+    `seconds` in the report is the time of the whole iteration: from the end of the previous engine step, or from the
+    end of idleness, to the end of this step; 0 if no step ran.
     """
     step, began = 0, time.perf_counter()
     while True:

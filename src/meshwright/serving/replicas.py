@@ -206,8 +206,9 @@ class Replicas:
     # --- supervision
 
     async def _supervise(self, replica: Replica) -> None:
-        """Start a replica's ranks again whenever they end, until the server closes or the replica was lost
-        `LOSSES_OF_REPLICA` times without having generated a token or been ready for `STEADY_SECONDS` in between."""
+        """Start a replica's ranks, and restart them whenever they end, until the engine has failed. Mark the engine as
+        failed if the ranks end during the server's start, with a UserError, or `LOSSES_OF_REPLICA` times in a row; the
+        count begins anew if the replica generated a token or was ready for `STEADY_SECONDS`."""
         losses = 0
         while True:
             error = await self._run_once(replica)
@@ -263,8 +264,8 @@ class Replicas:
                 self._place(stream)
 
     async def _watch_steps(self) -> None:
-        """Loop that marks a replica as lost if it has requests but reported no step for `step_seconds` of the plan, or
-        longer if its steps are long (`Replica.limit_step`)."""
+        """Loop that marks a replica as lost if it has requests but reported no step for some time: the plan's
+        `step_seconds`, or the longer limit `Replica.limit_step` of a replica whose steps take long."""
         seconds, budget = self.plan.step_seconds, self.plan.limits.token_budget
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
@@ -345,8 +346,8 @@ class Replicas:
     # --- requests
 
     def _place(self, stream: Stream) -> None:
-        """Send a request to the ready replica with the least work before the request's first token, its expected
-        prefix-cache hits subtracted; if no replica is ready, keep the request until one is."""
+        """Send a request to the ready replica with the least work, from which the request's expected prefix-cache hits
+        on this replica are subtracted. If no replica is ready, keep the request until one is."""
         request = stream.resumed()
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:

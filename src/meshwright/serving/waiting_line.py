@@ -185,14 +185,15 @@ class WaitingLine:
     def _expect_before(self, place: _Place | None) -> float:
         """Return how many requests are expected to return to the places before `place` (None: before a new request).
 
-        At least 1 / `GUARD` of the queue's length is reserved for those places, even if few clients returned so far,
-        since the average adapts slowly.
+        The number is the share of clients that returned so far, times the number of requests before `place`; but at
+        least 1 / `GUARD` of the limit on waiting requests (if so many are before), since the share adapts slowly.
         """
         count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _expect(self, place: _Place, expected: bool) -> None:
-        """Add `place` to those behind which new requests wait (`expected` True), or remove it from them (False)."""
+        """Start or stop to hold back new requests for `place`. expected: True to start, as the client is expected to
+        retry; False to stop."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:

@@ -21,17 +21,19 @@ class AnswerForm:
     """Base class that formats the responses of one API (OpenAI's or llama.cpp's), whole or as server-sent events."""
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
-        """`names`: `id` of the request, `model`, and `seed` of the draws."""
+        """`body`: body of the request. `names`: fields of the response: `id` of the request, `model`, and `seed` of the
+        random draws."""
         self._body: Any = body  # the form's own kind
         self._prompts, self._names = prompts, names
 
     def open_choice(self, choice: Choice) -> bytes:
-        """Return the event, as bytes, that announces a choice in a streamed response; empty if the API has none."""
+        """Return the event, as bytes, that announces a choice in a streamed response; empty bytes if the API has no
+        such event."""
         return b""
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
-        """Return the event, as bytes, for a new piece of `choice` in a streamed response; empty if it changes nothing.
-        choices: all choices of the response, for its usage."""
+        """Return the event, as bytes, for a new piece of `choice` in a streamed response; empty bytes if the piece
+        needs no event. choices: all choices of the response, for its usage."""
         raise NotImplementedError
 
     def close_stream(self, choices: Sequence[Choice]) -> bytes:
@@ -69,8 +71,9 @@ class OpenAIForm(AnswerForm):
         self._tail = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
-        """Return the event, as bytes, for a new piece of `choice` in a streamed response; empty if it has neither text
-        nor requested token data. choices: all choices of the response, for its usage."""
+        """Return the event, as bytes, for a new piece of `choice` in a streamed response; empty bytes if the piece has
+        no text, no finish reason and no token data that the request asked for. choices: all choices of the response,
+        for its usage."""
         silent = not piece.text and piece.finish_reason is None
         if silent and not (piece.tokens and (self._alternatives is not None or self._body.return_token_ids)):
             return b""
@@ -144,7 +147,8 @@ class CompletionForm(OpenAIForm):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return {"text": text}, the field of a choice that holds its text."""
+        """Return {"text": text}, the JSON field of a choice that holds its text. whole: True for a response without
+        streaming, False for an event of a stream; here both have the same field."""
         return {"text": text}
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
@@ -179,8 +183,8 @@ class ChatForm(OpenAIForm):
         return self._head + to_json({"index": choice.index, "delta": delta, "finish_reason": None}) + self._tail
 
     def describe_text(self, text: str, whole: bool) -> dict[str, Any]:
-        """Return the JSON field of a choice that holds its text: `message` if `whole` (a response without streaming),
-        else `delta` (an event of a stream)."""
+        """Return the JSON field of a choice that holds its text: `message` or `delta`. whole: True for a response
+        without streaming (`message`), False for an event of a stream (`delta`)."""
         if whole:
             return {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"delta": {"content": text} if text else {}}
