@@ -102,8 +102,8 @@ def block_tables(config: ModelConfig, stages: int) -> BlockTables:
 
 def _divide(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
     """Divide the layers of each pipeline stage evenly among the block tables. choice: {sliding window: number of tables
-    for the layers with this window}. If `choice` has a single window, all layers share its tables, those with smaller
-    windows too."""
+    for the layers with this window}. If `choice` has a single window, its tables serve all layers, also
+    those with smaller windows."""
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()
     for stage in stages:

@@ -99,9 +99,9 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
 
 
 def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
-    """Return the mixture-of-experts fields by ModelConfig field name. Sizes that the recipe's ``[model]`` table
-    (`model`) gives are taken from it. The defaults of the others make the experts of a token cost about as much compute
-    as one dense MLP of width `intermediate` (in family mixtral each expert is that wide)."""
+    """Return the mixture-of-experts fields by ModelConfig field name. Sizes given in the recipe's ``[model]`` table
+    (`model`) are used as they are. A missing expert width is chosen so that the experts of a token together cost about
+    as much compute as one dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP."""
     assert model.family
     fixed = FAMILIES[model.family].fixed
     experts = model.experts or 8
@@ -122,9 +122,9 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add derived sizes to ``overrides`` (new values by ModelConfig field name), in place. A size is added where `base`
-    has it from the same rule: head_dim = hidden / heads, kv_heads = heads, intermediate = 4 hidden (ungated MLP).
-    Fields with one value per layer are cut or extended to a new number of layers."""
+    """Add derived sizes to ``overrides`` (new values by ModelConfig field name), in place. Each rule is applied
+    only if the sizes of `base` follow it too: head_dim = hidden / heads, kv_heads = heads, intermediate = 4 hidden
+    (ungated MLP). Fields with one value per layer are cut or extended to a new number of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

@@ -95,8 +95,8 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
 
 
 def _foreign_tensor(parameter: ForeignParameter) -> EngineTensor:
-    """Return a parameter of a user's module as an engine tensor (the table's description of a parameter of the model in
-    memory), with a single entry that is replicated over tp."""
+    """Return the `EngineTensor` that describes a parameter of a user's module in the parameter table. It has a single
+    entry (tensor on disk), which is not sharded over tp."""
     entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
     return EngineTensor(parameter.name, parameter.unit, (entry,))
 

@@ -127,8 +127,9 @@ class ParameterTable:
         return start, start + math.prod(tensor.local_shape(layout))
 
     def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the element range [start, stop) that a rank's shard of a parameter entry has in the flat buffer of its
-        FSDP unit. layout: None: one device."""
+        """Return the elements [start, stop) of an FSDP unit's flat buffer that hold the parameter entry `entry`, or
+        under tensor or expert parallelism a rank's shard of the entry. layout: layout of the run; None for one
+        device."""
         layout = layout or Layout()
         tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]
