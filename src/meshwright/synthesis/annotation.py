@@ -360,9 +360,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the labels, spans or response that the record had before the import, None if it had none. like: an
-    imported value, whose type selects which of them: frozenset of label names, tuple of spans, or str (response).
-    before: the record's annotation before the import. sides: its prompt and response."""
+    """Return the value that a record had before the import, of the same type as the imported value `like`: labels (a
+    frozenset of names), spans (a tuple) or the response (str). Return None if the record had none.
+    before: the record's annotation before the import. sides: the record's prompt and response."""
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):
