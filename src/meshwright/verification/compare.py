@@ -245,8 +245,9 @@ def _assemble_copies(
     copy, with NaN for elements that no rank holds. slices: [rank][slice]. reference: gives the shapes.
 
     Each group of ranks from `list_copy_groups` gives one copy for each of its pp ranks and, except for experts, each of
-    its tp ranks: where several ranks hold the same elements, the copy takes the values of that pp and tp rank. If there
-    are fewer copies of the experts than of the other parameters, or the reverse, the fewer copies are used repeatedly.
+    its tp ranks. Where several ranks hold the same elements, the copy for a pp and tp rank takes the values that this
+    rank holds. If the experts have fewer copies than the other parameters, the copies of the experts are used
+    repeatedly; likewise in the reverse case.
     """
     parts: tuple[BufferKind, BufferKind] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
@@ -290,7 +291,7 @@ def _worst_errors(
 
 
 def _relative_error(value: float, truth: float) -> float:
-    """Return the relative error |value - truth| / |truth|; infinite if it is not finite."""
+    """Return the relative error |value - truth| / |truth|; infinity also where the result would be NaN."""
     error = abs(value - truth) / abs(truth)
     return error if math.isfinite(error) else math.inf
 

@@ -87,9 +87,10 @@ def explain_neutral_fault(fault: Fault, layout: Layout, paired: bool = False) ->
 
 
 class _FaultRuns:
-    """Runner that trains one layout and model with planted faults. maker: builds the training problems. reference:
-    returns the single-device results of a problem. ranks: processes that train. collectives: the recipe's choice of
-    collective algorithms. Attribute `planted`: keys of the faults run so far that altered a value."""
+    """Runner that trains one model on one layout with planted faults (deliberate bugs), one at a time. maker: builds
+    the training problems. reference: function that returns the single-device results of a problem. ranks: processes
+    that train. collectives: the recipe's choice of collective algorithms. Attribute `planted`: keys of the faults run
+    so far that altered a value."""
 
     def __init__(
         self,
@@ -103,8 +104,9 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train with every fault in a collective call, one at a time; yield (fault, comparison of the run with one
-        device) for the faults that altered a value on any rank. before: keys of faults to skip."""
+        """Train once with each fault that can be injected into a collective call. Yield (fault, comparison of this run
+        with the run on one device) for every fault that altered a value on some rank. before: keys of the faults to
+        leave out, as `_fault_key` returns them."""
         problem = self.maker.plain(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -119,8 +121,9 @@ class _FaultRuns:
             self.planted |= {_fault_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
-        """Train with every fault in local code, one at a time; yield (fault, comparison of the run with one device) for
-        the faults that altered a value on any rank. before: keys of faults to skip."""
+        """Train once with each fault of `LOCAL_FAULTS`: bugs outside collective calls. Yield (fault, comparison of this
+        run with the run on one device) for every fault that altered a value on some rank. before: keys of the faults to
+        leave out; the key of a local fault is the tuple (name,)."""
         for case, make in (
             ("updates", lambda: self.maker.updates(layers=3)),
             ("dtypes", self.maker.dtypes),
@@ -135,8 +138,8 @@ class _FaultRuns:
                 self.planted |= {(fault.name,) for fault in found}
 
     def _compare_effective(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
-        """Train the problem once with each fault; return {fault: comparison with one device} for the faults that
-        altered a value on any rank."""
+        """Train the problem once with each fault; return {fault: comparison with the run on one device} for the faults
+        that altered a value on some rank."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
             for fault, results in zip(faults, self._run_with_faults(problem, faults), strict=True)
@@ -167,8 +170,9 @@ def _fault_key(fault: Fault) -> tuple[str, ...]:
 
 
 def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Merge the ranks' records of collective calls; return {(site, operation): record}. The record is that of the rank
-    with the most such calls, since ranks of other pipeline stages may make none. tables: records of each rank."""
+    """Merge the ranks' records of collective calls; return {(site, operation): record}. Each record is taken from the
+    rank that made the most calls of this site and operation, since ranks of other pipeline stages may make none.
+    tables: records of each rank."""
     most: dict[tuple[str, str], dict[str, Any]] = {}
     for call in chain.from_iterable(tables):
         key = call["site"], call["operation"]
@@ -202,8 +206,8 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 
 def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return the (number of calls, payload bytes) pairs of the collective calls that a rank made at this site with this
-    operation."""
+    """Return (number of calls, payload bytes) for each entry of a rank's log of collective calls that has this call
+    site and this operation. Ranks with equal results can be regrouped without leaving a call unmatched."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

@@ -92,11 +92,12 @@ def run_verification(
 
 
 class _Verifier:
-    """Runner of verification cases on local rank processes. It keeps the processes for the next layout if that has as
-    many ranks, and caches the single-device references.
+    """Runner of verification cases on local rank processes. The processes are kept for the next layout if it has the
+    same number of ranks; the single-device references are cached.
 
-    Attributes: `many`: True if a whole grid is verified, so that each layout runs only its most relevant cases;
-    `entries`: result of each layout so far, as in the JSON document.
+    Attributes:
+        many: True if a whole grid of layouts is verified, so that each layout runs only its most relevant cases.
+        entries: Result of each layout so far, as in the JSON document.
     """
 
     many = False
@@ -108,9 +109,9 @@ class _Verifier:
         recipe: Recipe | None = None,
         thorough: bool = False,
     ) -> None:
-        """Start without ranks and references. dtype: of parameters, "float64" or "float32"; log: called with a line for
-        each layout; recipe: tells collective algorithms, loss and `train.compile`, None: the defaults; thorough: run
-        the slow cases, too."""
+        """Start without ranks and references. dtype: dtype of the parameters, "float64" or "float32". log: function
+        that is called with a line for each layout. recipe: sets collective algorithms, loss and `train.compile`; None:
+        the defaults. thorough: True to run the slow cases too."""
         self.dtype, self.log = dtype, log
         self.collectives = CollectivesRecipe() if recipe is None else recipe.collectives
         self.preference = None if recipe is None else preference_of(recipe)
