@@ -44,8 +44,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Part of a matrix: take its columns [first, first + width), flatten them row-major, and take elements [start,
-    stop) of the result. All indices count from 0."""
+    """Part of a matrix: the matrix is cut to its columns [first, first + width), the cut matrix is flattened row-major,
+    and the range has the elements [start, stop) of the flattened matrix. All indices count from 0."""
 
     start: int
     stop: int
@@ -53,8 +53,8 @@ class Range:
     width: int
 
     def to_rectangles(self) -> list[tuple[int, int, int, int]]:
-        """Decompose the range into at most three rectangles of the matrix, tuples (row, end row, column, end column)
-        with exclusive ends."""
+        """Decompose the range into at most three rectangles of the whole matrix: the end of its first row, full rows,
+        and the start of its last row. Return tuples (row, end row, column, end column) with exclusive ends."""
         begin, head = divmod(self.start, self.width)
         end, tail = divmod(self.stop, self.width)
         if begin == end:
