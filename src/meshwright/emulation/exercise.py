@@ -108,11 +108,11 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 
 
 def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
-    """Raise UserError unless an exercise's function returned a dictionary of tensors by name.
+    """Raise UserError unless `returned`, the result of an exercise's function, is a dictionary {name: tensor}.
 
-    says: beginning of the error message. returned: the function's result. truth: None to check the result of
-    `one_device()`. To check a result of `distributed()`, pass the result of `one_device()`: values may then also be
-    pairs (part, index) whose index fits the whole tensor.
+    says: beginning of the error message. truth: None if `returned` comes from `one_device()`; if it comes from
+    `distributed()`, the result of `one_device()`. A value of `distributed()` may also be a pair (part, index), where
+    part is a rank's piece of the tensor and `truth[name][index]` must be a valid index expression.
     """
     if not isinstance(returned, Mapping):
         raise UserError(f"{says} {shorten_repr(returned)}: return a dictionary of tensors by name")

@@ -195,7 +195,8 @@ class EmulatedRanks:
 
 
 def _run_task(task: Callable[[], Any]) -> Any:
-    """Call `task` on a rank and return its result; autograd runs backward passes in the rank's own thread."""
+    """Call `task` in the thread of an emulated rank and return the result of `task`. Backward passes run in this thread
+    too, not in autograd's own threads."""
     with torch.autograd.set_multithreading_enabled(False):
         return task()
 
