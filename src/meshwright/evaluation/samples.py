@@ -84,8 +84,8 @@ def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
 
 
 def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tuple[int, ...]]:
-    """Yield the prompt (token IDs) of each document in the first packed rows of a split, if the document is longer than
-    its prompt.
+    """Yield the prompt (token IDs) of each document in the first 1024 packed rows of a split. Documents that are not
+    longer than their prompt are left out.
 
     The prompt of a text document is its first `PROMPT_TOKENS` tokens; that of an SFT or preference example is the
     tokens before the first target of the loss. document_mask: True if rows of text are divided into documents; False:
