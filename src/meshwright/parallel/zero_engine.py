@@ -102,8 +102,9 @@ class ZeroEngine:
         return {name: axes[places] for name, places in holders.items()}
 
     def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
-        """Build the flat buffer of kind `buffer` ("dense" or "experts") of the FSDP unit `name`. `tied`: axis of the
-        pipeline ranks that all hold the unit; None: only this one does."""
+        """Build the FSDP unit `name` for the parameters of one flat buffer. `buffer`: "dense" or "experts"
+        (expert-parallel parameters, which are sharded over other ranks). `tied`: mesh axis over all pipeline ranks
+        that hold a copy of the unit, such as a tied embedding; None if this pipeline rank alone holds the unit."""
         mesh = self.mesh
         if buffer == "dense":
             axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
