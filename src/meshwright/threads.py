@@ -71,8 +71,9 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
 
 
 def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if OMP_NUM_THREADS has a thread count that neither torchrun's default nor `build_child_environment`
-    of a parent process set. environment: default os.environ.
+    """Return True if the user chose the thread count in OMP_NUM_THREADS. Return False if the variable has no positive
+    number or the 1 that torchrun sets by default, or if it was set by Meshwright in the process that started this one.
+    environment: environment variables; default os.environ.
     """
     environment = os.environ if environment is None else environment
     chosen = read_user_threads(environment)
