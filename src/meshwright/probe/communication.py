@@ -83,9 +83,9 @@ def choose_precision(mesh: Mesh) -> str:
 def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
     """Return a collective's duration in seconds: the median over batches of the slowest rank's time.
 
-    by_rank: seconds per call, [ranks][batches]. waits: the part of these seconds in which the rank waited for a CPU
-    core, [ranks][batches]. Where the waits of a batch, summed over ranks, exceed half of the slowest rank's time, the
-    sum is subtracted from that time (but at most 90 % of it).
+    by_rank: seconds per call, indexed by rank, then by batch. waits: the part of these seconds in which the rank waited
+    for a CPU core, indexed in the same way. Where the waits of a batch, summed over ranks, exceed half of the slowest
+    rank's time, the sum is subtracted from that time (but at most 90 % of it).
     """
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):

@@ -39,8 +39,8 @@ class SlowRank:
 def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[SlowRank]:
     """Return the hosts and ranks whose time is more than `THRESHOLD` times that of the others.
 
-    what: kind of measurement, "products" or "memory". seconds: duration of each measurement point on each rank,
-    [ranks][points]. hosts: name of each rank's host, [ranks].
+    what: kind of measurement, "products" or "memory". seconds: duration of each measurement point on each rank, indexed
+    by rank, then by point. hosts: name of each rank's host, indexed by rank.
     """
     names = list(dict.fromkeys(hosts))
     of_host = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
