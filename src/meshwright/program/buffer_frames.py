@@ -58,7 +58,7 @@ class Frame:
     """Snapshot of the buffers of all ranks at one point of a collective program, to be drawn.
 
     title: such as `start`, `round 3 of 6`, `before round 3: on each rank`. round: number of rounds completed. arrows:
-        transfers since the previous frame. cells: slot contents after them, indexed [rank][slot].
+        transfers since the previous frame. cells: slot contents after them, indexed by rank, then by slot.
     """
 
     title: str
@@ -152,7 +152,7 @@ def _make_arrow(program: CollectiveProgram, reader: int, writer: int) -> Arrow:
 def _make_cells(
     program: CollectiveProgram, memory: contract.Memory, fresh: set[tuple[int, int]]
 ) -> tuple[tuple[Cell, ...], ...]:
-    """Return the cells to draw for all slots of all ranks, by [rank][slot].
+    """Return the cells to draw for all slots of all ranks, indexed by rank, then by slot.
 
     memory: chunk and contributing ranks of every slot. fresh: (rank, slot) pairs written since the last frame.
     """

@@ -44,7 +44,7 @@ class CheckedCollective(MatchedCollective):
         return self.order.depth
 
     def bytes_sent(self, total_bytes: float) -> NDArray[np.float64]:
-        """Return the bytes that each rank sends if the operation's vector has `total_bytes` bytes: [ranks]."""
+        """Return the bytes that each rank sends if the operation's vector has `total_bytes` bytes, indexed by rank."""
         s = self.program.steps
         slots = np.bincount(s.rank[self.sends], weights=s.count[self.sends], minlength=self.program.ranks)
         return np.asarray(slots * (total_bytes / self.program.chunks), np.float64)

@@ -41,7 +41,8 @@ class CheckedPipeline:
 
     sends, receives: [transfers], step indices of explicit sends and their receives (empty if the program has none).
         order: [groups], indices of the groups (steps that a rank runs together) in dependency order.
-    peak_activations: [ranks]; 1.0 is what one micro-batch saves on all stages that the rank has of one replica.
+    peak_activations: peak of saved activations, indexed by rank; 1.0 is what one micro-batch saves on all stages that
+    the rank has of one replica.
     """
 
     program: PipelineProgram

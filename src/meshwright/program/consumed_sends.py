@@ -101,7 +101,7 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
 def _find_peer(placement: Placement, kind: int, stage: int, replica: int, micro_batch: int) -> int:
     """Return the rank at the other end of a send or receive, given the fields of that step.
 
-    placement: rank of each stage, indexed [replica][stage]. micro_batch: unused.
+    placement: rank of each stage, indexed by replica, then by stage. micro_batch: unused.
     """
     return placement[replica][stage + (1 if kind in _TO_NEXT_STAGE else -1)]
 

@@ -136,8 +136,8 @@ def _build_pipeline(header: Mapping[str, Any], columns: dict[str, Integers], whe
 
 
 def _parse_placement(value: object, ranks: int, where: str) -> pipeline.Placement:
-    """Return the rank of each stage, by [replica][stage], from JSON lists of ranks; raises `UserError` with prefix
-    `where`.
+    """Return the rank of each stage, indexed by replica, then by stage, from JSON lists of ranks; raises `UserError`
+    with prefix `where`.
 
     ranks: number of ranks of the program.
     """

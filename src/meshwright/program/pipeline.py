@@ -95,8 +95,8 @@ class PipelineProgram(StepProgram):
     """Pipeline schedule of one training step (of several steps if asynchronous), written out as steps for every rank.
 
     name: such as `1f1b`. ranks: number of pipeline ranks. micro_batches: total over all replicas, numbered from 0; each
-        runs through every stage of one replica. placement: rank of each stage, by [replica][stage]. steps: steps of all
-        ranks.
+        runs through every stage of one replica. placement: rank of each stage, indexed by replica, then by stage.
+        steps: steps of all ranks.
     """
 
     name: str
@@ -297,7 +297,7 @@ class Builder:
             rank.backward(m)
     return program.build()
 
-    placement: rank of each stage, by [replica][stage]. ranks (attribute): a `RankBuilder` for each rank.
+    placement: rank of each stage, indexed by replica, then by stage. ranks (attribute): a `RankBuilder` for each rank.
     """
 
     def __init__(self, name: str, ranks: int, micro_batches: int, placement: Placement) -> None:
@@ -320,7 +320,8 @@ def build_program(name: str, ranks: int, micro_batches: int, placement: Placemen
     """Build a pipeline program from a table of steps; sorts it by rank and renumbers the groups from 0 on each rank.
 
     rows: [steps, 7]: rank, group, kind, stage, replica, micro-batch, component; steps of one rank in execution order,
-    ranks in any order. micro_batches: number of micro-batches. placement: rank of each stage, by [replica][stage].
+    ranks in any order. micro_batches: number of micro-batches. placement: rank of each stage, indexed by replica, then
+    by stage.
     """
     table = np.asarray(rows, np.int64).reshape(-1, 7)
     table = table[np.argsort(table[:, 0], kind="stable")]

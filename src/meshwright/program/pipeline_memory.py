@@ -33,8 +33,8 @@ def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
 
 
 def compute_peak_activations(flow: Dataflow) -> Floats:
-    """Return the peak of saved activations of each rank: [ranks]; 1.0 is one micro-batch on all its stages of one
-    replica.
+    """Return the peak of saved activations of each rank, indexed by rank; 1.0 is one micro-batch on all its stages of
+    one replica.
 
     flow: data flow of the program.
     """
@@ -53,8 +53,8 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
 
 
 def count_weight_copies(program: PipelineProgram) -> Floats:
-    """Return the peak number of weight versions on each rank, in units of one copy of the rank's share of the model:
-    [ranks].
+    """Return the peak number of weight versions on each rank, in units of one copy of the rank's share of the model;
+    indexed by rank.
 
     A synchronous program has one version of each replica's stages. An update makes a new version current at its
     position in the rank's steps; a forward uses the newest version, and its backward the same one. A replaced version

@@ -55,13 +55,14 @@ class PipelineTiming:
 
     @cached_property
     def busy(self) -> Floats:
-        """Total time that each rank computes or updates weights, in the unit of the durations: [ranks]."""
+        """Total time that each rank computes or updates weights, in the unit of the durations, indexed by rank."""
         rank, start, end = self._groups
         return np.bincount(rank, end - start, self.program.ranks).astype(np.float64)
 
     @cached_property
     def idle(self) -> Floats:
-        """Idle time of each rank between its own first and last compute step, in the unit of the durations: [ranks]."""
+        """Idle time of each rank between its own first and last compute step, in the unit of the durations, indexed by
+        rank."""
         rank, start, end = self._groups
         first, last = np.full(self.program.ranks, np.inf), np.full(self.program.ranks, -np.inf)
         np.minimum.at(first, rank, start)
@@ -82,7 +83,8 @@ class PipelineTiming:
 
     @cached_property
     def peak_activations(self) -> Floats:
-        """Peak of saved activations of each rank: [ranks]; 1.0 is one micro-batch on all its stages of one replica."""
+        """Peak of saved activations of each rank, indexed by rank; 1.0 is one micro-batch on all its stages of one
+        replica."""
         return pipeline_memory.compute_peak_activations(self.flow)
 
     def compute_activations(self, rank: int) -> tuple[Floats, Floats]:
@@ -101,7 +103,8 @@ class PipelineTiming:
 
     @cached_property
     def weight_copies(self) -> Floats:
-        """Peak number of weight versions of each rank [ranks], in units of one copy of the weights of its stages.
+        """Peak number of weight versions of each rank, indexed by rank; the unit is one copy of the weights of its
+        stages.
 
         A replaced version of the weights is kept until the last backward that uses it.
         """
@@ -109,7 +112,7 @@ class PipelineTiming:
 
     @cached_property
     def messages_sent(self) -> Integers:
-        """Number of messages (activations and gradients) that each rank sends to other ranks: [ranks]."""
+        """Number of messages (activations and gradients) that each rank sends to other ranks, indexed by rank."""
         needs, rank = self.flow.reads, self.program.steps.rank
         maker = needs.maker[needs.between_stages]
         crossing = rank[maker] != rank[needs.reader[needs.between_stages]]
