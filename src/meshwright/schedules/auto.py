@@ -228,7 +228,8 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Return the memory limit of each rank, [ranks], in micro-batches on all its stages; infinite for memory=None.
+    """Return the memory limit of each rank in micro-batches on all its stages, indexed by rank; infinite for
+    memory=None.
 
     memory: one number or one per rank. Raises UserError for a limit below 1: a rank holds all its activations of a
     micro-batch before its backward.

@@ -160,13 +160,13 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
 def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
-    """Reorder task orders as out-of-order execution in a processor would; return (makespan, [rank][position] task
-    numbers). A task is one pass on one stage.
+    """Reorder task orders as out-of-order execution in a processor would; return (makespan, task numbers of each rank
+    in order). A task is one pass on one stage.
 
-    orders: [rank][position], task numbers. window: while a rank's next task cannot start yet, one of its next `window`
-    tasks may run ahead, if all tasks that it overtakes still respect the memory limit. patience: a task runs ahead only
-    if at least this fraction of its duration is over when the input of an overtaken task arrives (1: no overtaken task
-    is delayed; 0: any delay is accepted).
+    orders: for each rank, its task numbers in execution order. window: while a rank's next task cannot start yet, one
+    of its next `window` tasks may run ahead, if all tasks that it overtakes still respect the memory limit. patience: a
+    task runs ahead only if at least this fraction of its duration is over when the input of an overtaken task arrives
+    (1: no overtaken task is delayed; 0: any delay is accepted).
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

@@ -20,8 +20,8 @@ def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes
     """Return the blocks of one critical path (chain of tasks that determines the makespan), from the end to the start.
     A block is (rank, first position, last position): tasks of a rank that run without idle time between them.
 
-    orders: [rank][position], task numbers (a task is one pass on one stage). clock: end times of the tasks under these
-    orders.
+    orders: for each rank, its task numbers in execution order (a task is one pass on one stage). clock: end times of
+    the tasks under these orders.
     """
     rank = max(range(problem.ranks), key=lambda r: clock.by_rank[r][-1])
     position = last = len(orders[rank]) - 1
@@ -49,9 +49,9 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
     """Improve task orders by local search; return (makespan, improved orders), with a makespan no larger than that of
     `orders`.
 
-    orders: [rank][position], task numbers (a task is one pass on one stage). runs: number of moves to try; the search
-    ends early at the lower bound. The seed of the random moves is fixed, so equal arguments give equal results. To
-    leave plateaus, moves that hardly change the makespan may be accepted too.
+    orders: for each rank, its task numbers in execution order (a task is one pass on one stage). runs: number of moves
+    to try; the search ends early at the lower bound. The seed of the random moves is fixed, so equal arguments give
+    equal results. To leave plateaus, moves that hardly change the makespan may be accepted too.
     """
     draw, middle = Random(0), problem.micro_batches // 2
     enough = problem.lower_bound * (1 + 1e-9)
@@ -93,8 +93,8 @@ def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw:
     """Draw a random move of one task within or out of a critical block; return (rank, new feasible order of that rank).
     The order is None if ten draws in a row give no feasible new order.
 
-    orders: [rank][position], task numbers (a task is one pass on one stage). blocks: (rank, first position, last
-    position) of the tasks on the critical path. draw: random-number generator.
+    orders: for each rank, its task numbers in execution order (a task is one pass on one stage). blocks: (rank, first
+    position, last position) of the tasks on the critical path. draw: random-number generator.
     """
     for _ in range(10):
         rank, first, last = blocks[int(draw.random() * len(blocks))]

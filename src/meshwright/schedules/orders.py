@@ -90,7 +90,7 @@ class Problem:
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Stages on each rank, ascending: [rank][chunk]."""
+        """Stages on each rank, ascending, indexed by rank."""
         return tuple(tuple(s for s, home in enumerate(self.placement) if home == r) for r in range(self.ranks))
 
     @cached_property
@@ -126,8 +126,8 @@ class Problem:
 
     @cached_property
     def activation_lifetime(self) -> tuple[float, ...]:
-        """Lower bound of the memory-time product of the saved activations of one micro-batch on each rank: [ranks], in
-        activations of one stage x time unit of the durations."""
+        """Lower bound of the memory-time product of the saved activations of one micro-batch on each rank, indexed by
+        rank, in activations of one stage x time unit of the durations."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -165,9 +165,9 @@ class TaskTimes:
     """End times of all task runs under given task orders, in the unit of the durations. A task is one pass on one
     stage.
 
-    makespan: total time, infinite for a deadlock. by_task: [task][k], time at which the task ends on micro-batch k; an
-    extra last list of zeros stands for the input of the first stage's forward. by_rank: [rank][position], end times of
-    the rank's tasks in execution order.
+    makespan: total time, infinite for a deadlock. by_task: for each task, the times at which it ends
+    on micro-batch 0, 1 ...; an extra last list of zeros stands for the input of the first stage's forward. by_rank: for
+    each rank, the end times of its tasks in execution order.
     """
 
     makespan: float  # infinite for a deadlock
@@ -180,9 +180,9 @@ def time_orders(
 ) -> TaskTimes:
     """Simulate task orders, each task as early as its rank and its input allow; return all end times.
 
-    orders: [rank][position], task numbers (a task is one pass on one stage). before: end times of other orders, which
-    differ from `orders` only in tasks that end at time `since` or later; end times before `since` are reused (None: all
-    times are computed).
+    orders: for each rank, its task numbers in execution order (a task is one pass on one stage). before: end times of
+    other orders, which differ from `orders` only in tasks that end at time `since` or later; end times before `since`
+    are reused (None: all times are computed).
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
@@ -245,8 +245,8 @@ def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
 
 
 def extract_orders(program: PipelineProgram) -> list[Order]:
-    """Return the task orders of a pipeline program with one replica: [rank][position], task number kind x stages +
-    stage with kinds 0 forward, 1 input gradient, 2 weight gradient.
+    """Return the task orders of a pipeline program with one replica: for each rank, its task numbers in execution
+    order. Task number: kind x stages + stage with kinds 0 forward, 1 input gradient, 2 weight gradient.
 
     A full backward becomes two tasks; groups and micro-batch numbers are dropped (each task runs the micro-batches in
     order).
@@ -267,8 +267,9 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
 
 
 def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """Build the pipeline program `name` from task orders. problem: gives the placement of stages on ranks. orders:
-    [rank][position], task number kind x stages + stage with kinds 0 forward, 1 input gradient, 2 weight gradient."""
+    """Build the pipeline program `name` from task orders. problem: gives the placement of stages on ranks. orders: for
+    each rank, its task numbers in execution order. Task number: kind x stages + stage with kinds 0 forward, 1 input
+    gradient, 2 weight gradient."""
     rows = []
     for rank, order in enumerate(orders):
         count = [0] * (3 * problem.stages)

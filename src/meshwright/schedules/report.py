@@ -73,7 +73,7 @@ class ScheduleReport:
         return to_json_dict(document)
 
     def steps(self) -> list[list[str]]:
-        """Return the compute steps of each rank in order, [rank][step], as text in PyTorch's notation: `2F5` is the
+        """Return for each rank its compute steps in execution order, as text in PyTorch's notation: `2F5` is the
         forward of micro-batch 5 on stage 2; overlapped steps are joined by ` | `."""
         s = self.program.steps
         ranks: list[list[str]] = [[] for _ in range(self.program.ranks)]

@@ -24,7 +24,7 @@ def compute_shortest_period(problem: Problem) -> float:
 
 def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> list[Order]:
     """Build task orders in which the tasks of micro-batch k start k x `every` time units after those of micro-batch 0;
-    return [rank][position], task numbers (a task is one pass on one stage).
+    return for each rank its task numbers in execution order (a task is one pass on one stage).
 
     problem: placement of stages, task durations and memory limits. delays: [2 x stages per rank], times added before
     each forward by chunk, then before each input gradient by chunk, to separate tasks that collide on a rank.
