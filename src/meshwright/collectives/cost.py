@@ -307,7 +307,7 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends in a reduce-scatter over a grid, axis after axis: [round][axis].
+    """Return the bytes that a rank sends in a grid reduce-scatter, axis after axis: in each round, along each axis.
 
     shape: sides of the grid. size: bytes of the vector. turns: True if the vector is cut into one part per axis, and
     part i begins with axis i; False if the whole vector begins with axis 0.
