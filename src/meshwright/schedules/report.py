@@ -135,7 +135,7 @@ class ScheduleReport:
         return "\n".join(lines)
 
     def table(self) -> list[list[str]]:
-        """Return a table of the report as text cells, [line][column]: a header, then one line per rank with times, peak
+        """Return a table of the report as lines of text cells: a header, then one line per rank with times, peak
         of saved activations, weight copies and messages."""
         timing = self.timing
         columns = (timing.busy, timing.idle, timing.peak_activations, timing.weight_copies, timing.messages_sent)

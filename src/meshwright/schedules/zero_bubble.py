@@ -42,9 +42,9 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
     """Generate the pipeline program called `name`: ZB-H1 with ahead=1, ZB-H2 with ahead=2.
 
-    ahead: before its first backward, a rank runs this many more forwards than the next rank; in return it defers this
-    many fewer weight gradients, so that all ranks hold the same number of activations. Once no forward is left, no
-    weight gradient is deferred.
+    ahead: before its first backward, a rank runs this many more forwards than the next rank, and it defers this many
+    fewer weight gradients than the next rank. Thus all ranks hold the same number of activations. Once a rank has no
+    forwards left, it runs one weight gradient after each input gradient and defers no more of them.
     """
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
