@@ -175,13 +175,13 @@ class DeviceRunner:
 
     def _tile_rows(self, decoding: bool) -> int:
         """Return the number of query rows (tokens x query heads per key-value head) of an attention tile. decoding:
-        every sequence of the step has one token."""
+        True if every sequence of the step has one token."""
         rows = DECODE_ROWS if decoding or self._invariant else PREFILL_ROWS
         return max(rows, self._padded_group)
 
     def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
-        """Write a batch into the pinned host buffers; return its number of attention tiles. decoding: every sequence
-        has one token; the batch is then padded to `size` sequences, for a CUDA graph."""
+        """Write a batch into the pinned host buffers; return its number of attention tiles. decoding: True if every
+        sequence has one token; the batch is then padded to `size` sequences, for a CUDA graph."""
         numbers, tables = (each.numpy() for each in self._staged)
         tokens, sequences = len(batch.tokens), len(batch.context)
         numbers[0, :tokens], numbers[1, :tokens], numbers[6:, :tokens] = batch.tokens, batch.positions, batch.slots

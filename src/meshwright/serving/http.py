@@ -235,8 +235,8 @@ class HttpApp:
         }  # fmt: skip
 
     def _report_state(self, *good: str) -> dict[str, str]:
-        """Handle `/health` and `/ready`: return the engine's state as JSON if it is one of `good` ("ready",
-        "draining"); else raise ApiError (503)."""
+        """Handle `/health` and `/ready`: return the engine's state as JSON if it is one of the states `good`
+        ("ready", "draining"). Raises ApiError (503) for another state."""
         state = self._client.state
         if state not in good:
             raise refusal_error(Refusal(state, 1.0))

@@ -252,9 +252,9 @@ class _LimitedProtocol(HttpToolsProtocol):
 class _Server(uvicorn.Server):
     """uvicorn's server with a limit on connections; signals are left to `serve_http`.
 
-    From `limit` / 2 connections on, new ones are closed after each response (no keep-alive). Beyond `limit` they are
-    refused with a 429. From 2 * `limit` on they wait in the kernel's backlog, and refused connections that have been
-    silent for `CROWDED_SECONDS` are aborted to make room.
+    What happens to a new connection depends on the number of open ones. From `limit` / 2 on, the new connection is
+    closed after each response (no keep-alive). Beyond `limit` it is refused with a 429. From 2 * `limit` on it waits in
+    the kernel's backlog, and refused connections that have been silent for `CROWDED_SECONDS` are aborted to make room.
     """
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
@@ -274,7 +274,8 @@ class _Server(uvicorn.Server):
         self._accepting = [asyncio.create_task(self._accept(each)) for each in listeners]
 
     async def on_tick(self, counter: int) -> bool:
-        """Abort or `expire` each connection whose deadline has passed; called by uvicorn several times a second."""
+        """Call `expire` on each connection whose deadline has passed, and abort each whose client reads too slowly.
+        Called by uvicorn several times a second."""
         now = time.monotonic()
         for each in cast("set[_LimitedProtocol]", self.server_state.connections.copy()):
             if each.write_deadline < now:

@@ -252,7 +252,7 @@ class Replicas:
 
     def _recover(self, replica: Replica) -> None:
         """Reset a lost replica, and send its unfinished requests to other replicas, or keep them until one is ready. A
-        request fails when ranks were lost `LOSSES_OF_REQUEST` times while it ran, without a new token in between."""
+        request fails if its replica was lost `LOSSES_OF_REQUEST` times while it ran, without a new token in between."""
         for stream in replica.forget():
             stream.losses += 1
             if stream.losses >= LOSSES_OF_REQUEST:

@@ -191,8 +191,8 @@ class Scheduler:
         return self._state
 
     def _admit(self, group: int) -> None:
-        """Admit waiting requests to a pipeline group, in order, while the admission state is safe and the expected
-        lengths of all answers fit in the KV pool (longer answers would soon pause sequences)."""
+        """Admit waiting requests to a pipeline group, in order, as long as the admission state stays safe and all
+        answers of expected length fit in the KV pool; otherwise sequences would soon have to pause."""
         sizes = Counter(sequence.group for sequence in self._admitted)
         growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
         while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
@@ -229,9 +229,9 @@ class Scheduler:
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
-        """Return True if a running sequence is computing the KV block that follows the cached prefix of a waiting
-        sequence; the waiting one is then not admitted yet, so that equal prompts are computed once. found: number of
-        blocks of the cached prefix."""
+        """Return True if an admitted sequence is about to compute the KV block that follows the cached prefix of a
+        waiting sequence. The waiting sequence is then admitted later, so that equal prompts are computed once. found:
+        number of blocks of the cached prefix."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]

@@ -84,8 +84,9 @@ class AnswerText:
         return piece
 
     def _show(self, piece: str, searched: bool) -> str:
-        """Append `piece` to the text held back, and return what becomes visible: all but an end that may begin a stop
-        string. searched: False: `piece` is not searched for stop strings, and nothing is held back."""
+        """Append `piece` to the text held back, and return the text that becomes visible. An end that may be the
+        beginning of a stop string is held back; text from a complete stop string on is dropped. searched: False to
+        return all of the text without a search for stop strings."""
         self._characters += len(piece)
         text = self._held + piece
         if not searched or not self._stop:

@@ -75,14 +75,14 @@ class _Place:
         key: Digest of the request. Identical requests have the same digest but separate places.
         number: Order in the line: lower numbers come first.
         requests: Number of the engine's requests (choices) that the HTTP request makes.
-        tokens: Prompt tokens of all of them.
+        tokens: Number of prompt tokens of these requests together.
         due: Time at which the client's retry is expected, in seconds of the line's clock; from then on the request is
             not held back for other places.
         expires: Time at which the place is given up.
         watched: Earliest time for which a check of the place is scheduled.
-        returned: True if the client has retried when due. The moving average `WaitingLine.returning` counts the retry
-            only at the time from which the client would have been late, so that clients that return are not counted
-            earlier than clients that do not.
+        returned: True if the client has retried when due and `WaitingLine.returning`, the average share of clients that
+            return, does not include this retry yet. A retry is included only after the time at which the client would
+            have been late. Otherwise clients that return would be counted earlier than clients that do not.
     """
 
     key: bytes
@@ -166,8 +166,9 @@ class WaitingLine:
         return Refusal(reason, min(wait, LONGEST_SECONDS))
 
     def _find_limit(self, queue: Queue, ahead: float) -> tuple[str, float]:
-        """Return (name of the limit that the queue would exceed, "" if none; predicted seconds until it would no longer
-        exceed it). ahead: expected number of requests in the waiting line that come before the request in question."""
+        """Return (name of the limit of `QueueLimits` that the queue would exceed; predicted seconds until the queue
+        would no longer exceed this limit), or ("", 0.0) if it exceeds none. ahead: expected number of requests in the
+        waiting line that come before the request in question."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
