@@ -242,7 +242,7 @@ def _assemble_copies(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
 ) -> list[ParameterValues]:
     """Assemble every full copy of all parameters from the ranks' slices; return one dict (parameter -> values) per
-    copy, with NaN for elements that no rank holds. slices: [rank][slice]. reference: gives the shapes.
+    copy, with NaN for elements that no rank holds. slices: for each rank, its slices. reference: gives the shapes.
 
     Each group of ranks from `list_copy_groups` gives one copy for each of its pp ranks and, except for experts, each of
     its tp ranks. Where several ranks hold the same elements, the copy for a pp and tp rank takes the values that this

@@ -147,7 +147,8 @@ class _FaultRuns:
         }
 
     def _run_with_faults(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
-        """Train the problem once with each fault (None: no fault); return the results as [fault][rank]."""
+        """Train the problem once with each fault (None: no fault); return the results, indexed by fault, then by
+        rank."""
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
             layout = str(self.maker.layout)
             of_ranks = self.ranks.run(

@@ -43,7 +43,7 @@ def describe_pattern(
 ) -> str:
     """Describe as text how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the
     reference, such as "contribution of rank 1 missing". A least-squares fit tells how many times the gradient contains
-    each rank's contribution. slices: gradients by rank, [rank][slice]."""
+    each rank's contribution. slices: for each rank, its slices of the gradients."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _is_unsummed_over_tp(reference, mine, layout, truth, name):
@@ -86,7 +86,8 @@ def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
     """Return True if the tp ranks hold partial gradients of the parameter `name` that were not summed. truth: its
-    correct gradient. reference: tells how the parameter is sharded. slices: its gradients by rank, [rank][slice]."""
+    correct gradient. reference: tells how the parameter is sharded. slices: for each rank, its slices of
+    the gradient."""
     entry = reference.table.entry(name)
     if "tp" not in entry.gradient_axes(layout):
         return False
@@ -97,14 +98,14 @@ def _is_unsummed_over_tp(
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
     """Return True if the pipeline ranks that share a parameter (tied embeddings) hold partial gradients that were not
-    summed. truth: the parameter's correct gradient. slices: the ranks' gradients of it, [rank][slice]."""
+    summed. truth: the parameter's correct gradient. slices: for each rank, its slices of the gradient."""
     holding = [[slices[rank] for rank in group if slices[rank]] for group in layout.groups("pp")]
     return all(len(ranks) != 1 and _are_partial(ranks, truth) for ranks in holding)
 
 
 def _are_partial(slices: Sequence[Sequence[TensorSlice]], truth: torch.Tensor) -> bool:
-    """Return True if the sum of the ranks' slices of a gradient is `truth`, but the first rank's alone is not. slices:
-    [rank][slice], of the same elements on each rank."""
+    """Return True if the ranks' slices of a gradient add up to `truth`, but the first rank's slices alone do not equal
+    `truth`. slices: for each rank, its slices; they cover the same elements on each rank."""
     for same in zip(*slices, strict=True):
         right = same[0].of(truth)
         total = torch.stack([item.tensor for item in same]).sum(dim=0)

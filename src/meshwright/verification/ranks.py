@@ -149,7 +149,7 @@ class _VerificationRun:
     the problem asks for."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
-        """Store the problem, its layout and mesh. directory: of checkpoints, None if none is saved."""
+        """Store the problem, its layout and mesh. directory: directory for checkpoints; None if none is saved."""
         self.problem, self.layout, self.mesh, self.directory = problem, layout, mesh, directory
 
     def run(self, span: StepRange) -> RankResult:
@@ -228,8 +228,8 @@ class _VerificationRun:
 @contextmanager
 def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
     """Context manager in which torch.compile starts without the graphs of earlier runs. If a function is recompiled
-    more often than torch's limit, it raises instead of running that function eagerly. backend: of torch.compile. rank:
-    of this process."""
+    more often than torch's limit, torch raises an error instead of running the function eagerly. backend: backend of
+    torch.compile. rank: rank of this process."""
     import torch._dynamo
 
     from meshwright.training.worker import separate_compile_caches
