@@ -87,7 +87,7 @@ class EmulatedRanks:
         return self.run_each([partial(function, *of_rank) for of_rank in copies])
 
     def run_each(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call tasks[r]() on rank r; return the results, [rank]. Raises the same errors as `run`."""
+        """Call tasks[r]() on rank r; return the results, indexed by rank. Raises the same errors as `run`."""
         return self.scheduler.run([partial(_run_task, task) for task in tasks])
 
     def _make_board(self) -> Board:
