@@ -64,8 +64,8 @@ def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
     """Compute how much slower than the others each of n ranks or hosts is; return ratios [n], about 1 for one of usual
     speed.
 
-    seconds: [n][points], duration of each measurement point. The ratio of a rank or host is its time divided by the
-    median of the others' times, as the median over the points; 1 if n is 1.
+    seconds: for each rank or host, the duration of each measurement point. The ratio of a rank or host is its time
+    divided by the median of the others' times, as the median over the points; 1 if n is 1.
     """
     if len(seconds) < 2:
         return [1.0] * len(seconds)
