@@ -162,3 +162,9 @@ def test_a_program_of_many_steps_is_parsed_back_equal() -> None:
     again = parse_pipeline(format_pipeline(program))
     assert again == program
     assert np.array_equal(again.steps.group_index, program.steps.group_index)
+
+
+def test_reading_many_placements_takes_linear_time() -> None:
+    text = "pipeline x\nranks 1\nmicro-batches 1\n" + "placement 0\n" * 40_000 + "placement 0 0\n\nrank 0\n0F0\n"
+    with pytest.raises(UserError, match="line 40004: placement: replica 40000 has 2 stages, replica 0 has 1"):
+        parse_pipeline(text)  # quadratic time would exceed the time limit of a test

@@ -122,7 +122,7 @@ class RankOutput(io.TextIOBase):
 
     def finish(self) -> None:
         """Write the incomplete last lines of all ranks."""
-        for rank, line in self._lines.items():
+        for rank, line in list(self._lines.items()):  # threads of the script may still print
             if line:
                 self._write_line(rank, line)
         self._lines.clear()

@@ -164,13 +164,15 @@ class PipelineProgram(StepProgram):
         return f"{s.stage[step]}{tick}{LETTERS[Kind(kind)]}{s.micro_batch[step]}{part}"
 
 
-def find_placement_error(placement: Sequence[Sequence[int]], ranks: int) -> tuple[int, str] | None:
+def find_placement_error(placement: Sequence[Sequence[int]], ranks: int, first: int = 0) -> tuple[int, str] | None:
     """Return (rank, reason) of the first violation of the rules for placements, or None: stages are on existing ranks,
     replicas have equally many stages, and all ranks hold equally many stages of each replica.
 
-    placement: rank of each stage, by replica and stage.
+    placement: rank of each stage, by replica and stage. first: replica to begin with, if those before it are known to
+    follow the rules.
     """
-    for replica, homes in enumerate(placement):
+    for replica in range(first, len(placement)):
+        homes = placement[replica]
         for stage, rank in enumerate(homes):
             if not 0 <= rank < ranks:
                 return rank, f"stage {stage} of replica {replica} is on rank {rank}; ranks are 0 to {ranks - 1}"

@@ -142,7 +142,7 @@ class _Parser(ProgramParser):
             if "ranks" not in self.numbers:
                 raise self.make_error('the line "ranks" must come before "placement"')
             self.placement.append(tuple(map(self.parse_number, words)))
-            if error := find_placement_error(self.placement, self.numbers["ranks"]):
+            if error := find_placement_error(self.placement, self.numbers["ranks"], len(self.placement) - 1):
                 raise self.make_error(f"placement: {error[1]}")
         else:
             self.numbers[name] = self.parse_number(words[0])

@@ -241,7 +241,7 @@ def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
     for rank, limit in enumerate(limits):
         if not limit >= 1:
             raise UserError(
-                f"memory: {limit:g} micro-batches on rank {rank} are too few for any schedule; the minimum is 1,  "
+                f"memory: {limit:g} micro-batches on rank {rank} are too few for any schedule; the minimum is 1, "
                 "because every stage runs forward before the first backward"
             )
     return limits
