@@ -399,6 +399,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown head": (lambda t: t, {"head": "clases"}, 'unknown head "clases"; did you mean "classes"'),
     "a decoder's head": (lambda t: t, {"head": "next"}, 'unknown head "next"'),
     "labels without a head": (lambda t: t, {"labels": ("a", "b")}, 'labels need head="classes"'),
+    "labels of another head": (lambda t: t, {"head": "masked", "labels": ("a", "b")}, 'labels need head="classes"'),
     "one class": (lambda t: t, {"head": "classes", "labels": ("a",)}, "at least 2 classes, not 1"),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
+from meshwright.model import huggingface
 from meshwright.model.huggingface import load_huggingface
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
@@ -302,3 +303,11 @@ def test_a_file_is_not_a_directory(tmp_path: Path):
         load_huggingface(tmp_path / "model")
     with pytest.raises(UserError, match="does not exist"):
         load_huggingface(tmp_path / "nowhere")
+
+
+def test_files_are_checked_before_the_model_is_allocated(saved: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface, "Transformer", lambda *given, **options: pytest.fail("a model was allocated"))
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"intermediate_size": 1 << 20}))
+    with pytest.raises(UserError, match="by config.json"):
+        load_huggingface(saved)

@@ -13,6 +13,7 @@ from meshwright.launcher import rendezvous
 from meshwright.launcher.rendezvous import Place
 from meshwright.recipe import load_recipe
 from meshwright.training import worker
+from meshwright.verification.ranks import _require_compiled_graphs
 
 
 def test_ranks_of_host_use_separate_compiler_caches_unless_named():
@@ -43,3 +44,16 @@ def test_memory_is_checked_when_external_launcher_fills_one_host(
     monkeypatch.setattr(worker, "_run_as_rank", train)
     with pytest.raises(UserError if refused else Passed, match="take at least" if refused else None):
         worker.join(load_recipe(tiny_recipe, ["run.device=cpu"]), probe=False)
+
+
+def test_verified_ranks_compile_into_separate_caches_unless_named(monkeypatch: pytest.MonkeyPatch):
+    """Importing torch._dynamo sets the variable to one directory for all ranks, which is not the user's choice."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    def place(rank: int, directory: str) -> str:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", directory)
+        with _require_compiled_graphs("inductor", rank):
+            return os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+    assert len({default_cache_dir(), place(0, default_cache_dir()), place(1, default_cache_dir())}) == 3
+    assert place(3, "/shared") == "/shared"

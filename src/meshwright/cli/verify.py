@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 @click.option("--mutate", is_flag=True, help="Inject faults, one at a time; each must be detected.")
 @click.option(
     "--thorough", is_flag=True,
-    help="Also run SGD with autograd weight gradients, chunked loss, bf16, and a resume on another layout; "
-    "without --model, three models.",
+    help="Also run SGD with autograd weight gradients, chunked loss, bf16, a resume on another layout and, with "
+    "train.compile, Inductor's code; without --model, three models.",
 )  # fmt: skip
 @json_option
 def command(

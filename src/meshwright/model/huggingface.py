@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from meshwright.errors import UserError
 from meshwright.model.encoder import Encoder
@@ -28,6 +27,7 @@ from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.untrusted import read_json
 
 Found = TypeVar("Found")
+AnyModel = TypeVar("AnyModel", Transformer, Encoder)
 SINGLE_FILE = "model.safetensors"
 WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # safetensors dtype names
 INDEX_FILE = "model.safetensors.index.json"
@@ -188,9 +188,7 @@ def load_huggingface(
         raise UserError(
             f"{directory}: {config.family} is an encoder, which predicts no next token; `load_encoder` reads it"
         )
-    model = Transformer(config, device=device, dtype=dtype)
-    _load_parameters(model, config, files)
-    return model, config
+    return _load_model(partial(Transformer, device=device, dtype=dtype), config, files), config
 
 
 def load_encoder(
@@ -211,9 +209,8 @@ def load_encoder(
     """
     files = CheckpointFiles(directory)
     config = _read_encoder_config(directory, head, labels)
-    model = Encoder(config, device=device, dtype=dtype)
-    _load_parameters(model, config, files, seed, new_head=head is not None)
-    return model, config
+    build = partial(Encoder, device=device, dtype=dtype)
+    return _load_model(build, config, files, seed, new_head=head is not None), config
 
 
 def _read_encoder_config(directory: str | Path, head: Head | None, labels: Sequence[str]) -> ModelConfig:
@@ -224,31 +221,35 @@ def _read_encoder_config(directory: str | Path, head: Head | None, labels: Seque
     family = FAMILIES.get(str(data.get("model_type")))
     if family is not None and not family.encoder:
         raise UserError(f"{directory}: {family.name} is a decoder; `load_huggingface` reads it")
+    if labels and head != "classes":
+        raise UserError('labels need head="classes"')
     if head is not None and family is not None:
         if head not in family.heads.values():
             raise UserError(unknown("head", head, family.heads.values()))
         (data["architectures"],) = ([name] for name, other in family.heads.items() if other == head)
         if labels:
             data["id2label"] = {str(number): label for number, label in enumerate(labels)}
-    elif labels:
-        raise UserError('labels need head="classes"')
     return config_from_huggingface(data, str(directory))
 
 
-def _load_parameters(
-    model: nn.Module, config: ModelConfig, files: CheckpointFiles, seed: int = 0, new_head: bool = False
-) -> None:
-    """Load all parameters of a model of configuration `config` from `files`. `new_head`: True: initialise, from `seed`,
-    head parameters that are missing in the files or have another shape there. Raises UserError if other tensors are
-    missing, misshapen or unexpected."""
+def _load_model(
+    build: Callable[[ModelConfig], AnyModel], config: ModelConfig, files: CheckpointFiles, seed: int = 0,
+    new_head: bool = False,
+) -> AnyModel:  # fmt: skip
+    """Return the model of configuration `config` with all parameters loaded from `files`. `build`: builds it from
+    `config`, called when the files have been checked, since a configuration that does not fit them may be of any size.
+    `new_head`: True: initialise, from `seed`, head parameters that are missing in the files or have another shape
+    there. Raises UserError if other tensors are missing, misshapen or unexpected."""
     table = parameter_table(config)
     names = match_entries(files, table, config, new_head)
+    model = build(config)
 
     def value_of(entry: ParameterEntry) -> torch.Tensor:
         """Return the value of an entry from the files, else its initial value."""
         return files.read_weights(names[entry.name]) if entry.name in names else initial_value(entry, seed)
 
     fill_parameters(model, table, value_of)
+    return model
 
 
 def match_entries(

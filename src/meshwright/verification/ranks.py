@@ -4,6 +4,7 @@ results."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -231,10 +232,14 @@ def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
     more often than torch's limit, torch raises an error instead of running the function eagerly. backend: backend of
     torch.compile. rank: rank of this process."""
     import torch._dynamo
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     from meshwright.training.worker import separate_compile_caches
 
     if backend == "inductor":
+        # Importing torch._dynamo sets the variable to torch's default, which all ranks share; the user did not set it.
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == default_cache_dir():
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
         separate_compile_caches(rank)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):

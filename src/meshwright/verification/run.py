@@ -206,7 +206,7 @@ class _Verifier:
             def run(layout: Layout, span: StepRange) -> Comparison:
                 """Train the steps of `span` on a layout and compare them with the reference."""
                 collectives = self.collectives if layout is not case.resume_layout else None
-                timeout = None if problem.compile_backend is None else COMPILING_SECONDS
+                timeout = None if problem.compile_backend is None else 3 * COMPILING_SECONDS
                 results = ranks.run(
                     run_rank, problem, str(layout), collectives, (None,), directory, span, timeout=timeout
                 )
