@@ -142,8 +142,8 @@ def test_result_keeps_documented_prediction_keys(ran):
 def test_prediction_and_measurement_are_one_log_line_each(ran):
     lines = {line.partition(":")[0]: line for line in ran["said"]}
     assert " a step (" in lines["predicted"] and "; calibrated by 2 runs)" in lines["predicted"]
-    assert "process memory of rank 0" in lines["predicted"] and "sent a step" in lines["measured"]
-    assert "process memory of rank 0" in lines["measured"] and "; process" in lines["measured"]
+    assert "process peak of rank 0" in lines["predicted"] and "sent a step" in lines["measured"]
+    assert "process peak of rank 0" in lines["measured"] and "; process" in lines["measured"]
     assert re.search(r" a step \(predicted .*s, error [-+][\d.]+%\)", lines["measured"])
 
 
@@ -247,4 +247,4 @@ def test_headline_peak_is_of_fullest_rank(two: LocalRanks, measured_machine, tmp
     assert sum(fullest["process_memory_bytes"].values()) == fullest["memory_bytes"]["process_peak"]
     assert measured["fullest_rank"] == outcomes[1]["result"]["measured"]["fullest_rank"]
     lines = [line for line in outcomes[0]["said"] if line.startswith(("predicted: ", "measured: "))]
-    assert len(lines) == 2 and all("process memory of rank 1 " in line for line in lines)
+    assert len(lines) == 2 and all("process peak of rank 1 " in line for line in lines)

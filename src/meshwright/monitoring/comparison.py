@@ -122,10 +122,10 @@ def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
         return []
     if process is not None:
         items = f"{format_bytes(memory['process_peak'])} ({_format_largest(process)})"
-        return [f"process memory of rank {rank} {items}, of which tensors {format_bytes(memory['peak'])}"]
+        return [f"process peak of rank {rank} {items}, of which tensors {format_bytes(memory['peak'])}"]
     sums = "peak", "framework", "allocator_peak", "process_peak"
     sizes = {name: size for name, size in memory.items() if name not in sums}
-    return [f"tensors of rank {rank} {format_bytes(_expected_peak(memory))} ({_format_largest(sizes)})"]
+    return [f"allocator peak of rank {rank} {format_bytes(_expected_peak(memory))} ({_format_largest(sizes)})"]
 
 
 class _StepTime(NamedTuple):
@@ -236,7 +236,8 @@ def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any
         return []
     found, expected = measured["memory_bytes"], (predicted or {}).get("memory_bytes")
     # On CUDA the device's memory is the limit, on a CPU that of the processes.
-    name, key = ("process memory", "process_peak") if found["allocator_peak"] is None else ("tensors", "allocator_peak")
+    name = "process peak" if found["allocator_peak"] is None else "allocator peak"
+    key = name.replace(" ", "_")
     if found[key] is None:
         return []
     error = ""

@@ -262,8 +262,9 @@ class Journal:
     def make_result(self, end: RunEnd, checkpointer: Checkpointer, fullest: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result document (JSON dict) of the run: outcome, predicted and measured figures, checkpoint paths.
 
-        end: final step, bytes of model states and predicted traffic. fullest: the rank with the largest peak,
-        its "rank" and "memory_bytes" (the two peaks). If this process had no step left to do, the outcome is read from `metrics.jsonl`.
+        end: final step, bytes of model states and predicted traffic. fullest: the rank with the largest peak, its
+        "rank" and "memory_bytes" (the two peaks). If this process had no step left to do, the outcome is read from
+        `metrics.jsonl`.
         """
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
         measured = {

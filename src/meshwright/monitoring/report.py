@@ -158,8 +158,8 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     for kind in dict.fromkeys(kind for side in kinds for kind in side):
         rows.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
     peaks = [side.get("memory_bytes") or {} for side in (predicted, measured)]
-    rows.append(("process memory of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
-    rows.append(("tensors of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
+    rows.append(("process peak of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
+    rows.append(("allocator peak of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
     if rank := " and ".join(
         dict.fromkeys(str(side["fullest_rank"]["rank"]) for side in (predicted, measured) if side.get("fullest_rank"))
     ):
