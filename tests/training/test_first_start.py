@@ -283,7 +283,7 @@ def test_run_is_predicted_from_measurement_at_its_start(asked: list[dict[str, An
 
 
 def test_automatic_layout_measures_missing_hardware_profile_if_allowed(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    asked: list[dict[str, Any]], measured_memory: list[ProcessKey], monkeypatch: pytest.MonkeyPatch
 ):
     from tests.training.test_automatic import TABLES, Recipe
 
@@ -295,6 +295,7 @@ def test_automatic_layout_measures_missing_hardware_profile_if_allowed(
     assert [(each["ranks"], each["precisions"], each["axes"]) for each in asked] == [
         (2, ["bf16", "fp32"], ["cp", "tp"])
     ]
+    assert [(each.precision, each.compiled) for each in measured_memory] == [("bf16", False), ("fp32", False)]
 
 
 def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory, tmp_path: Path, monkeypatch):
