@@ -71,6 +71,7 @@ def first_start(name: str, cache: Path) -> dict[str, Any]:
     if predicted is None:
         raise SystemExit(f"{name}: no prediction\n{done.stderr[-2000:]}")
     probing = re.search(r"^measured in ([\d.]+) s", done.stderr, re.MULTILINE)
+    announced = re.search(r"^measuring .*: about (\d+) s", done.stderr, re.MULTILINE)
     return {
         "case": name,
         "layout": result["layout"],
@@ -83,6 +84,7 @@ def first_start(name: str, cache: Path) -> dict[str, Any]:
         "predicted_parts": {key: round(value, 5) for key, value in result["predicted"]["seconds_by_part"].items()},
         "measured_parts": {key: round(value, 5) for key, value in result["measured"]["seconds_by_part"].items()},
         "probe_seconds": None if probing is None else float(probing[1]),
+        "announced_seconds": None if announced is None else int(announced[1]),
         "command_seconds": round(seconds, 2),
     }
 
@@ -92,7 +94,7 @@ def line(found: dict[str, Any]) -> str:
     return (
         f"{found['case']:<24} {found['parameters'] / 1e6:>6.2f} M  {found['layout']:<18} "
         f"{found['predicted_seconds']:>8.4f} s {found['measured_seconds']:>8.4f} s {found['error']:>+7.1%}  "
-        f"probe {found['probe_seconds']} s"
+        f"probe {found['probe_seconds']} s ({found['announced_seconds']} announced)"
     )
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,8 @@ def test_more_ranks_than_a_machine_runs_are_not_started(tmp_path: Path):
     spec = LaunchSpec({}, 100_000, tmp_path / "run", command=("false",))
     with pytest.raises(UserError, match=r"100,000 ranks are more than the \d+ processes"):
         launch(spec)
+    with pytest.raises(UserError, match=r"64 ranks x 1,024 threads are more than the [\d,]+ threads allowed"):
+        launch(replace(spec, ranks=64, threads=1024))
     assert not (tmp_path / "run").exists()
 
 

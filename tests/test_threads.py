@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from meshwright.limits import limit_of
 from meshwright.threads import (
     are_threads_set_by_user,
     build_child_environment,
+    check_local_threads,
     choose_threads,
     measure_busy_share,
     prepare_process,
@@ -87,6 +92,35 @@ def test_threads_share_cores_as_far_as_work_suffices(monkeypatch):
     assert choose_threads(1, 10_000) == limit_of("threads")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's number
     assert choose_threads(8, 16, 0.1 * enough) == 3
+
+
+def test_measured_cases_choose_the_second_thread_where_it_loses_least(monkeypatch):
+    """Regret: log of the time over that of the better choice, over all cases of one rank, idle and busy."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    document = json.loads((Path(__file__).parents[1] / "bench/results/threads.json").read_text())
+    cases = [case for case in document["cases"].values() if case["ranks"] == 1]
+    assert len(cases) == 10
+
+    def regret(choose: Callable[[float], int]) -> float:
+        ratios = [
+            (choose(case["layer_flops"]), times["2 threads, spin 1000"] / times["1 thread"])
+            for case in cases
+            for times in (case[state]["milliseconds_a_step"] for state in ("quiet", "busy"))
+        ]
+        return sum(math.log((ratio if count == 2 else 1) / min(1, ratio)) for count, ratio in ratios)
+
+    ours = regret(lambda flops: choose_threads(1, 2, flops))
+    for other in (0.0, *(case["layer_flops"] + 1 for case in cases)):
+        assert ours <= regret(lambda flops, least=other: 1 + (flops >= least)) + 1e-9  # type: ignore[misc]
+
+
+def test_threads_of_all_ranks_are_bounded(monkeypatch):
+    monkeypatch.setattr(threads, "count_available_cores", lambda: 8)
+    check_local_threads(64, 16)
+    with pytest.raises(UserError, match=r"^64 ranks x 17 threads are more than the 1,024 threads allowed on this"):
+        check_local_threads(64, 17)
+    monkeypatch.setattr(threads, "count_available_cores", lambda: 512)
+    check_local_threads(64, 17)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ LIMITS: dict[str, Limit] = {
     "sequence": Limit(2**27, "13 times the published 10,485,760 positions (Llama 4 Scout)"),
     "seconds": Limit(10**9, "30 years"),
     "threads": Limit(1024, "per rank: more threads than cores only wait, and libgomp crashes at several thousand"),
+    "local_threads": Limit(1024, "threads of all ranks on one machine, or 4 per processor if that is more"),
     "documents": Limit(2**30, "sequences that are read for a validation loss"),
     "characters": Limit(2**40, "characters in a document"),
     "words": Limit(10**6, "words in an n-gram"),

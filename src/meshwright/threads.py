@@ -25,9 +25,11 @@ _SPIN_POLICY_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME") 
 THREADS_VARIABLE = "MESHWRIGHT_THREADS"
 """Environment variable with the OMP_NUM_THREADS that Meshwright has set for a process it started."""
 
-FLOPS_PER_THREAD = 2e8
+FLOPS_PER_THREAD = 4e8
 """Model FLOPs of one layer (with its share of the LM head's), forward and backward of a micro-batch, that keep a
-thread busy: with fewer a thread, another thread costs as much as it saves (bench/threads.py)."""
+thread busy. Over the measured cases on a quiet and a busy machine (bench/results/threads.json), the choice between one
+thread and two loses least time if the second is used from anywhere between 600 and 1,800 MFLOP on: at 580 it saves 2 %
+on the quiet machine and takes 1.46 times as long on the busy one, at 1,870 it saves 27 % and takes 1.2 times."""
 
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:
@@ -123,3 +125,13 @@ def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | No
     share = max(1, (count_available_cores() if cores is None else cores) // ranks)
     busy = share if layer_flops is None else max(1, int(layer_flops / FLOPS_PER_THREAD))
     return min(share, busy, limit_of("threads"))
+
+
+def check_local_threads(ranks: int, threads: int) -> None:
+    """Raise `UserError` if `ranks` ranks of this host with `threads` threads each are too many for one machine."""
+    most = max(limit_of("local_threads"), 4 * count_available_cores())
+    if ranks * threads > most:
+        raise UserError(
+            f"{ranks:,} ranks x {threads:,} threads are more than the {most:,} threads allowed on this machine; reduce "
+            "run.threads or OMP_NUM_THREADS"
+        )

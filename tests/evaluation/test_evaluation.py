@@ -216,6 +216,11 @@ def test_recipe_is_evaluated_on_its_validation_split(place, checkpoint, recipe):
     assert result["bytes"] == sum(len(text.encode()) for text in held_out)
 
 
+def test_override_changes_the_recipes_validation_split(checkpoint, recipe):
+    whole = run_evaluation(checkpoint, str(recipe), overrides=["data.validation_fraction=0.8"])
+    assert whole["tokens"] > run_evaluation(checkpoint, str(recipe))["tokens"]
+
+
 def test_evaluation_uses_tokenizer_of_checkpoint_not_of_recipe(checkpoint, recipe):
     expected = run_evaluation(checkpoint, str(recipe))
     recipe.write_text(recipe.read_text().replace('"bytes"', '"bpe"\nvocabulary = 300'))

@@ -6,7 +6,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
+from meshwright import threads
 from meshwright.errors import UserError
 from meshwright.launcher import rank_threads
 from meshwright.launcher.rank_threads import (
@@ -21,6 +23,9 @@ from meshwright.launcher.rank_threads import (
 )
 from meshwright.launcher.rendezvous import Place
 from meshwright.recipe import Recipe, load_recipe
+from meshwright.training import loop
+from meshwright.training.worker import join
+from tests.training import training_cases as cases
 
 
 @pytest.fixture
@@ -131,3 +136,30 @@ def test_ranks_on_several_hosts_use_smallest_core_count(monkeypatch):
     assert min_cores_per_rank([shared, there, there]) == 2
     assert min_cores_per_rank([own, own, own]) == 3
     assert min_cores_per_rank([there] * 9) == 1
+
+
+def test_resumed_run_reports_its_threads(tmp_path, monkeypatch, capsys):
+    """In the real command path, where one core is available: kept, and changed by the recipe."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for module in (rank_threads, threads):
+        monkeypatch.setattr(module, "count_available_cores", lambda: 1)
+    monkeypatch.setattr(loop, "device_peak_flops", lambda mesh, precision: 1e9)
+    before, said, found = torch.get_num_threads(), [], []
+    try:
+        for steps, chosen in ((1, {"run_threads": 2}), (2, {}), (3, {"run_threads": 1})):
+            join(cases.recipe(tmp_path, "dp1 fp32", train_steps=steps, train_warmup=0, **chosen), probe=False)
+            said.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("threads")])
+            found.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert found == [2, 2, 1]
+    assert said == [
+        [],
+        [
+            "threads: keeping 2 per rank from the checkpoint for bitwise reproducibility (1 available cores would give "
+            "1; set run.threads=1 to change)"
+        ],
+        ["threads per rank changed from 2 to 1: results may differ in the last bits from an uninterrupted run"],
+    ]

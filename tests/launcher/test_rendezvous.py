@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,6 +25,7 @@ from meshwright.launcher.rendezvous import (
 )  # fmt: skip
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.recipe.tables import RunRecipe
 from meshwright.training import worker
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
@@ -285,8 +287,10 @@ def test_busy_port_ends_every_rank_with_one_line(monkeypatch):
                 (1, f"127.0.0.1:{port} accepts connections but is not rank"),
             ):
                 place = read_place(method, os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"})
+                begun = time.monotonic()
                 with pytest.raises(UserError, match=line):
-                    connect_to_store(place, 1.0)
+                    connect_to_store(place, RunRecipe().collective_timeout if method else 1.0)
+                assert time.monotonic() - begun < 5
     for thread in threading.enumerate():  # torch's connections end with the other program
         if thread.name == "store":
             thread.join()

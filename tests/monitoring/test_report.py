@@ -118,7 +118,8 @@ def test_report_compares_predicted_and_measured(tmp_path):
     }  # fmt: skip
     measured = {
         "step_seconds": 0.6, "seconds_by_part": {"forward": 0.2}, "sent_bytes_by_axis": {"data": 1234568},
-        "memory_bytes": {"parameters": 4096, "peak": 4200, "unexplained": 4},
+        "memory_bytes": {"parameters": 4096, "peak": 4200, "unexplained": 4, "allocator_peak": None},
+        "fullest_rank": {"rank": 1, "memory_bytes": {"process_peak": 8192, "allocator_peak": None}},
     }  # fmt: skip
     result = RESULT | {"predicted": predicted, "measured": measured}
     text = page(run_directory(tmp_path / "run", [step(1, 3.0)], result=result))
@@ -130,6 +131,8 @@ def test_report_compares_predicted_and_measured(tmp_path):
         "<th>sent a step by rank 0: data</th><td>1.18 MiB</td><td>1.18 MiB</td>",
         "<td>compute 0.5</td><td>forward 0.2</td>",
         "<th>seconds of a step: waiting</th><td>0.125</td><td>–</td>",
+        "<th>process peak of the fullest rank (1)</th><td>–</td><td>8 KiB</td>",
+        "<th>process peak of rank 0</th><td>512 MiB</td>",
     ):
         assert row in text, row
     assert "framework" not in text

@@ -112,6 +112,22 @@ def test_prompt_without_space_for_one_token_is_refused(model: mw.Model):
         model.generate("x" * 39)
 
 
+def test_unfinished_stream_refuses_another_call(model: mw.Model):
+    stream = model.stream("def ", max_tokens=8)
+    first = next(stream)
+    with pytest.raises(UserError, match="unfinished stream"):
+        model.generate("import ", max_tokens=2)
+    assert first + "".join(stream) == model.generate("def ", max_tokens=8).text
+
+
+def test_further_answers_are_reported_like_the_first(model: mw.Model):
+    found = model.generate("def ", max_tokens=3, n=2, temperature=1.0, seed=1)
+    (other,) = found.to_json_dict()["others"]
+    assert other.keys() == found.to_json_dict().keys() and other["tokens"] == 3
+    with pytest.raises(UserError, match="logprobs 2.5: should be a whole number"):
+        model.generate("def ", logprobs=2.5)
+
+
 def test_abandoned_stream_leaves_model_usable(model: mw.Model):
     expected = model.generate("abc", max_tokens=8).tokens
     pieces = model.stream("a", max_tokens=30)

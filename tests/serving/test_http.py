@@ -245,9 +245,9 @@ def test_header_of_the_next_turn_is_left_out_where_asked(http: httpx.Client, eng
 
 
 def test_logit_bias_is_also_a_list_of_pairs(http: httpx.Client, engine: FakeEngine):
-    body = {"prompt": "x", "n_predict": 1, "logit_bias": [[5, 1.5], [6, False], [7, -2]]}
+    body = {"prompt": "x", "n_predict": 1, "logit_bias": [[5, 1.5], [6, False], [7, -2], [8, 0]]}
     assert http.post("/completion", json=body).is_success
-    assert engine.requests[-1].sampling.logit_bias == {5: 1.5, 6: -100.0, 7: -2.0}
+    assert engine.requests[-1].sampling.logit_bias == {5: 1.5, 6: -100.0, 7: -2.0, 8: 0.0}
     for wrong in ([["text", 1]], [[5]], [[5, 101]], [[5, True]], [5], [[-1, 1]]):
         answer = http.post("/completion", json={**body, "logit_bias": wrong})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias"), wrong

@@ -20,6 +20,7 @@ from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.cluster import cluster
 from meshwright.planner.machine_profile import PROBE_VARIABLE, HardwareProfileKey, measurement_lock
+from meshwright.planner.process_constants import ProcessConstants, ProcessKey
 from meshwright.planner.step_time import step_time, with_bounds
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import MeasurementPlan
@@ -30,7 +31,6 @@ from meshwright.training import first_start
 from meshwright.training.automatic import search_fastest_layout
 from meshwright.training.first_start import find_hardware_profile, measure_first_start
 from meshwright.training.prediction import find_training_cluster
-from meshwright.training.process_constants import ProcessConstants, ProcessKey
 from meshwright.training.start import launch_recipe
 from meshwright.training.worker import join
 from tests.planner.calibration_cases import cluster_file
@@ -68,9 +68,9 @@ def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[ProcessKey]:
     """The processes whose memory was measured, with a fake measurement."""
     found: list[ProcessKey] = []
 
-    def measure(key: ProcessKey, log: Any) -> ProcessConstants:
-        found.append(key)
-        return CONSTANTS
+    def measure(keys: list[ProcessKey], log: Any) -> list[ProcessConstants]:
+        found.extend(keys)
+        return [CONSTANTS] * len(keys)
 
     monkeypatch.setattr(first_start, "measure_process_memory", measure)
     return found
@@ -88,7 +88,7 @@ def test_first_start_measures_and_the_second_does_not(asked: list[dict[str, Any]
     lines = started(DP2)
     assert asked == [{"ranks": 2, "threads": 1, "precisions": ["bf16"], "axes": []}]
     assert str(HardwareProfileKey.here(count_available_cores(), 2, 1).path) in lines[0] and "--no-probe" in lines[0]
-    assert len(lines) == 2 and lines[1].startswith("measured in ")
+    assert ": about 8 s, once (" in lines[0] and len(lines) == 2 and lines[1].startswith("measured in ")
     assert started(DP2) == [] and len(asked) == 1
     found = find_hardware_profile(2, 1)
     assert found is not None and found.name == "2 x 1"
@@ -283,7 +283,7 @@ def test_run_is_predicted_from_measurement_at_its_start(asked: list[dict[str, An
 
 
 def test_automatic_layout_measures_missing_hardware_profile_if_allowed(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    asked: list[dict[str, Any]], measured_memory: list[ProcessKey], monkeypatch: pytest.MonkeyPatch
 ):
     from tests.training.test_automatic import TABLES, Recipe
 
@@ -295,6 +295,7 @@ def test_automatic_layout_measures_missing_hardware_profile_if_allowed(
     assert [(each["ranks"], each["precisions"], each["axes"]) for each in asked] == [
         (2, ["bf16", "fp32"], ["cp", "tp"])
     ]
+    assert [(each.precision, each.compiled) for each in measured_memory] == [("bf16", False), ("fp32", False)]
 
 
 def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory, tmp_path: Path, monkeypatch):
@@ -386,3 +387,11 @@ def test_measurement_does_not_change_bits_of_run(tmp_path: Path, monkeypatch: py
         weights.append([file.read_bytes() for file in files])
         assert (result["predicted"]["step_seconds"] is not None) == probe
     assert weights[0] == weights[1] and weights[0]
+
+
+def test_announced_seconds_are_the_sum_of_the_parts(asked, measured_memory, monkeypatch: pytest.MonkeyPatch):
+    """Process memory of both precisions is measured at once; compiled blocks take longer."""
+    monkeypatch.setattr(first_start, "candidate_precisions", lambda: ("bf16", "fp32"))
+    assert ": about 18 s, once (" in started(Layout.parse("dp2"), compiled=False)[0]
+    assert measured_memory == [ProcessKey(precision, 1, False) for precision in ("bf16", "fp32")]
+    assert ": about 37 s, once (" in started(DP2, compiled=True)[0] and len(asked) == 1

@@ -142,8 +142,8 @@ def test_result_keeps_documented_prediction_keys(ran):
 def test_prediction_and_measurement_are_one_log_line_each(ran):
     lines = {line.partition(":")[0]: line for line in ran["said"]}
     assert " a step (" in lines["predicted"] and "; calibrated by 2 runs)" in lines["predicted"]
-    assert "process memory of rank 0" in lines["predicted"] and "sent a step" in lines["measured"]
-    assert "process memory of rank 0" in lines["measured"] and "; process" in lines["measured"]
+    assert "process peak of rank 0" in lines["predicted"] and "sent a step" in lines["measured"]
+    assert "process peak of rank 0" in lines["measured"] and "; process" in lines["measured"]
     assert re.search(r" a step \(predicted .*s, error [-+][\d.]+%\)", lines["measured"])
 
 
@@ -229,3 +229,22 @@ def test_step_memory_counts_allocations_since_trainer_creation():
     assert memory.growth_in_first_steps < 1.5 * size
     assert memory.peak_bytes() >= before and memory.process_peak() >= before
     del kept, held, more
+
+
+def test_headline_peak_is_of_fullest_rank(two: LocalRanks, measured_machine, tmp_path):
+    """The second stage computes the logits of a large vocabulary, and needs most."""
+    change = {"data_sequence": 128, "model_vocabulary": 60_000, "model_hidden": 32, "model_tied": False}
+    outcomes = cases.run_without_error(
+        two, tmp_path, "pp2 mb1 fp32", train_steps=2, train_compile=False, checkpoint_every=0, **change
+    )
+    result = outcomes[0]["result"]
+    predicted, measured = result["predicted"], result["measured"]
+    for side in (predicted, measured):
+        fullest = side["fullest_rank"]
+        assert fullest["rank"] == 1
+        assert fullest["memory_bytes"]["process_peak"] > side["memory_bytes"]["process_peak"] + 50 * 2**20
+    fullest = predicted["fullest_rank"]
+    assert sum(fullest["process_memory_bytes"].values()) == fullest["memory_bytes"]["process_peak"]
+    assert measured["fullest_rank"] == outcomes[1]["result"]["measured"]["fullest_rank"]
+    lines = [line for line in outcomes[0]["said"] if line.startswith(("predicted: ", "measured: "))]
+    assert len(lines) == 2 and all("process peak of rank 1 " in line for line in lines)

@@ -11,14 +11,21 @@ import torch
 
 from meshwright.layout import Layout
 from meshwright.monitoring.memory import KERNELS_KEPT, LARGEST_MMAP_THRESHOLD
+from meshwright.planner import process_constants
+from meshwright.planner.cluster import cluster
+from meshwright.planner.estimate import evaluate, problem_of
 from meshwright.planner.ledger import Item, Ledger
 from meshwright.planner.machine_profile import VERSION
-from meshwright.training import process_constants, process_memory
-from meshwright.training.process_constants import ProcessConstants, ProcessKey, measure_process_memory
+from meshwright.planner.process_constants import ProcessConstants, ProcessKey
+from meshwright.planner.search import search
+from meshwright.planner.text import estimate_text
+from meshwright.training import process_memory
+from meshwright.training.first_start import measure_process_memory
 from meshwright.training.process_memory import predict_process_memory
+from tests.planner.calibration_cases import DEVICE, cluster_file
 
 MIB = 2**20
-CONSTANTS = ProcessConstants(16 * MIB, 0.4, MIB // 2, 50 * MIB, 30 * MIB)
+CONSTANTS = ProcessConstants(16 * MIB, 0.4, MIB // 2, 50 * MIB, 30 * MIB, 250 * MIB)
 
 
 def keep_constants() -> None:
@@ -150,5 +157,34 @@ def test_kernels_follow_the_cache_capacity_and_the_steps_left(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_process_of_this_machine_is_measured():
-    found = measure_process_memory(ProcessKey("bf16", 1, False), print)
+    """Two at once, each in a process of its own, find what one alone finds."""
+    keys = [ProcessKey(precision, 1, False) for precision in ("bf16", "fp32")]
+    found, plain = measure_process_memory(keys, print)
     assert MIB < found.first_use_bytes < 200 * MIB and 0 <= found.heap_overhead_fraction < 2 and found.kernel_bytes > 0
+    assert plain.kernel_bytes == 0 and plain.base_bytes == pytest.approx(found.base_bytes, rel=0.05)
+    (alone,) = measure_process_memory(keys[:1], print)
+    assert alone.base_bytes == pytest.approx(found.base_bytes, rel=0.05)
+    assert alone.first_use_bytes == pytest.approx(found.first_use_bytes, abs=16 * MIB)
+
+
+def test_plan_for_this_cpu_adds_the_process_to_tensors(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(process_constants, "processor_name", lambda: DEVICE)
+    machine = cluster(str(cluster_file(tmp_path)))
+    assert machine.measured is not None
+    size = {"sequence": 64, "batch": 2}
+    tensors = evaluate("gpt2", machine, "dp2 fp32", **size)
+    assert tensors.memory.framework_bytes == 0 and any("tensors alone" in line for line in tensors.warnings)
+    ProcessKey("fp32", machine.measured.threads, True).write(CONSTANTS)
+    ProcessKey("fp32", machine.measured.threads, False).write(CONSTANTS)
+    whole = evaluate("gpt2", machine, "dp2 fp32", **size)
+    assert whole.memory.device_bytes - tensors.memory.device_bytes == 266 * MIB and whole.warnings == ()
+    assert "interpreter and libraries 0.24, library workspaces 0.02" in " ".join(estimate_text(whole).split())
+    compiled = evaluate("gpt2", machine, "dp2 fp32", compile=True, **size)
+    assert compiled.memory.framework_bytes == 316 * MIB
+    small = replace(machine, device=replace(machine.device, memory_bytes=tensors.memory.device_bytes + 200 * MIB))
+    assert not evaluate("gpt2", small, "dp2 fp32", **size).fits
+    found = search(problem_of("gpt2", small, precision="fp32", **size), 4)
+    assert all(each.memory.device_bytes <= small.device.memory_bytes for each in found.best)
+    other = replace(machine, device=replace(machine.device, name="another CPU"))
+    assert evaluate("gpt2", other, "dp2 fp32", **size).memory.framework_bytes == 0

@@ -1,8 +1,11 @@
-"""Small collective calls by which all ranks agree, before a save and around a load. For the main thread only."""
+"""Small collective calls by which all ranks agree, before a save, around a load and at the ends of a
+run. For the main thread only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -41,6 +44,17 @@ class Agreement:
         sent = (text or "").encode()[:_TEXT_BYTES] if rank == sender else b""
         received = bytes(self._sum([*sent.ljust(_TEXT_BYTES, b"\0")]))
         return sender, received.rstrip(b"\0").decode(errors="replace")
+
+    def of_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return, on every rank, `values` of the lowest rank whose `size` (not negative) is largest, with "rank", its
+        number. values: at most 2048 bytes as JSON."""
+        rank = self._mesh.rank
+        sizes = self._sum([size if other == rank else 0 for other in range(self._mesh.world_size)])
+        largest = sizes.index(max(sizes))
+        found = self.first_text(json.dumps({"rank": rank, **values}) if rank == largest else None)
+        assert found is not None
+        shared: dict[str, Any] = json.loads(found[1])
+        return shared
 
     def _sum(self, values: list[int]) -> list[int]:
         """Return `values` summed elementwise over all ranks: one integer for each entry."""

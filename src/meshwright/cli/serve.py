@@ -18,7 +18,10 @@ from meshwright.cli.plumbing import device_option_of_ranks, file_option, json_op
     'torchrun --nnodes 2 --nproc-per-node 2 ... -m meshwright serve ./Llama-3.1-8B --layout "tp2 pp2"',
 )
 @click.argument("checkpoint")
-@click.option("--layout", default="", show_default="one rank", help='Ranks: "tp2 pp2 dp2", with "ep2" for experts.')
+@click.option(
+    "--layout", default="", show_default=False,
+    help='Ranks: "tp2 pp2 dp2", with "ep2" for experts.  [default: one rank]',
+)  # fmt: skip
 @device_option_of_ranks
 @click.option("--batch-invariant", is_flag=True, help="On a GPU: bitwise the same output for every batch; slower.")
 @click.option("--dtype", help="Dtype of parameters and KV cache: fp32 or bf16.  [default: fp32]")

@@ -28,7 +28,7 @@ from meshwright.launcher.signals import StopSignals
 from meshwright.launcher.started_rank import StartedRank, start_rank
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
-from meshwright.threads import choose_threads, count_available_cores
+from meshwright.threads import check_local_threads, choose_threads, count_available_cores
 
 SETTLE_SECONDS = 0.5  # after the first failure: other ranks may report its cause
 LOOK_SECONDS = 5.0  # between checks for suspended ranks
@@ -83,6 +83,7 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
             f"{spec.ranks:,} ranks are more than the {most} processes allowed on this machine; choose a "
             "smaller layout, or `meshwright launch` for several hosts"
         )
+    check_local_threads(spec.ranks, spec.threads or choose_threads(spec.ranks))
     with RunDirectory(spec.directory) as directory:
         check_port_free(spec.method or "")
         spec.before_ranks()  # before signals are caught: its processes handle their own

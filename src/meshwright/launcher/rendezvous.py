@@ -263,19 +263,20 @@ def host_and_port(method: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)  # an IPv6 address is in brackets
 
 
-STORE_TIMEOUT_SECONDS = 30.0
-"""Time limit for the answer of rank 0's store once its port accepts connections; torch would wait for ever."""
+STORE_TIMEOUT_SECONDS, STORE_TIMEOUT_SECONDS_PER_RANK = 3.0, 0.025
+"""Time limit for the answer of rank 0's store, a thread without the interpreter's lock, once its port accepts
+connections, and more of it for each rank that connects at the same time; torch would wait for ever."""
 
 
-def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedelta) -> Store:
-    """Connect this rank to the key-value store by calling `connect`, and return the store. On ranks other than 0,
-    `RuntimeError` if rank 0 does not listen within `timeout`, or listens but does not answer within
-    `STORE_TIMEOUT_SECONDS`.
+def _connect_within(place: Place, connect: Callable[[timedelta], Store], timeout: timedelta) -> Store:
+    """Connect this rank to the key-value store by calling `connect(limit)`, and return the store. Ranks other than 0
+    first wait up to `timeout` for rank 0 to listen, and then `STORE_TIMEOUT_SECONDS` or more for its answer;
+    `RuntimeError` after that.
 
     place: this rank and its rendezvous.
     """
     if place.rank == 0:
-        return connect()
+        return connect(timeout)
     host, port = host_and_port(place.method)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -286,14 +287,17 @@ def _connect_within(place: Place, connect: Callable[[], Store], timeout: timedel
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nothing listens at {host}:{port}: {error}") from error
             time.sleep(0.05)
-    seconds = min(timeout.total_seconds(), STORE_TIMEOUT_SECONDS)
+    seconds = min(timeout.total_seconds(), STORE_TIMEOUT_SECONDS + STORE_TIMEOUT_SECONDS_PER_RANK * place.ranks)
     try:
-        return run_in_daemon_thread(connect, "store").result(seconds)  # as torch may wait without limit
+        # In a thread, as torch may wait without limit.
+        store = run_in_daemon_thread(lambda: connect(timedelta(seconds=seconds)), "store").result(seconds)
     except TimeoutError:
         raise RuntimeError(
             f"{host}:{port} accepts connections but is not rank 0's store (no answer within {seconds:g} s); "
             "another program may own the port"
         ) from None
+    store.set_timeout(timeout)
+    return store
 
 
 def _connect_store(place: Place, timeout: timedelta) -> Store:
@@ -305,7 +309,7 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
     if place.method == "env://":
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = _connect_within(
-            place, lambda: next(rendezvous("env://", place.rank, place.ranks, timeout=timeout))[0], timeout
+            place, lambda limit: next(rendezvous("env://", place.rank, place.ranks, timeout=limit))[0], timeout
         )
         return _store_of_this_start(store, place, timeout.total_seconds()) if agents and place.ranks > 1 else store
     if place.method.startswith("file://"):
@@ -316,7 +320,7 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
         return store
     host, port = host_and_port(place.method)
     return _connect_within(
-        place, lambda: TCPStore(host, port, place.ranks, is_master=place.rank == 0, timeout=timeout), timeout
+        place, lambda limit: TCPStore(host, port, place.ranks, is_master=place.rank == 0, timeout=limit), timeout
     )
 
 

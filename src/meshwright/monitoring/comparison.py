@@ -38,12 +38,13 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted memory, step time and traffic of rank 0; None for what could not be predicted.
+    """Predicted memory, step time and traffic of a rank; None for what could not be predicted.
 
     memory: bytes of tensors at the memory peak, by category ("parameters" ...). The key "peak" is their sum without
     "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh axis.
     machine: the hardware profile (measured machine speeds). compiled: True if blocks run under torch.compile. notes:
-    further console lines. process: peak RSS by item, for CPUs only.
+    further console lines. process: peak RSS by item, for CPUs only. fullest: memory of the rank that needs most:
+    {"rank", "memory_bytes", "process_memory_bytes"}.
     """
 
     memory: Mapping[str, int] | None
@@ -53,6 +54,23 @@ class Prediction:
     compiled: bool
     notes: tuple[str, ...] = ()
     process: ProcessMemory | None = None
+    fullest: Mapping[str, Any] | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of this rank in bytes: of the process where it is known (CPUs), else of the tensor allocator;
+        0 if unknown."""
+        if self.process is not None:
+            return self.process.peak
+        return 0 if self.memory is None else _expected_peak(self.memory)
+
+    def memory_to_json(self) -> dict[str, Any]:
+        """Return this rank's predicted bytes: {"memory_bytes": by category with the two peaks, "process_memory_bytes":
+        of the process by item}, null for what is unknown."""
+        return {
+            "memory_bytes": None if self.memory is None else {**self.memory, **self._peak_entries()},
+            "process_memory_bytes": None if self.process is None else dict(self.process.items),
+        }
 
     def to_json_dict(self) -> dict[str, Any]:
         """Return the entry `predicted` of the result document: predicted seconds of a step, bytes by category and by
@@ -60,8 +78,8 @@ class Prediction:
         time, machine = self.time, self.machine
         calibration = None if machine is None else machine.calibration
         return {
-            "memory_bytes": None if self.memory is None else {**self.memory, **self._peak_entries()},
-            "process_memory_bytes": None if self.process is None else dict(self.process.items),
+            **self.memory_to_json(),
+            "fullest_rank": None if self.fullest is None else dict(self.fullest),
             "step_seconds": None if time is None else time.seconds,
             "step_seconds_low": None if time is None else time.low,
             "step_seconds_high": None if time is None else time.high,
@@ -90,17 +108,24 @@ class Prediction:
                 note += "; upper bound: the machine as busy as when it was measured"
             bounds = f"{_format_seconds(self.time.low)} to {_format_seconds(self.time.high)}{note}"
             parts.append(f"{_format_seconds(self.time.seconds)} a step ({bounds})")
-        if self.process is not None and self.memory is not None:
-            parts.append(
-                f"process memory of rank 0 {format_bytes(self.process.peak)} ({_format_largest(self.process.items)}), "
-                f"of which tensors {format_bytes(self.memory['peak'])}"
-            )
-        elif self.memory is not None:
-            sizes = {name: size for name, size in self.memory.items() if name not in ("peak", "framework")}
-            parts.append(f"tensors of rank 0 {format_bytes(_expected_peak(self.memory))} ({_format_largest(sizes)})")
+        parts += _format_fullest(self.fullest or {"rank": 0, **self.memory_to_json()})
         if self.sent_by_axis is not None:
             parts.append(f"{_format_traffic(self.sent_by_axis)} sent a step")
         return [*([f"predicted: {'; '.join(parts)}"] if parts else []), *self.notes]
+
+
+def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
+    """Return text for the predicted memory of the rank that needs most, in a list that is empty if it is unknown.
+    fullest: its "rank", "memory_bytes" and "process_memory_bytes"."""
+    memory, process, rank = fullest["memory_bytes"], fullest["process_memory_bytes"], fullest["rank"]
+    if memory is None:
+        return []
+    if process is not None:
+        items = f"{format_bytes(memory['process_peak'])} ({_format_largest(process)})"
+        return [f"process peak of rank {rank} {items}, of which tensors {format_bytes(memory['peak'])}"]
+    sums = "peak", "framework", "allocator_peak", "process_peak"
+    sizes = {name: size for name, size in memory.items() if name not in sums}
+    return [f"allocator peak of rank {rank} {format_bytes(_expected_peak(memory))} ({_format_largest(sizes)})"]
 
 
 class _StepTime(NamedTuple):
@@ -181,11 +206,7 @@ def collect_measured_memory(
     for kind, size in states.items():
         found[OF_STATE[kind]] = found.get(OF_STATE[kind], 0) + size
     predicted = prediction.get("memory_bytes") or {}
-    found |= {
-        "peak": memory.growth_in_first_steps,
-        "allocator_peak": memory.allocator_peak(),
-        "process_peak": memory.process_peak(),
-    }
+    found |= {"peak": memory.growth_in_first_steps, **memory.peaks_to_json()}
     if memory.device.type == "cpu":
         measured, expected = found["process_peak"], predicted.get("process_peak")
         calibrated = (prediction.get("process_memory_bytes") or {}).get("unexplained", 0)
@@ -203,17 +224,30 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
     if after is not None:
         error = f" (predicted {_format_seconds(before)}, error {before / after - 1:+.1%})" if before else ""
         parts.append(f"{_format_seconds(after)} a step{error}")
-    expected, found = predicted.get("memory_bytes"), measured.get("memory_bytes")
-    if found and found["allocator_peak"] is not None:  # CUDA: the device's memory is the limit
-        error = f" (predicted {format_bytes(_expected_peak(expected))})" if expected else ""
-        parts.append(f"tensors of rank 0 {format_bytes(found['allocator_peak'])}{error}")
-    elif found and found["process_peak"] is not None:
-        peak = expected["process_peak"] if expected else None
-        error = f" (predicted {format_bytes(peak)}, error {peak / found['process_peak'] - 1:+.1%})" if peak else ""
-        parts.append(f"process memory of rank 0 {format_bytes(found['process_peak'])}{error}")
+    parts += _format_peak(predicted.get("fullest_rank"), measured.get("fullest_rank"))
     if measured.get("sent_bytes_by_axis") is not None:
         parts.append(f"{_format_traffic(measured['sent_bytes_by_axis'])} sent a step")
     return f"measured: {'; '.join(parts)}" if parts else None
+
+
+def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
+    """Return text for the measured peak of the rank that needs most, beside the predicted one of the rank predicted to
+    need most, in a list that is empty if nothing was measured. predicted, measured: the entries "fullest_rank"."""
+    if measured is None:
+        return []
+    found, expected = measured["memory_bytes"], (predicted or {}).get("memory_bytes")
+    # On CUDA the device's memory is the limit, on a CPU that of the processes.
+    name = "process peak" if found["allocator_peak"] is None else "allocator peak"
+    key = name.replace(" ", "_")
+    if found[key] is None:
+        return []
+    error = ""
+    peak = None if not expected else expected[key] if key == "process_peak" else _expected_peak(expected)
+    if peak:
+        other = predicted["rank"] if predicted else 0
+        rank = "" if other == measured["rank"] else f" for rank {other}"
+        error = f" (predicted {format_bytes(peak)}{rank}, error {peak / found[key] - 1:+.1%})"
+    return [f"{name} of rank {measured['rank']} {format_bytes(found[key])}{error}"]
 
 
 def _expected_peak(memory: Mapping[str, int]) -> int:

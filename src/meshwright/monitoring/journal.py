@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -46,7 +46,7 @@ class Journal:
         self.sent_bytes_by_axis: dict[str, int] | None = None
         self.memory = StepMemory(self.device)
         self.times = StepTimes()
-        self.prediction: Prediction | None = None  # on rank 0
+        self.prediction: Prediction | None = None
         self._watch = SlowRankWatch(mesh.world_size, recipe.train.slow_rank_factor)
         self._slow_rank: int | None = None  # reported at the end of the last window
         self._figures: dict[str, list[float]] = {}  # key of metrics.jsonl -> values of the steps of this process
@@ -68,14 +68,12 @@ class Journal:
         done: int,
         resumed_from: str | None,
         threads: int | None,
-        predict: Callable[[], Prediction],
     ) -> None:
         """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
         run: description of model and data; layout: such as "dp2 zero1 bf16"; done: number of steps done in the
-        checkpoint named `resumed_from` (None: a fresh run). threads: compute threads of a rank, None on CUDA.
-        predict: called on rank 0 once all memory that persists between steps is allocated. `UserError` where the run
-        directory cannot be written.
+        checkpoint named `resumed_from` (None: a fresh run). threads: compute threads of a rank, None off the CPU.
+        `UserError` where the run directory cannot be written.
         """
         self.run, recipe = run, self.recipe
         self._figures = {key: [] for key in ("loss", "validation_loss", self.rate_name, *run.metric_names)}
@@ -99,10 +97,15 @@ class Journal:
                 raise UserError(f"{self.directory.metrics} cannot be written: {error_reason(error)}") from None
             with self.memory.exclude_allocations():
                 self.tracking = Tracking(recipe, layout, self.directory, done, self.log)
-            self.prediction = predict()
-            for line in self.prediction.format_lines() if done < steps else ():
+
+    def begin_steps(self, done: int, prediction: Prediction) -> None:
+        """Report the prediction, on rank 0, and begin to measure memory and progress. done: number of steps done;
+        prediction: made once all memory that persists between steps is allocated."""
+        self.prediction = prediction
+        if self.leader:
+            for line in prediction.format_lines() if done < self.recipe.train.steps else ():
                 self.log(line)
-            self._track(done + 1, {"predicted": self.prediction.to_json_dict()})
+            self._track(done + 1, {"predicted": prediction.to_json_dict()})
         self.progress.begin(done)
         self.memory.begin()
 
@@ -257,18 +260,17 @@ class Journal:
         is stopped by SIGTERM or an interrupt, after its last save."""
         self._track(step, _checkpoint_paths(checkpointer))
 
-    def make_result(
-        self, end: RunEnd, checkpointer: Checkpointer, prediction: Prediction | None = None
-    ) -> dict[str, Any]:
+    def make_result(self, end: RunEnd, checkpointer: Checkpointer, fullest: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result document (JSON dict) of the run: outcome, predicted and measured figures, checkpoint paths.
 
-        end: final step, bytes of model states and predicted traffic. prediction: the one to report, None for that made
-        before the first step. If this process had no step left to do, the outcome is read from `metrics.jsonl`.
+        end: final step, bytes of model states and predicted traffic. fullest: the rank with the largest peak, its
+        "rank" and "memory_bytes" (the two peaks). If this process had no step left to do, the outcome is read from
+        `metrics.jsonl`.
         """
-        self.prediction = self.prediction if prediction is None else prediction
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
         measured = {
             "memory_bytes": collect_measured_memory(end.state_bytes, self.memory, predicted),
+            "fullest_rank": dict(fullest),
             **self.times.to_json_dict(self.device),
             "sent_bytes_by_axis": self.sent_bytes_by_axis,
         }

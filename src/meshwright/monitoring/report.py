@@ -122,7 +122,7 @@ def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple
         ("last training loss", _format_number(lines[-1]["loss"], ".4f")),
         *([("last validation loss", _format_number(validation[-1], ".4f"))] if validation else []),
         (f"{work} per second (median)", f"{rates[len(rates) // 2]:,.0f}"),
-        ("peak memory of rank 0", format_bytes(2**30 * max(line["memory_gib"] for line in lines))),
+        (_peak_name(result), format_bytes(2**30 * max(line["memory_gib"] for line in lines))),
         ("time by part", ", ".join(f"{part} {seconds / total:.0%}" for part, seconds in parts.items())),
     ]
     if result.get("parameters"):
@@ -137,6 +137,15 @@ def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple
     return rows
 
 
+def _peak_name(result: dict[str, Any]) -> str:
+    """Return the name of the peak that `metrics.jsonl` records: the allocator's on CUDA, else the process's. result:
+    the result document, empty while the run goes on."""
+    measured = (result.get("measured") or {}).get("memory_bytes")
+    if measured is None:
+        return "process peak (CUDA: allocator peak) of rank 0"
+    return f"{'process' if measured.get('allocator_peak') is None else 'allocator'} peak of rank 0"
+
+
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return table rows (name, predicted, measured), all text, for step time, memory and traffic; empty if there are no
     figures. result: the result document, with entries `predicted` and `measured`."""
@@ -149,8 +158,15 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     for kind in dict.fromkeys(kind for side in kinds for kind in side):
         rows.append((f"seconds of a step: {kind}", *(f"{side[kind]:.4g}" if kind in side else "" for side in kinds)))
     peaks = [side.get("memory_bytes") or {} for side in (predicted, measured)]
-    rows.append(("process memory of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
-    rows.append(("tensors of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
+    rows.append(("process peak of rank 0", *(_format_size(side.get("process_peak")) for side in peaks)))
+    rows.append(("allocator peak of rank 0", *(_format_size(side.get("allocator_peak")) for side in peaks)))
+    if rank := " and ".join(
+        dict.fromkeys(str(side["fullest_rank"]["rank"]) for side in (predicted, measured) if side.get("fullest_rank"))
+    ):
+        fullest = [(side.get("fullest_rank") or {}).get("memory_bytes") or {} for side in (predicted, measured)]
+        for name, key in (("process", "process_peak"), ("allocator", "allocator_peak")):
+            label = f"{name} peak of the fullest rank ({rank})"
+            rows.append((label, *(_format_size(side.get(key)) for side in fullest)))
     for title, key in (
         ("process memory of rank 0", "process_memory_bytes"),
         ("tensors of rank 0", "memory_bytes"),

@@ -37,6 +37,13 @@ class _StepLine(_Document):
     seconds_by_part: dict[str, _NotNegative] = {}
 
 
+class _FullestRank(_Document):
+    """Schema (pydantic) of the rank whose peak memory is largest."""
+
+    rank: _Whole
+    memory_bytes: dict[str, _Number | None] | None = None
+
+
 class _Figures(_Document):
     """Schema (pydantic) of the entries `predicted` and `measured` of a result document, with the keys that the report
     reads."""
@@ -47,6 +54,7 @@ class _Figures(_Document):
     seconds_by_part: dict[str, _Number | None] | None = None
     seconds_by_kind: dict[str, _Number] | None = None
     memory_bytes: dict[str, _Number | None] | None = None
+    fullest_rank: _FullestRank | None = None
     sent_bytes_by_axis: dict[str, _Number | None] | None = None
 
 

@@ -75,6 +75,10 @@ class StepMemory:
         """Return the peak bytes of CUDA's caching allocator; None on a CPU, whose allocator keeps no count."""
         return self.peak_bytes() if self.device.type == "cuda" else None
 
+    def peaks_to_json(self) -> dict[str, int | None]:
+        """Return {"allocator_peak", "process_peak"}, the two measured peaks of this rank in bytes."""
+        return {"allocator_peak": self.allocator_peak(), "process_peak": self.process_peak()}
+
     def process_peak(self) -> int | None:
         """Return the peak resident set (RSS) of this process in bytes, libraries included; None where the kernel does
         not report it."""

@@ -20,6 +20,7 @@ from meshwright.planner.engines import Engine
 from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
 from meshwright.planner.memory import RankMemory, fullest
 from meshwright.planner.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
+from meshwright.planner.process_constants import find_process_items
 from meshwright.planner.reference_step import in_place
 from meshwright.planner.space import Problem
 from meshwright.planner.states import optimizer_kinds
@@ -170,9 +171,12 @@ def problem_of(
     chosen = precision or default_precision(where)
     where.peak(chosen)
     pairs = recipe is not None and recipe.objective != "next-token"
+    process: tuple[tuple[str, int], ...] = ()
+    if where.kind == "cpu" and where.measured is not None:
+        process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
     return Problem(
         config, where, sequence, batch, engines.engine(engine, compile=compile), compile, optimizer, chosen, documents,
-        pairs, assumed,
+        pairs, assumed, process=process,
     )  # fmt: skip
 
 
@@ -270,6 +274,8 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         found.append("memory is that of bf16: fp8 copies and fp8 saved activations are not priced")
     if problem.documents > 1 and problem.cluster.kind == "cpu" and engine.name == "meshwright":
         found.append("memory is the maximum over all document boundaries within sequences")
+    if problem.cluster.kind == "cpu" and not problem.process:
+        found.append("memory is that of tensors alone: that of a process was not measured on this machine")
     if problem.compile and not memory.compiled:
         found.append("memory is that of uncompiled blocks")
     return found

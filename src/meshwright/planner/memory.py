@@ -44,9 +44,10 @@ def slack(cluster: Cluster) -> float:
     return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
 
 
-def context_bytes(cluster: Cluster) -> int:
-    """Return the most bytes that a process holds on the device before its first tensor (CUDA context)."""
-    return int(CUDA_CONTEXT[1]) if cluster.kind == "cuda" else 0
+def context_bytes(problem: Problem) -> int:
+    """Return the bytes that a process holds in addition to tensors: at most, of the CUDA context; on a CPU as measured
+    on the machine."""
+    return int(CUDA_CONTEXT[1]) if problem.cluster.kind == "cuda" else sum(size for _, size in problem.process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class RankMemory:
         items: Tensors at the peak.
         peak_bytes: As PyTorch's allocator counts.
         moment: Name of the snapshot, such as "layers.3.mlp: backward".
-        framework_bytes: Held beside it by the CUDA context.
+        framework_bytes: Held beside it by the CUDA context; on a CPU by interpreter and libraries.
         slack_bytes: Held beside it and unexplained.
         exact: Tensor by tensor, not in closed form.
         compiled: Priced as compiled blocks.
@@ -119,7 +120,7 @@ def by_layers(items: Iterable[Item]) -> list[Item]:
 @lru_cache(maxsize=256)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
     """Return the memory of a pipeline rank at its peak. `UserError` for an infeasible layout."""
-    context = context_bytes(problem.cluster)
+    context = context_bytes(problem)
     if problem.engine.name == "meshwright":
         found = ledger(
             problem.config, layout, batch=problem.batch, sequence=problem.sequence, optimizer=problem.optimizer,

@@ -105,7 +105,7 @@ def search(problem: Problem, top: int = 5) -> Found:
 
 def on_device(problem: Problem, peak: Array) -> Array:
     """Return the device bytes, CUDA context and slack included, for allocator peaks of `peak` bytes."""
-    return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem.cluster)
+    return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem)
 
 
 def _nothing(problem: Problem) -> str:

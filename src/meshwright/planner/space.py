@@ -45,6 +45,7 @@ class Problem:
         pairs: Training on response pairs, not next tokens.
         assumed: What was assumed about the model, if anything.
         reserve: Bytes of a device to keep free.
+        process: (name, bytes) of what the process of a rank on a CPU holds in addition to tensors.
     """
 
     config: ModelConfig
@@ -59,6 +60,7 @@ class Problem:
     pairs: bool = False
     assumed: str | None = None
     reserve: float = 0.0
+    process: tuple[tuple[str, int], ...] = ()
 
     @property
     def room(self) -> float:

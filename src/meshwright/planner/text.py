@@ -209,11 +209,14 @@ def share_text(share: float) -> str:
 def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
     """Yield rows (category, its memory in `unit`, its largest items) of an estimate's fullest rank."""
     yield "", unit.name, "of which"
-    memory = one.memory
+    memory, process = one.memory, one.problem.process or (("CUDA context", one.memory.framework_bytes),)
     for category, size in memory.by_category().items():
         if not size:
             continue
         largest = by_layers(item for item in memory.items if item.category == category)
+        if category == "framework":
+            yield category, unit.number(size), ", ".join(f"{name} {unit.number(part)}" for name, part in process)
+            continue
         named = [f"{item.name} {unit.number(item.bytes)}" for item in largest[:3] if item.bytes >= 0.005 * unit.bytes]
         more = f" and {len(largest) - len(named)} more" if named and len(largest) > len(named) else ""
         yield category, unit.number(size), ", ".join(named) + more

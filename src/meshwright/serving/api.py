@@ -129,7 +129,7 @@ class Model:
         (request, answer), *others = self._make_requests(prompt, options)
         if others:
             raise UserError(f"n {len(others) + 1}: should be 1, as a stream has one answer; generate takes more")
-        return TextStream(self._run([request], lambda request_id: answer.ended), answer)
+        return TextStream(self._run([request], lambda request_id: request_id == request.id and answer.ended), answer)
 
     def _make_requests(self, prompt: object, options: GenerationOptions) -> list[tuple[Request, Answer]]:
         """Return a pair (engine request, answer) for each of the `n` answers to one prompt (a text or token IDs). The
@@ -140,6 +140,8 @@ class Model:
         for name, count in (("max_tokens", wanted), ("n", n)):
             if not isinstance(count, int) or count < 1:
                 raise UserError(f"{name} {count}: should be 1 or more")
+        if not isinstance(chosen.get("logprobs"), int | None):
+            raise UserError(f"logprobs {chosen['logprobs']}: should be a whole number or None")
         if problem := limit_error("new_tokens", wanted, "max_tokens"):
             raise UserError(problem)
         tokens = self._encode(prompt, chat)

@@ -87,7 +87,8 @@ class Generation:
 
     def to_json_dict(self) -> dict[str, Any]:
         """Return the JSON object of `meshwright generate --json`; `tokens` is the number of new tokens."""
-        return to_json_dict({**asdict(self), "tokens": len(self.tokens)})
+        others = [each.to_json_dict() for each in self.others]
+        return to_json_dict({**asdict(self), "tokens": len(self.tokens), "others": others})
 
 
 class Answer:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meshwright.comm.local import find_socket_parent
 from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
 from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher.device import current_device_memory
 from meshwright.layout import Layout
@@ -59,11 +60,14 @@ def run_requests(
     engine: Engine, requests: Sequence[Request], has_ended: Callable[[str], bool] = lambda request_id: False
 ) -> Iterator[Output]:
     """Run `requests` on an engine, and yield their outputs, interleaved, until every request has finished. Closing the
-    iterator cancels the rest. Raises InvalidLogits if the model computes NaN or infinite logits.
+    iterator cancels the rest. Raises InvalidLogits if the model computes NaN or infinite logits, and UserError if the
+    engine has unfinished requests of another call.
 
     `has_ended`: returns True for the ID of a request that needs no more tokens (a stop string was found), which is
     cancelled.
     """
+    if not engine.idle:
+        raise UserError("this model has an unfinished stream: read it to its end or delete it first")
     for request in requests:
         engine.add(request)
     try:

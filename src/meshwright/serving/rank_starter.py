@@ -72,7 +72,7 @@ class RankPlan:
     def collective_seconds(self) -> float:
         """Time limit of a collective call in seconds. It is longer than any step may take: the front, which knows a
         step's predicted time, first ends the ranks of a step that takes too long."""
-        return 32 * self.step_seconds
+        return 32 * max(60.0, self.step_seconds)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RankPlan:

@@ -25,6 +25,9 @@ PREDICTION_SECONDS = 0.1
 TIMES_PREDICTED = 10.0
 """Multiple of its predicted time up to which a step does not count as hanging."""
 
+MOST_DOUBLINGS = 4
+"""How often the time limit of a step may be doubled, so that a rank that hangs is found."""
+
 
 class Stream(AsyncIterator[Output]):
     """Asynchronous iterator over the outputs of one request. Outputs that its reader has not taken yet are merged into
@@ -212,14 +215,18 @@ class Replica:
 
     def limit_step(self, seconds: float, budget: int) -> float:
         """Return the time limit of the present step in seconds, the largest of three times. First, `seconds`, doubled
-        for each step since the last completed one that exceeded its limit. Second, ten times the predicted time of the
-        longest step that the unfinished requests may need. Third, the predicted time of that step's tokens computed one
-        by one, since predictions learnt from short steps are poor for long ones. budget: largest number of tokens of a
-        step."""
+        for each step since the last completed one that exceeded its limit, `MOST_DOUBLINGS` times at most. Second, ten
+        times the predicted time of the longest step that the unfinished requests may need. Third, the predicted time of
+        that step's tokens computed one by one, since predictions learnt from short steps are poor for long ones.
+        budget: largest number of tokens of a step."""
         lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
         tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
         predicted = self.speed.predict(tokens, tokens * longest)
-        return max(seconds * 2.0**self.hangs, TIMES_PREDICTED * predicted, tokens * self.speed.predict(1, longest))
+        return max(
+            seconds * 2.0 ** min(self.hangs, MOST_DOUBLINGS),
+            TIMES_PREDICTED * predicted,
+            tokens * self.speed.predict(1, longest),
+        )
 
     def _predict_step(self) -> float:
         """Return the predicted seconds of a step like the last one."""

@@ -155,7 +155,7 @@ def serve(
             signalled = asyncio.create_task(wait_for_signals(signals))
             try:
                 await asyncio.wait((starting, signalled), return_when=asyncio.FIRST_COMPLETED)
-                if not starting.done():
+                if signals.received:  # ranks may have ended by it, too: that is no lost rank
                     return 0
                 prompts = starting.result()
                 connections = max(1024, 2 * replicas.most_requests)

@@ -83,7 +83,7 @@ def train(
             Strings as on the command line, `["train.steps=20"]`, are accepted, too.
         layout: Layout in place of the recipe's: notation such as `"dp2 zero1"`, `"auto"`, or a `Layout`.
         restarts: Maximum number of restarts after a rank was lost.
-        probe: Measure this machine first (about 10 seconds) if predictions need it and it was never measured.
+        probe: Measure this machine first (10 to 20 seconds) if predictions need it and it was never measured.
         trust: Allow the recipe to run code that it names, such as a tracker's class.
 
     Returns:

@@ -69,7 +69,10 @@ def _find_devices(recipe: Recipe, ranks: int | None, log: Callable[[str], None] 
             many, None, compute_layer_flops(recipe, Layout.parse(f"dp{many}"))
         )
         if log is not None:
-            measure_first_start(Layout(), recipe.run.device, threads, log, ranks=many, axes=SYNCHRONOUS_AXES)
+            measure_first_start(
+                Layout(), recipe.run.device, threads, log, ranks=many, axes=SYNCHRONOUS_AXES,
+                compiled=recipe.train.compile,
+            )  # fmt: skip
         where = find_hardware_profile(many, threads)
     where = where or cluster("this", 'layout = "auto"')
     return where if ranks in (None, where.devices) else replace(where, devices=ranks, devices_per_node=ranks)

@@ -3,9 +3,13 @@ as many processes and threads as the run has, and process memory beyond tensors.
 
 from __future__ import annotations
 
+import json
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from meshwright.checkpoint import newest
@@ -24,13 +28,21 @@ from meshwright.planner.machine_profile import (
     read_profile,
     write_profile,
 )
+from meshwright.planner.process_constants import ProcessConstants, ProcessKey, parse_constants
 from meshwright.probe.ranks import SHORT_LIMIT_SECONDS
 from meshwright.recipe import Recipe
 from meshwright.threads import count_available_cores, measure_busy_share
-from meshwright.training.process_constants import LIMIT_SECONDS, ProcessKey, measure_process_memory
 
-LONGEST_SECONDS = LOCK_SECONDS + SHORT_LIMIT_SECONDS + 2 * LIMIT_SECONDS
-"""Maximum time that a start waits for its measurements, in both candidate precisions."""
+LIMIT_SECONDS = 120.0
+"""Time limit of a measurement of process memory: many times the duration on an idle machine."""
+
+LONGEST_SECONDS = LOCK_SECONDS + SHORT_LIMIT_SECONDS + LIMIT_SECONDS
+"""Maximum time that a start waits for its measurements."""
+
+PROFILE_SECONDS, PROFILE_SECONDS_MORE = 8, 5
+"""About the duration of a hardware profile in the first precision, and of each further one (bench/first_start.py)."""
+MEMORY_SECONDS, MEMORY_SECONDS_COMPILED = 5, 37
+"""About the duration of the measurement of process memory, of all precisions at once; with compiled blocks."""
 
 BUSY_SHARE = 0.25
 """Share of a machine's CPU time used by other programs above which a hardware profile is not measured again."""
@@ -159,21 +171,42 @@ def _measure_and_store(
     mesh axes ("tp", "cp") that the profile must cover. processes: conditions (precision, threads, compiled) under which
     process memory is measured. log: called with each line for the user.
     """
-    what, paths = [], [str(each.path) for each in processes]
+    what, paths, seconds = [], [str(each.path) for each in processes], 0
     if key is not None:
         what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_format_threads(key.threads)})")
         paths.insert(0, str(key.path))
+        seconds += PROFILE_SECONDS + PROFILE_SECONDS_MORE * (len(precisions) - 1)
     if processes:
         what.append(f"process memory ({_format_threads(processes[0].threads)})")
-    log(f"measuring {' and '.join(what)}: about 10 s, once (stored in {' and '.join(paths)}; skip with --no-probe)")
+        seconds += MEMORY_SECONDS_COMPILED if processes[0].compiled else MEMORY_SECONDS
+    whole = f"about {seconds} s, once (stored in {' and '.join(paths)}; skip with --no-probe)"
+    log(f"measuring {' and '.join(what)}: {whole}")
     begun = time.monotonic()
     if key is not None:
         with _log_failure("hardware measurement failed, so step time is not predicted", log):
             _measure_profile(key, precisions, axes, log)
-    for each in processes:
+    if processes:
         with _log_failure("process memory overhead could not be measured", log):
-            each.write(measure_process_memory(each, log))
+            for each, constants in zip(processes, measure_process_memory(processes, log), strict=True):
+                each.write(constants)
     log(f"measured in {time.monotonic() - begun:.1f} s")
+
+
+def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None]) -> list[ProcessConstants]:
+    """Measure process memory beyond tensors under the conditions of each of `keys` (precision, compiled; of the same
+    number of threads), each in a process of its own started like a rank, all at once: the resident memory of one does
+    not depend on the others. log: called with each line for the user. Raises as `meshwright.launcher.launcher.launch`:
+    `RankLost` after `LIMIT_SECONDS`, `Terminated`."""
+    from meshwright.launcher.launcher import LaunchSpec, launch
+
+    command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")
+    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
+        spec = LaunchSpec(
+            {"keys": [asdict(key) for key in keys], "results": place}, len(keys), Path(place), threads=keys[0].threads,
+            command=command, trains=False, log=log, limit_seconds=LIMIT_SECONDS,
+        )  # fmt: skip
+        launch(spec)
+        return [parse_constants(json.loads(Path(place, f"{rank}.json").read_text())) for rank in range(len(keys))]
 
 
 def _measure_profile(

@@ -167,8 +167,11 @@ class Run:
         )
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document (JSON dict of figures and checkpoint paths) after the last step of the run."""
-        return self.journal.make_result(self._run_end(), self.checkpointer)
+        """Return the result document (JSON dict of figures and checkpoint paths) after the last step of the run.
+        Collective: the peaks of the rank whose peak is largest are shared."""
+        memory = self.journal.memory
+        fullest = self.agreement.of_largest(memory.peak_bytes(), {"memory_bytes": memory.peaks_to_json()})
+        return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
 
     def _run_end(self) -> RunEnd:
         """Return the final figures of the run: steps, skipped steps, layout, bytes of model states and predicted
@@ -184,8 +187,11 @@ class Run:
         )
 
     def _predict(self) -> Prediction:
-        """Return the predictions of memory, step time and traffic that the journal reports before the first step."""
-        return predict(self.trainer, self.journal.memory)
+        """Return the predictions of memory, step time and traffic that the journal reports before the first step.
+        Collective: every rank predicts its own memory, and that of the rank that needs most is shared."""
+        found = predict(self.trainer, self.journal.memory)
+        fullest = self.agreement.of_largest(found.peak_bytes, found.memory_to_json())
+        return dataclasses.replace(found, fullest=fullest)
 
     # --- before the first step
 
@@ -215,15 +221,14 @@ class Run:
             if description.flops_per_unit is not None:
                 peak = device_peak_flops(self.mesh, trainer.layout.precision or "fp32")
                 description = dataclasses.replace(description, peak_flops=peak)
-            self.journal.begin(
-                description, str(trainer.layout), trainer.steps_done, self.resumed_from, trainer.threads, self._predict
-            )
+            self.journal.begin(description, str(trainer.layout), trainer.steps_done, self.resumed_from, trainer.threads)
         except UserError as error:
             problem = str(error)
-        for line in self._resume_notes:
-            self.journal.log(line)
         if (failure := self.agreement.first_text(problem)) is not None:
             raise UserError(failure[1])
+        self.journal.begin_steps(self.trainer.steps_done, self._predict())
+        for line in self._resume_notes:
+            self.journal.log(line)
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
         """Return `layout` with an explicit precision: the one that `layout` names; else the one that `previous`, the

@@ -16,10 +16,10 @@ from meshwright.planner.attention_tiles import Starts
 from meshwright.planner.cluster import Cluster, cluster, this_machine
 from meshwright.planner.devices import find_device
 from meshwright.planner.ledger import Ledger, ledger
+from meshwright.planner.process_constants import ProcessKey
 from meshwright.planner.reference_step import in_place
 from meshwright.planner.step_time import StepTime, default_precision, step_time
 from meshwright.training.first_start import find_hardware_profile, measurement_advice
-from meshwright.training.process_constants import ProcessKey
 from meshwright.training.process_memory import language_model_of, predict_process_memory
 from meshwright.training.trainer import Trainer
 

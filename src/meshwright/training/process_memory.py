@@ -2,7 +2,7 @@
 that `top`, cgroup limits and the OOM killer use.
 
 The current resident size is read. The step's tensors are the ledger's. Library memory of the first steps and the
-allocator's overhead are measured in a separate process, once per machine (`training/process_constants.py`).
+allocator's overhead are measured in a separate process, once per machine (`planner/process_constants.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.monitoring.memory import (
     resident_bytes,
 )
 from meshwright.planner.ledger import Item, Ledger
-from meshwright.training.process_constants import ProcessConstants
+from meshwright.planner.process_constants import ProcessConstants
 
 if TYPE_CHECKING:
     from meshwright.training.language_model import LanguageModelTask

@@ -6,9 +6,11 @@ peak RSS minus RSS afterwards and minus the ledger's peak is the allocator's ove
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,10 +32,10 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.ledger import ledger
+from meshwright.planner.process_constants import ProcessConstants
 from meshwright.spec.config import ModelConfig
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import PARAMETER_DTYPES
-from meshwright.training.process_constants import ProcessConstants
 
 STEPS = 3
 KERNELS = 24
@@ -100,6 +102,7 @@ def measure(precision: str, compiled: bool) -> ProcessConstants:
     torch.nn.functional.linear(
         torch.randn(512, 512), torch.randn(512, 512)
     )  # loads the libraries that every rank has loaded
+    base = _settled_rss()
     kept, _ = _ProbeRun(SMALL, precision, False).run_steps()
     large = _ProbeRun(LARGE, precision, False)
     more, above = large.run_steps()
@@ -111,7 +114,7 @@ def measure(precision: str, compiled: bool) -> ProcessConstants:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = place  # an empty cache, as in the first run of a model
             run = _ProbeRun(SMALL, precision, True)
             compiler, compiling = run.run_steps()
-    return ProcessConstants(max(0, kept) + max(0, more), retention, kernel, max(0, compiler), max(0, compiling))
+    return ProcessConstants(max(0, kept) + max(0, more), retention, kernel, max(0, compiler), max(0, compiling), base)
 
 
 def _measure_kernel_bytes(dtype: torch.dtype) -> int:
@@ -131,11 +134,14 @@ def _settled_rss() -> int:
 
 
 def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Run the measurement that the launcher's description (precision, threads, compiled) asks for; return the fields
-    of `ProcessConstants` as a dict."""
-    torch.set_num_threads(description["threads"])
+    """Measure under the conditions (precision, threads, compiled) at this rank's place in `keys` of the launcher's
+    description, and write the fields of `ProcessConstants` as JSON to its file `results`/RANK.json."""
+    key = description["keys"][start.rank]
+    torch.set_num_threads(key["threads"])
     keep_freed_memory()
-    return asdict(measure(description["precision"], description["compiled"]))
+    found = asdict(measure(key["precision"], key["compiled"]))
+    Path(description["results"], f"{start.rank}.json").write_text(json.dumps(found))
+    return {}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     dict of figures and checkpoint paths). Missing data are prepared first.
 
     restarts: maximum number of restarts from the newest complete checkpoint after a rank was lost. probe: measure this
-    machine first (some 10 seconds), with the run directory locked, if predictions need it and it was never measured.
+    machine first (10 to 20 seconds), with the run directory locked, if predictions need it and it was never measured.
     options: keyword arguments of `meshwright.training.loop.train` (`show_progress`). Raises the ranks' exceptions
     (`UserError`, `CheckFailed` ...); `RankLost` when a rank died; `RankFault` with the traceback of an internal error;
     after all ranks have saved, `Terminated` if SIGTERM came and `KeyboardInterrupt` after an interrupt.

@@ -30,6 +30,7 @@ from meshwright.launcher.rendezvous import Place, check_world_size
 from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
+from meshwright.threads import check_local_threads
 from meshwright.training.first_start import LONGEST_SECONDS, measure_run
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
         found = ThreadChoice(given)
     if note and found.note and start.rank == 0:
         print_message(found.note)
+    check_local_threads(start.host_ranks or 1, found.count)
     torch.set_num_threads(found.count)  # set in any case: MKL might otherwise start fewer threads
 
 

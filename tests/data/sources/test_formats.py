@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import pyarrow
@@ -354,6 +355,30 @@ def test_repeated_text_of_records_is_decoded_in_bounded_memory(parquet):
     with path.open("rb") as stream:
         (file,) = find_files([str(path)], records=True)
         assert peak_of_rows(record_files.iterate_file_records(file, stream, None, "utf-8"), 12) < 1 << 28
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "PLAIN"])
+def test_columns_without_dictionary_are_read(parquet, encoding: str):
+    settings = {"use_dictionary": False, "column_encoding": {"text": encoding, "other": encoding}}
+    path = parquet({"text": TEXTS, "other": TEXTS}, row_group_size=70, **settings)
+    assert texts(path) == texts(path, required_keys={"other": "text"}) == TEXTS
+
+
+def test_every_column_bounds_the_rows_of_a_batch(parquet):
+    """The first rows have short texts and empty lists; later lists hold one long text."""
+    long = pyarrow.DictionaryArray.from_arrays([0] * 40, pyarrow.array(["x" * REPEATED]))
+    lists = pyarrow.ListArray.from_arrays([*[0] * 200, *range(41)], long)
+    path = parquet({"text": ["short"] * 240, "turns": lists}, **ONE_PAGE)
+    with path.open("rb") as stream, parquet_module.open_parquet(find_files([str(path)])[0], stream) as table:
+        bound = partial(parquet_module.bound_batch_rows, find_files([str(path)])[0], stream, table, 0)
+        assert bound(["text", "turns"]) == bound(["turns"]) == (1 << 26) // REPEATED < bound(["text"])
+
+
+def test_footer_is_read_once_for_all_row_groups(parquet, monkeypatch: pytest.MonkeyPatch):
+    opened, real = [], pyarrow.parquet.ParquetFile
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", lambda *a, **k: opened.append(k["metadata"]) or real(*a, **k))
+    assert texts(parquet({"text": TEXTS}, row_group_size=50)) == TEXTS
+    assert [each is None for each in opened] == [True] + [False] * 6
 
 
 def test_text_beyond_the_limit_is_refused(parquet, monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ LONGEST_VALUE = 1 << 28  # bytes; longer ones are refused, since a value is read
 
 
 @contextmanager
-def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = ()) -> Iterator[Any]:
+def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = (), metadata: Any = None) -> Iterator[Any]:
     """Context manager that opens a file as `pyarrow.parquet.ParquetFile`. Raises `UserError` for a file that is not
     Parquet, truncated or damaged, even if pyarrow finds that only while the context reads, and for a Parquet file that
     is compressed as a whole, such as "a.parquet.gz".
@@ -43,7 +43,7 @@ def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = ()) 
     try:
         source = arrow.OSFile(str(file.path)) if isinstance(file.path, Path) else arrow.PythonFile(stream, mode="r")
         yield parquet.ParquetFile(
-            source, read_dictionary=list(encoded), pre_buffer=False, buffer_size=_READ,
+            source, metadata=metadata, read_dictionary=list(encoded), pre_buffer=False, buffer_size=_READ,
             page_checksum_verification=True,
         )  # fmt: skip
     except (arrow.ArrowException, OSError) as error:
@@ -142,31 +142,53 @@ def _choose_batch_rows(group: Any, path: str) -> int:
 
 
 def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, columns: Sequence[str]) -> int:
-    """Return how many rows of row group `group` (an index) may be decoded at once, at least 1, so that memory stays
-    bounded even if every row has the longest value in the dictionaries of its columns.
+    """Return how many rows of row group `group` may be decoded at once, at least 1, if in each of them every column
+    holds one of the longest value in its dictionary.
 
-    A Parquet file stores a repeated value once, in a dictionary: some hundred bytes may decode to many GiB. table: the
-    open `ParquetFile`. columns: names of the columns to be decoded. Raises `UserError` for a value of more than
-    `LONGEST_VALUE` bytes.
+    The file stores such a value once, however many rows repeat it: some hundred bytes may decode to many GiB. table:
+    the open `ParquetFile`. columns: as in `iter_batches`. Raises `UserError` for a value of more than `LONGEST_VALUE`
+    bytes.
     """
     held = table.metadata.row_group(group)
-    paths = [held.column(at).path_in_schema for at in range(held.num_columns)]
+    leaves = [
+        leaf
+        for leaf in map(held.column, range(held.num_columns))
+        if leaf.physical_type == "BYTE_ARRAY"
+        and any(f"{leaf.path_in_schema}.".startswith(f"{name}.") for name in columns)
+    ]
+    encoded = [leaf.path_in_schema for leaf in leaves if any("DICTIONARY" in each for each in leaf.encodings)]
+    # Shared prefixes are stored once, too, but no value is longer than its column; 16 times `_MOST_BYTES` is bounded.
+    prefixed = [leaf.total_uncompressed_size // 16 for leaf in leaves if "DELTA_BYTE_ARRAY" in leaf.encodings]
+    longest = max(prefixed, default=0)
+    if encoded:
+        longest = max(longest, _measure_longest_values(file, stream, table, group, encoded))
+    return max(1, _MOST_BYTES // max(1, longest))
+
+
+def _measure_longest_values(file: SourceFile, stream: Stream, table: Any, group: int, encoded: Sequence[str]) -> int:
+    """Return the bytes of the longest value in the dictionaries of the columns `encoded` of row group `group`; table,
+    errors: as in `bound_batch_rows`."""
     longest = 0
-    with open_parquet(file, stream, encoded=paths) as other:
-        # The first rows may hold no value at all (empty lists), and then no dictionary has been read yet.
-        for batch in other.iter_batches(_FIRST_ROWS, row_groups=[group], columns=columns, use_threads=False):
-            longest = max((_measure_longest_value(column) for column in batch.columns), default=0)
-            if longest:
-                break
+    with open_parquet(file, stream, encoded, table.metadata) as other:
+        for path in encoded:
+            try:
+                # The first rows may hold no value at all (empty lists), and then no dictionary has been read yet.
+                for batch in other.iter_batches(_FIRST_ROWS, row_groups=[group], columns=[path], use_threads=False):
+                    if own := max(map(_measure_longest_value, batch.columns), default=0):
+                        longest = max(longest, own)
+                        break
+            except import_module("pyarrow").ArrowNotImplementedError:
+                return _MOST_BYTES  # later pages have an encoding without dictionary form: one row at a time
     if longest > LONGEST_VALUE:
         raise UserError(f"{file.path}: a value of {longest:,} bytes; at most {LONGEST_VALUE:,} are read")
-    return max(1, _MOST_BYTES // max(1, longest))
+    return longest
 
 
 def _measure_longest_value(array: Any) -> int:
     """Return the size in bytes of the longest text or binary value in the dictionaries of an Arrow array, 0 if it has
     none. Dictionaries inside structs, lists and maps count too.
     """
+    array = getattr(array, "storage", array)  # of an extension type
     types = import_module("pyarrow").types
     if types.is_dictionary(array.type):
         lengths = import_module("pyarrow.compute").binary_length(array.dictionary)

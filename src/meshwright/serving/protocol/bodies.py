@@ -29,7 +29,9 @@ TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_SEQUENC
 StopString = Annotated[str, Field(min_length=1, max_length=128)]
 BiasedToken = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-BiasPair = Annotated[tuple[TokenId, Bias | Literal[False]], Field(strict=False)]  # a JSON array is a list
+# left_to_right: a bias of 0 must not become False, which bans the token. Not strict: a JSON array is a list.
+PairedBias = Annotated[Bias | Literal[False], Field(union_mode="left_to_right")]
+BiasPair = Annotated[tuple[TokenId, PairedBias], Field(strict=False)]
 TokenCount = Annotated[int, Field(ge=0, le=2**30)]
 Alternatives = Annotated[int, Field(ge=0, le=20, description="number of most likely tokens reported for each token")]
 

@@ -69,8 +69,8 @@ class ModuleRun(Run):
     def _result(self) -> dict[str, Any]:
         """Return the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again, since
         only training has shown which buffers change and are synchronized."""
-        prediction = self._predict() if self.journal.leader else None
-        return self.journal.make_result(self._run_end(), self.checkpointer, prediction)
+        self.journal.prediction = self._predict()
+        return super()._result()
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:

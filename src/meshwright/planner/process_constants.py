@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import math
 import platform
-import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from meshwright.planner.machine_profile import (
 )
 
 KIND = "memory"
-LIMIT_SECONDS = 120.0
-"""Time limit of a measurement: many times the duration on an idle machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +29,7 @@ class ProcessConstants:
     first_use_bytes: library code and workspaces loaded by the first steps. heap_overhead_fraction: growth of malloc's
     heap as a fraction of the live tensors below its mmap threshold. kernel_bytes: size of each cached oneDNN kernel.
     compiler_resident_bytes: held by torch.compile permanently; compiler_transient_bytes: in addition while it compiles.
+    base_bytes: RSS with interpreter and libraries loaded, before the first tensor of a model.
     """
 
     first_use_bytes: int
@@ -40,6 +37,7 @@ class ProcessConstants:
     kernel_bytes: int
     compiler_resident_bytes: int
     compiler_transient_bytes: int
+    base_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class ProcessKey:
         """Return the stored measurement for this key; None if there is none or the file is damaged."""
         found = read_measurement(KIND, self._document())
         try:
-            return None if found is None else _constants(found)
+            return None if found is None else parse_constants(found)
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -75,22 +73,21 @@ class ProcessKey:
         write_measurement(KIND, self._document(), asdict(constants))
 
 
-def measure_process_memory(key: ProcessKey, log: Callable[[str], None]) -> ProcessConstants:
-    """Measure process memory beyond tensors under the conditions of `key` (precision, threads, compiled), in a separate
-    process started like a rank. log: called with each line for the user. Raises as
-    `meshwright.launcher.launcher.launch`: `RankLost` after `LIMIT_SECONDS`, `Terminated`."""
-    from meshwright.launcher.launcher import LaunchSpec, launch
+def find_process_items(precision: str, processor: str, threads: int, compiled: bool) -> tuple[tuple[str, int], ...]:
+    """Return (name, bytes) of what a rank's process holds in addition to tensors, as stored for these conditions on
+    this machine; empty if it was not measured, or if `processor` is another machine's."""
+    found = ProcessKey(precision, threads, compiled).read() if processor == processor_name() else None
+    if found is None:
+        return ()
+    items = {
+        "interpreter and libraries": found.base_bytes,
+        "library workspaces": found.first_use_bytes,
+        "compiled code": found.compiler_resident_bytes if compiled else 0,
+    }
+    return tuple((name, round(size)) for name, size in items.items() if size)
 
-    command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")
-    with tempfile.TemporaryDirectory(prefix="meshwright-probe-") as place:
-        spec = LaunchSpec(
-            asdict(key), 1, Path(place), threads=key.threads, command=command, trains=False, log=log,
-            limit_seconds=LIMIT_SECONDS,
-        )  # fmt: skip
-        return _constants(launch(spec))
 
-
-def _constants(table: Mapping[str, Any]) -> ProcessConstants:
+def parse_constants(table: Mapping[str, Any]) -> ProcessConstants:
     """Parse a JSON dict with one number per field of `ProcessConstants`; `KeyError`, `TypeError` or `ValueError` if it
     is damaged."""
     values = {field.name: table[field.name] for field in fields(ProcessConstants)}
