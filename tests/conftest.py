@@ -27,9 +27,11 @@ os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = str(_HOME / "confi
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Nearly all ranks in tests compute a model: the fork server loads their imports once.
+# Nearly all ranks in tests compute a model: the fork server loads their imports once. It forks commands, too.
 local._SERVER_CODE = local._SERVER_CODE.replace(
-    "; serve(", "; import meshwright.training.loop, meshwright.verification.ranks; serve("
+    "; serve(",
+    "; import meshwright.training.loop, meshwright.verification.ranks; from tests.forked_commands import install; "
+    "install(); serve(",
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent

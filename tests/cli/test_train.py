@@ -18,6 +18,7 @@ from meshwright.launcher import launcher
 from meshwright.recipe import load_recipe
 from meshwright.training import start as training_start
 from meshwright.training import worker
+from tests.forked_commands import ForkedCommand
 
 TEXT = "".join(f"Test {n} is good if it can fail.\n\nRun {n} is good if it can go on.\n\n" for n in range(600))
 
@@ -208,32 +209,27 @@ def test_externally_started_ranks_join_and_only_rank_0_prints(recipe, tmp_path):
 
     place = f"run.rendezvous=tcp://127.0.0.1:{free_port()}"
     by_hand = [
-        subprocess.Popen(
-            [sys.executable, *arguments, "train.steps=4", place, "run.threads=2"],
-            cwd=tmp_path,
-            env=environment | {"RANK": str(rank), "WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        ForkedCommand(
+            [*arguments, "train.steps=4", place, "run.threads=2"],
+            tmp_path,
+            environment | {"RANK": str(rank), "WORLD_SIZE": "2"},
         )
         for rank in range(2)
     ]
     outputs, errors = zip(*(process.communicate(timeout=200) for process in by_hand), strict=True)
-    assert [process.returncode for process in by_hand] == [0, 0]
+    assert [process.returncode for process in by_hand] == [0, 0], errors
     assert json.loads(outputs[0])["step"] == 4 and outputs[1] == ""
     assert errors[0].count("threads per rank changed from 1 to 2: ") == 1 and "threads" not in errors[1]
     assert json.loads((tmp_path / "run/checkpoints/step-000004/training/state.json").read_text())["threads"] == 2
     assert "threads = 2\n" in (tmp_path / "run/recipe.resolved.toml").read_text()
 
-    ended = start(recipe, *arguments[4:], "train.steps=5", f"run.rendezvous=file://{tmp_path}/meeting")
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["step"] == 5 and "resumed from step-000004" in ended.stderr
+    launched = ForkedCommand([*arguments, "train.steps=5", f"run.rendezvous=file://{tmp_path}/meeting"], tmp_path)
+    output, said = launched.communicate(timeout=200)
+    assert launched.returncode == 0, said
+    assert json.loads(output)["step"] == 5 and "resumed from step-000004" in said
     # OMP_NUM_THREADS is 1 here: the run keeps its number, and so its bits.
-    assert (
-        ended.stderr.count("threads: keeping 2 per rank from the checkpoint") == 1
-        and "threads per rank changed" not in ended.stderr
-    )
-    assert "on 2 cpu processes x 2 threads\n" in ended.stderr
+    assert said.count("threads: keeping 2 per rank from the checkpoint") == 1 and "threads per rank changed" not in said
+    assert "on 2 cpu processes x 2 threads\n" in said
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 
 from meshwright.checkpoint import newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
+from tests.forked_commands import ForkedCommand
 from tests.training import training_cases as cases
 
 STEPS = 70  # long enough that a test can observe it and act while it runs
@@ -30,21 +30,13 @@ def recipe(place: Path) -> str:
     return cases.recipe(place, "dp2 zero1 fp32", train_steps=STEPS, train_batch=4).to_toml()
 
 
-def begin(place: Path) -> subprocess.Popen:
+def begin(place: Path) -> ForkedCommand:
     """`meshwright train` as a terminal starts it: in its own process group."""
     (place / "recipe.toml").write_text(recipe(place))
-    return subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", "recipe.toml"],
-        cwd=place,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return ForkedCommand(("-m", "meshwright", "train", "recipe.toml"), place)
 
 
-def wait_until(condition: Callable[[], bool], running: subprocess.Popen) -> None:
+def wait_until(condition: Callable[[], bool], running: ForkedCommand) -> None:
     deadline = time.monotonic() + 100
     while not condition():
         assert running.poll() is None, running.communicate()
@@ -59,7 +51,7 @@ def last_step(place: Path) -> int:
         return 0
 
 
-def end(running: subprocess.Popen, code: int) -> list[str]:
+def end(running: ForkedCommand, code: int) -> list[str]:
     """The lines on standard error of a command that ends with `code`."""
     output, errors = running.communicate(timeout=100)
     assert running.returncode == code, errors
@@ -78,12 +70,11 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_run_stopped_by_signal_resumes_bit_for_bit(tmp_path, command_line):
+def test_run_stopped_by_signal_resumes_bit_for_bit(two, tmp_path, command_line):
     whole, place = tmp_path / "whole", tmp_path / "stopped"
     for path in (whole, place):
         path.mkdir()
-    with LocalRanks(2) as ranks:
-        assert ranks.run(cases.train, recipe(whole))[0]["result"]["step"] == STEPS
+    assert two.run(cases.train, recipe(whole))[0]["result"]["step"] == STEPS
 
     running = begin(place)
     wait_until(lambda: last_step(place) >= 3, running)

@@ -8,13 +8,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.forked_commands import ForkedCommand
 
 RECIPE = """
 layout = "dp2 zero1 fp32"
@@ -40,7 +40,7 @@ every = 1
 """
 
 
-STARTED: list[subprocess.Popen] = []
+STARTED: list[ForkedCommand] = []
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +52,12 @@ def place(tmp_path_factory) -> Iterator[Path]:
     yield place
     for running in STARTED:  # of a test that failed half-way
         running.kill()
-        running.wait()
 
 
-def begin(directory: Path, *arguments: str) -> subprocess.Popen:
+def begin(directory: Path, *arguments: str) -> ForkedCommand:
     directory.mkdir(exist_ok=True, parents=True)
     (directory / "tiny.toml").write_text(RECIPE)
-    running = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", "tiny.toml", *arguments],
-        cwd=directory,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    running = ForkedCommand(("-m", "meshwright", "train", "tiny.toml", *arguments), directory)
     STARTED.append(running)
     return running
 
@@ -80,7 +72,7 @@ def undisturbed(place) -> Path:
     return place / "undisturbed"
 
 
-def kill_rank(running: subprocess.Popen, directory: Path, rank: int, when: Callable[[], bool]) -> int:
+def kill_rank(running: ForkedCommand, directory: Path, rank: int, when: Callable[[], bool]) -> int:
     """SIGKILL a rank once `when()` holds; return its process ID."""
     deadline = time.monotonic() + 60
     while not when():

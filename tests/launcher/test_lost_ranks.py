@@ -7,19 +7,16 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import verify_checkpoint
-from meshwright.errors import RankLost
-from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
+from tests.forked_commands import ForkedCommand
 from tests.rank_processes import read_ranks
 from tests.training import training_cases as cases
-from tests.training.faulty_ranks import COMMAND
+from tests.training.faulty_ranks import COMMAND, LAUNCHER
 
 PATIENCE = 2.0  # seconds, from the fault on
 
@@ -39,23 +36,24 @@ def recipe_of(place: Path, layout: str) -> Recipe:
 
 
 def train(place: Path, layout: str, restarts: int = 0, **fault: Any) -> tuple[list[str], dict[str, Any] | str]:
-    """The launcher's log of a run with a fault, and its result or error line."""
-    recipe = recipe_of(place, layout)
-    log: list[str] = []
+    """The launcher's log of a run with a fault, and its result or the line of its RankLost."""
+    recipe, directory = recipe_of(place, layout), RunDirectory(place / "run")
     description = {"recipe": recipe.to_toml(), "source": "recipe", "options": {"show_progress": False}}
     description["fault"] = {**fault, "timeout": PATIENCE}
-    ranks, directory = recipe.parsed_layout.world_size, RunDirectory(recipe.run_directory)
-    try:
-        spec = LaunchSpec(description, ranks, directory.path, restarts, 1, command=COMMAND, log=log.append)
-        return log, launch(spec)
-    except RankLost as error:
-        assert error.exit_code == 3 and "\n" not in str(error)
+    launcher = ForkedCommand(
+        ["-c", LAUNCHER, json.dumps(description), str(recipe.parsed_layout.world_size), str(restarts)], place.parent
+    )
+    output, errors = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, errors
+    log, result, line = json.loads(output)
+    if result is None:
+        assert "\n" not in line
         for process in read_ranks(directory.path).values():
             assert not Path(f"/proc/{process}").exists(), "no rank is left over"
         with directory:
             pass  # the lock is free
         assert [verify_checkpoint(path) for path in directory.checkpoints.glob("step-*")] == [[]]
-        return log, str(error)
+    return log, line if result is None else result
 
 
 def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
@@ -122,11 +120,10 @@ def test_first_timed_out_external_rank_reports_its_host(tmp_path):
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": "3"}
     code = COMMAND[2].replace("main()", "join()")
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, recipe.to_toml(), json.dumps(fault), str(tmp_path / "struck")],
-            env=os.environ | environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
+        ForkedCommand(
+            ["-c", code, recipe.to_toml(), json.dumps(fault), str(tmp_path / "struck")],
+            tmp_path,
+            os.environ | environment | {"RANK": str(rank)},
         )
         for rank in range(3)
     ]
@@ -136,7 +133,6 @@ def test_first_timed_out_external_rank_reports_its_host(tmp_path):
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
     verdict = r"rank 1 has not entered call \d+ of ranks 0-2 \(all_reduce data.targets over data\), where ranks? "
     reporting = [rank for rank, text in errors.items() if re.search(rf"^error: {verdict}.*\(state T\)$", text, re.M)]
     assert len(reporting) == 1, errors

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.trackers import TrackedRun
 from meshwright.monitoring.tracking import Tracking, flatten_line
 from meshwright.recipe import Recipe, load_recipe
+from tests.forked_commands import ForkedCommand
 from tests.rank_processes import read_ranks
 from tests.training import training_cases as cases
 
@@ -148,12 +148,7 @@ def test_killed_rank_0_leaves_tracking_without_gap_or_duplicate(home, uri):
     (place / "run").mkdir(parents=True)
     recipe = cases.recipe(place, "dp2 zero1 fp32", checkpoint_every=2, train_steps=16, track=track(uri))
     (place / "tiny.toml").write_text(recipe.to_toml())
-    running = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "train", str(place / "tiny.toml"), "--restarts", "1"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    running = ForkedCommand(("-m", "meshwright", "train", str(place / "tiny.toml"), "--restarts", "1"), place)
     try:
         deadline = time.monotonic() + 120
         while (RunDirectory(place / "run").last_step() or 0) < 5:

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.errors import RankLost
 from meshwright.flight_recorder.call_ring import get_process_writer
+from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_process import run_rank
 from meshwright.launcher.rendezvous import Place
 from meshwright.recipe import load_recipe_text
@@ -23,6 +24,22 @@ COMMAND = (
     "-c",
     f"import sys; sys.path.insert(0, {ROOT!r}); from tests.training import faulty_ranks; faulty_ranks.main()",
 )
+LAUNCHER = COMMAND[2].replace("main()", "start()")
+
+
+def start() -> None:
+    """Run the launcher of a description, a number of ranks and of restarts in its arguments; print its log, and its
+    result or the line of its RankLost, as JSON."""
+    description, ranks, restarts = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    directory = load_recipe_text(description["recipe"], "recipe").run_directory
+    log: list[str] = []
+    result, line = None, ""
+    try:
+        result = launch(LaunchSpec(description, ranks, directory, restarts, 1, command=COMMAND, log=log.append))
+    except RankLost as error:
+        assert error.exit_code == 3
+        line = str(error)
+    print(json.dumps([log, result, line]))
 
 
 def main() -> None:

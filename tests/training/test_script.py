@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.forked_commands import ForkedCommand
 
 SCRIPT = """
 import sys, time
@@ -42,8 +43,8 @@ with exit_codes():
     if result:
         print("loss", result["loss"])
 """
-MESHWRIGHT = (sys.executable, "-m", "meshwright")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+MESHWRIGHT = ("-m", "meshwright")
+TORCHRUN = ("-m", "torch.distributed.run")
 
 
 @pytest.fixture
@@ -52,16 +53,17 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(place: Path, *words: object, **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*map(str, words)], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
-
-
 def outcome(place: Path, *words: object) -> tuple[int, str, str]:
-    process = start(place, *words)
-    output, errors = process.communicate(timeout=900)
-    return process.returncode, output, errors
+    """Exit code, output and errors of `python WORDS...`, without loading torch anew."""
+    process = ForkedCommand([*map(str, words)], place)
+    output, errors = process.communicate(timeout=200)
+    return process.wait(), output, errors
+
+
+def executed(place: Path, *words: object) -> tuple[int, str, str]:
+    """The same of a new Python."""
+    ended = subprocess.run([sys.executable, *map(str, words)], cwd=place, capture_output=True, text=True, timeout=250)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +88,19 @@ def test_launcher_returns_result_of_last_fit(whole, place):
     assert document["predicted"]["sent_bytes_per_step"] == document["measured"]["sent_bytes_per_step"]
     # On one rank, by python alone, the run resumes; one process cannot be two ranks.
     shutil.copytree(whole[0] / "runs", place / "runs")
-    code, output, errors = outcome(place, sys.executable, "classify.py", 0, "layout=dp1 mb2", "train.steps=9")
+    code, output, errors = outcome(place, "classify.py", 0, "layout=dp1 mb2", "train.steps=9")
     assert code == 0 and output.startswith("before\nloss ") and "resumed from step-000008" in errors
     assert [step for step, _ in losses(place)] == list(range(1, 10))
-    code, output, errors = outcome(place, sys.executable, "classify.py", 0)
+    code, output, errors = outcome(place, "classify.py", 0)
     line = errors.splitlines()[-1]
     assert code == 2 and line.startswith("meshwright: error: ") and "meshwright run --ranks 2 classify.py" in line
 
 
 def test_mistake_is_one_line_and_script_fault_keeps_traceback(place, command_line, monkeypatch):
     monkeypatch.chdir(place)
-    code, _, errors = command_line("run", "--ranks", 2, "classify.py", 0, "train.stepz=5")
+    code, _, errors = outcome(place, *MESHWRIGHT, "run", "--ranks", 2, "classify.py", 0, "train.stepz=5")
     assert code == 2 and errors.strip().splitlines()[-1].startswith('meshwright: error: override "train.stepz=5"')
-    code, _, errors = command_line("run", "classify.py", 0, "fault")
+    code, _, errors = outcome(place, *MESHWRIGHT, "run", "classify.py", 0, "fault")
     assert code == 1 and "classify.py" in errors
     assert "LookupError: of the script \\x1b[2J" in errors and "\x1b" not in errors
     assert command_line("run", "nowhere.py").errors == "meshwright: error: script nowhere.py does not exist\n"
@@ -111,7 +113,7 @@ def test_killed_and_stopped_script_resumes_bit_for_bit(whole, place):
     run = place / "runs" / "classify"
 
     def after_step(step: int, number: signal.Signals, whom: str) -> tuple[int, str]:
-        process = start(place, *command)
+        process = ForkedCommand([*map(str, command)], place)
         deadline = time.monotonic() + 120
         while not (run / "metrics.jsonl").exists() or (losses(place) or [(0, 0)])[-1][0] < step:
             assert time.monotonic() < deadline and process.poll() is None
@@ -131,7 +133,7 @@ def test_killed_and_stopped_script_resumes_bit_for_bit(whole, place):
 
 @pytest.mark.slow
 def test_torchrun_gives_the_same_losses(whole, place):
-    code, output, errors = outcome(place, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "classify.py", 0)
+    code, output, errors = executed(place, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "classify.py", 0)
     assert code == 0 and output.count("loss ") == 1, errors
     assert losses(place) == losses(whole[0])
 
@@ -146,8 +148,8 @@ def test_torchrun_gives_the_same_losses(whole, place):
 )
 def test_example_classifier_beats_majority_class(starter, place):
     script = REPOSITORY / "examples" / "bert_classifier.py"
-    short = ("train.steps=100", "train.validation_sequences=500")
-    code, output, errors = outcome(place, *starter, script, *short)
+    faster = ("train.steps=100", "train.batch=32", "train.learning_rate=1.5e-3", "train.validation_sequences=500")
+    code, output, errors = executed(place, *starter, script, *faster, "train.validate_every=100")
     assert code == 0, errors
     accuracy, most = (float(part.partition("%")[0]) for part in output.split(": ")[-2:])
     assert accuracy > most + 10, output
