@@ -50,7 +50,7 @@ class CudaStep(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Bytes: at most in the third step, between steps, what the ledger says of both. alive: at the step's highest
+    """Bytes: at most in the second step, between steps, what the ledger says of both. alive: at the step's highest
     moment bytes, how many and what made them, the largest first; items: what the ledger has at its own. unexpected:
     sizes that a forward keeps and the ledger does not, by what made them; missing: the other way round."""
 
@@ -439,8 +439,7 @@ if __name__ == "__main__":
                 parallel.all_gather_parameters()
                 parallel.zero_gradients()
 
-            once()
-            once()
+            once()  # makes optimizer state and tables
             gc.collect()
             between, allocator.peak = allocator.now, 0
             once()
@@ -461,5 +460,6 @@ if __name__ == "__main__":
             [(each.bytes, each.name) for each in missing],
         )
 
+    gc.freeze()  # modules, which each collection would look through
     for given in json.load(sys.stdin):
         print(json.dumps(step(CudaStep(**given))._asdict()), flush=True)

@@ -64,7 +64,7 @@ class Measured(NamedTuple):
 
 
 def measure(step: Step) -> Measured:
-    """Measure steps of a run after the first two, which allocate persistent memory."""
+    """Measure steps of a run after the first, which allocates persistent memory."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     place = (
         Path(tempfile.gettempdir()) / f"meshwright-inductor-{rank}"
@@ -111,8 +111,7 @@ def _measure(step: Step) -> Measured:
         engine.all_gather_parameters()
         engine.zero_gradients()
 
-    for _ in range(2):
-        once()
+    once()
     gc.collect()
     before = live_bytes() - of_others
     routed: list[Routed] = []

@@ -65,6 +65,8 @@ SOME = [([*MODELS][at % len(MODELS)], layout) for at, layout in enumerate(LAYOUT
 
 
 def recipe_text(place: Path, layout: str, model: dict[str, Any]) -> str:
+    if "pp" not in layout:
+        model = model | {"model_layers": 2}  # of which a mixture's second is dense
     wanted = recipe(place, layout, **{key: value for key, value in model.items() if value is not None})
     tables = wanted.to_tables()
     for key in [key for key, value in model.items() if value is None]:

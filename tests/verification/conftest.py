@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 
+from meshwright.comm.faults import Fault
 from meshwright.verification import cases, mutations, run
 from meshwright.verification.local_faults import LOCAL_FAULTS
 from tests.verification.kept_ranks import KeptRanks
@@ -25,16 +27,36 @@ def kept_ranks_and_references() -> Iterator[None]:
 
 
 @pytest.fixture
-def fewer_kinds(monkeypatch: pytest.MonkeyPatch, fewer_local_faults: None) -> None:
-    """Restrict faults to the kinds that one step reveals; those that need several steps take most of the time."""
+def fewer_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restrict faults to the kinds that one step reveals (those that need several steps take most of the time), at a
+    site with several calls to one of them, which is harder to see than all. test_verify.py plants local faults, and
+    each fault in all calls, too."""
     monkeypatch.setattr(mutations, "KINDS", ("skip", "double", "wrong group"))
+    monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
+    every = mutations.list_possible_faults
+
+    def fewer(*of: Any) -> list[Fault]:
+        faults = every(*of)
+        single = {(fault.site, fault.operation, fault.kind) for fault in faults if fault.call is not None}
+        return [each for each in faults if each.call or (each.site, each.operation, each.kind) not in single]
+
+    monkeypatch.setattr(mutations, "list_possible_faults", fewer)
 
 
 @pytest.fixture
-def two_layers(monkeypatch: pytest.MonkeyPatch, first_case_alone: None) -> None:
-    """Plant faults in models of two layers, the minimum for a site's calls to occur in several layers."""
+def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant faults in models of two layers, the minimum for a site's calls to occur in several layers. The layout is
+    verified without faults on the problem in which they are planted."""
     plain = cases.CaseBuilder.plain
     monkeypatch.setattr(cases.CaseBuilder, "plain", lambda maker, layers=5: plain(maker, min(layers, 2)))
+    monkeypatch.setattr(cases.CaseBuilder, "default", lambda maker: [cases.Case("plain", maker.plain())])
+
+
+@pytest.fixture
+def three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify models of three layers: a first, a middle and a last one."""
+    plain = cases.CaseBuilder.plain
+    monkeypatch.setattr(cases.CaseBuilder, "plain", lambda maker, layers=5: plain(maker, min(layers, 3)))
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
         *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ("dp2 zero1 mb2", "tp4:nosp")),
     ],
 )
-def test_correct_layout_passes_in_float64(layout):
+def test_correct_layout_passes_in_float64(layout, three_layers):
     document = run_verification(layout, model="qwen3-0.6b")
     assert document["passed"] and document["worst"]["relative_error"] < 1e-10 and document["loss_error"] < 1e-12
 
@@ -152,7 +152,7 @@ def test_correct_layout_passes_in_float64(layout):
         *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ("dp4 zero3 hs2 mb2 ac:full", "tp2 cp2")),
     ],
 )
-def test_correct_layout_passes_in_float32(layout):
+def test_correct_layout_passes_in_float32(layout, three_layers):
     assert run_verification(layout, model="gpt2", dtype="float32")["passed"]
 
 

@@ -10,6 +10,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.names import ASYNCHRONOUS_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.spec.presets import preset
+from meshwright.verification import mutations
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.compare import compare, list_copy_groups
 from meshwright.verification.mutations import plant_all
@@ -75,8 +76,9 @@ def test_schedule_file_trains_unchanged(two, tmp_path):
     check(two, "qwen3-0.6b", f"pp2:@{file} mb4")
 
 
-def test_faults_between_stages_and_in_shared_parameters_are_caught(two, fewer_local_faults):
-    """With a tied embedding and split backward; each fault in all calls and in one."""
+def test_faults_between_stages_and_in_shared_parameters_are_caught(two, monkeypatch):
+    """With a tied embedding and split backward; each fault in all calls and in one. Local faults: test_verify.py."""
+    monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
     layout = Layout.parse("pp2:zb-h1 mb2")
     maker = CaseBuilder(layout, preset("qwen3-0.6b"), batch=4)
     report = plant_all(maker, reference, two, lambda line: None)
