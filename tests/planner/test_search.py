@@ -68,7 +68,7 @@ def layouts(name: str, count: int) -> list[tuple[int, Layout]]:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_vectorized_prices_match_single_layouts(name: str):
     problem, every = PROBLEMS[name], screened(name)
-    for at, layout in layouts(name, 30):
+    for at, layout in layouts(name, 60):
         alone = step_time(
             problem.config, layout, problem.cluster, problem.sequence, problem.batch, engine=problem.engine,
             simulate=False,
