@@ -161,6 +161,8 @@ DIRECT_READS = {
             "serving.messages",
             "serving.pipeline_engine",
             "serving.ranks",
+            "checkpoint.agreement",
+            "training.first_start",
         ),
         "JSON between its own processes",
     ),

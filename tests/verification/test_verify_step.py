@@ -208,12 +208,12 @@ def test_fault_of_compiled_code_alone_is_found(tmp_path: Path, monkeypatch: pyte
     assert run(dataclasses.replace(compiled, compile_backend=None), tmp_path)[1].passed
 
 
-def test_compiled_case_refuses_to_run_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_compiled_case_refuses_to_run_eagerly(tmp_path: Path):
     """After its limit of graphs of one function, torch runs that function eagerly."""
     import torch._dynamo
 
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    with pytest.raises(Exception, match="recompile_limit"):
+    # Not monkeypatch, whose end deletes an attribute that it does not find in the module's __dict__.
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(Exception, match="recompile_limit"):
         run(COMPILING.compiled_by("eager").problem, tmp_path)
 
 
