@@ -186,12 +186,14 @@ def test_rank_profile_has_torch_operators_inside_steps(two, home):
     [forward] = trace.steps(1)[:1]
     operators = [event for key, events in trace.slices.items() if ": operators" in key for event in events]
     products = [event for event in operators if event["name"] in ("aten::mm", "aten::addmm")]
-    millisecond = 1000.0
+    # A loaded machine may suspend the process between the readings of the two clocks: a wide margin,
+    # which still finds a wrong time base (seconds) and wrong units (factors of 1,000).
+    margin = 100_000.0  # microseconds
     assert len(products) > 20 and all(
-        step["ts"] - millisecond < event["ts"] < step["ts"] + step["dur"] + millisecond for event in products
+        step["ts"] - margin < event["ts"] < step["ts"] + step["dur"] + margin for event in products
     )
     annotated = [event for event in operators if event["name"] == "F0" and event["cat"] == "user_annotation"]
-    assert len(annotated) == 1 and abs(annotated[0]["ts"] - forward["ts"]) < 2 * millisecond
+    assert len(annotated) == 1 and abs(annotated[0]["ts"] - forward["ts"]) < margin
     assert not any(event["name"] == "aten::mm" for event in read(directory / "all-ranks.json.gz")["traceEvents"])
 
 
