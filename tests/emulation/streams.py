@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import backend
-from meshwright.emulation import board
-from meshwright.emulation.board import Board, EmulatedWork, GroupKey, describe_place, find_caller
-from meshwright.emulation.exchange import Part, Tensors, unseen_by_modes
+from meshwright.emulation import call_matcher
+from meshwright.emulation.call_matcher import CallMatcher, EmulatedWork, GroupKey, describe_place, find_caller
+from meshwright.emulation.exchange import RankCall, Tensors, unseen_by_modes
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed, Scheduler
 
@@ -80,9 +80,9 @@ class _Kernel:
         return [output for work in self.works for output in work._outputs]
 
 
-class StreamBoard(Board):
-    """Board whose communication calls are kernels on the communicators' streams. seed: for the random times at which
-    kernels end."""
+class StreamCallMatcher(CallMatcher):
+    """CallMatcher whose communication calls are kernels on the communicators' streams. seed: for the random times at
+    which kernels end."""
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
         super().__init__(scheduler)
@@ -98,27 +98,27 @@ class StreamBoard(Board):
         """Stream on which the running rank computes."""
         return self.streams[self.scheduler.current().index]
 
-    def join(self, group: Any, operation: str, part: Part, op: str = "SUM", root: int = 0) -> EmulatedWork:
-        """Post this rank's part in a collective call of `group` as a kernel on the group's stream; return the handle.
-        operation: such as "all_reduce". part: this rank's tensors. op: name of the reduction. root: index of the root
+    def join(self, group: Any, operation: str, call: RankCall, op: str = "SUM", root: int = 0) -> EmulatedWork:
+        """Post this rank's call in a collective call of `group` as a kernel on the group's stream; return the handle.
+        operation: such as "all_reduce". call: this rank's tensors. op: name of the reduction. root: index of the root
         rank in the group. Raises EmulationFailed if another rank of the group makes another call, or one of another
         shape."""
-        written = () if operation == "broadcast" and group.rank() == root else part.outputs
+        written = () if operation == "broadcast" and group.rank() == root else call.outputs
         kernel = self._make_kernel(operation)
-        self._hold(kernel, part, written)
-        kernel.works.append(super().join(group, operation, part, op, root))
+        self._hold(kernel, call, written)
+        kernel.works.append(super().join(group, operation, call, op, root))
         kernel.issued = self._issued[group.key, group.calls]
         return self._enqueue(group, kernel)
 
-    def send(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
+    def send(self, group: Any, call: RankCall, peer: int, tag: int) -> EmulatedWork:
         """Post a message to the rank at index `peer` of `group`, as a kernel of its own or, during `post_together`, in
-        the common kernel; return the handle. part: contains the tensor to send. tag: must equal the receiver's."""
-        return self._post_message(group, part, partial(super().send, group, part, peer, tag))
+        the common kernel; return the handle. call: contains the tensor to send. tag: must equal the receiver's."""
+        return self._post_message(group, call, partial(super().send, group, call, peer, tag))
 
-    def receive(self, group: Any, part: Part, peer: int, tag: int) -> EmulatedWork:
+    def receive(self, group: Any, call: RankCall, peer: int, tag: int) -> EmulatedWork:
         """Post the receipt of a message, as a kernel of its own or, during `post_together`, in the common kernel.
-        Arguments and result as of `Board.receive`."""
-        return self._post_message(group, part, partial(super().receive, group, part, peer, tag))
+        Arguments and result as of `CallMatcher.receive`."""
+        return self._post_message(group, call, partial(super().receive, group, call, peer, tag))
 
     def post_together(self, messages: Sequence[dist.P2POp]) -> list[EmulatedWork]:
         """Post messages as one kernel; return a list with its handle. Stand-in for
@@ -132,11 +132,11 @@ class StreamBoard(Board):
             self._group = None
         return [self._enqueue(group, kernel)]
 
-    def _post_message(self, group: Any, part: Part, post: Callable[[], EmulatedWork]) -> EmulatedWork:
+    def _post_message(self, group: Any, call: RankCall, post: Callable[[], EmulatedWork]) -> EmulatedWork:
         """Post one end of a message, as a kernel of its own or, during `post_together`, in the common kernel; return
-        the handle. part: the end's tensor. post: calls `send` or `receive` of the base class."""
+        the handle. call: the end's tensor. post: calls `send` or `receive` of the base class."""
         kernel = self._group or self._make_kernel("a message")
-        self._hold(kernel, part, part.outputs)
+        self._hold(kernel, call, call.outputs)
         kernel.works.append(work := post())
         return work if kernel is self._group else self._enqueue(group, kernel)
 
@@ -151,14 +151,14 @@ class StreamBoard(Board):
         return _Kernel(f"{operation} (call {rank.calls + 1} of rank {rank.index}, {describe_place(find_caller())})")
 
     @unseen_by_modes()
-    def _hold(self, kernel: _Kernel, part: Part, written: Tensors) -> None:
+    def _hold(self, kernel: _Kernel, call: RankCall, written: Tensors) -> None:
         """Add a call's tensors to the operands of `kernel`: copy those that it reads, poison those that it writes (fill
-        them with NaN). part: this rank's tensors in the call. written: the output tensors."""
-        reads, part.inputs = part.inputs, [each.detach().clone() for each in part.inputs]
+        them with NaN). call: this rank's tensors in the call. written: the output tensors."""
+        reads, call.inputs = call.inputs, [each.detach().clone() for each in call.inputs]
         places = {_find_place(each) for each in written}
         kept = {_find_place(each) for each in reads} if len(written) > 1 else set()
         # In place, a sum overwrites what it reads; a gather leaves the rank's own part as it is.
-        for tensor, before in zip(reads, part.inputs, strict=True):
+        for tensor, before in zip(reads, call.inputs, strict=True):
             if tensor.numel() and (_find_place(tensor) not in places or _find_place(tensor) in kept):
                 kernel.operands.append(_Operand(tensor.detach(), tensor.data_ptr(), before))
         for tensor in written:
@@ -233,34 +233,38 @@ class StreamRanks(EmulatedRanks):
     manager. seed: for the random times at which kernels end."""
 
     backend = "nccl"
-    board: StreamBoard
+    matcher: StreamCallMatcher
 
     def __init__(self, world_size: int, *, seed: int = 0) -> None:
         super().__init__(world_size)
         self.seed = seed
 
-    def _make_board(self) -> Board:
-        """Return the board that simulates the streams of all ranks."""
-        return StreamBoard(self.scheduler, self.seed)
+    def _make_matcher(self) -> CallMatcher:
+        """Return the matcher that simulates the streams of all ranks."""
+        return StreamCallMatcher(self.scheduler, self.seed)
 
-    def _install(self, stack: contextlib.ExitStack) -> None:
+    def _patch_process(self, stack: contextlib.ExitStack) -> None:
         """Patch torch.distributed and Python as the base class does, and make `comm` and the checkpoint code use the
         simulated streams; closing `stack` undoes it."""
-        super()._install(stack)
+        super()._patch_process(stack)
         copy = torch.Tensor.copy_
 
         def copy_late(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
             """Copy a tensor as `Tensor.copy_`; asynchronous copies, which are to host memory, arrive late."""
             if not non_blocking:
                 return copy(target, source)
-            self.board.stream.copy_to_host(target, source)
+            self.matcher.stream.copy_to_host(target, source)
             return target
 
         for where, name, value in (
-            (dist, "batch_isend_irecv", self.board.post_together),
-            (backend, "current_stream", lambda device: self.board.stream),
+            (dist, "batch_isend_irecv", self.matcher.post_together),
+            (backend, "current_stream", lambda device: self.matcher.stream),
             (torch.Tensor, "copy_", copy_late),
-            (board, "_INTERNAL", (*board._INTERNAL, __file__)),  # events name the code that posts a call, not this file
+            (
+                call_matcher,
+                "_INTERNAL",
+                (*call_matcher._INTERNAL, __file__),
+            ),  # events name the code that posts a call, not this file
         ):
             stack.enter_context(mock.patch.object(where, name, value))
 

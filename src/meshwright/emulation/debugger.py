@@ -52,8 +52,10 @@ def parse_breakpoint(text: str, ranks: int) -> tuple[int, int]:
 
 
 def break_before(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int, int, FrameType | None], None]:
-    """Return a function for `Board.on_call` that opens the debugger before one communication call. breakpoint: (rank,
-    number of the call on that rank, from 1). output: stream for the debugger's prompt."""
+    """Return a function for `CallMatcher.on_call` that opens the debugger before one communication call.
+
+    breakpoint: (rank, number of the call on that rank, from 1). output: stream for the debugger's prompt.
+    """
 
     def on_call(rank: int, call: int, frame: FrameType | None) -> None:
         """Open the debugger if this is the call."""

@@ -25,8 +25,8 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 @dataclass(slots=True)
-class Part:
-    """One rank's tensors and description of a communication call.
+class RankCall:
+    """One rank's communication call: its tensors and its description.
 
     inputs: tensors that the rank sends. outputs: tensors that receive the call's results. shown: tensor whose dtype and
     shape are printed in reports, None if the call has no tensor. form: text (root, reduction, shape) that must be equal
@@ -73,15 +73,15 @@ def _reduce(tensors: Tensors, op: str) -> torch.Tensor:
 
 @unseen_by_modes()
 @torch.no_grad()
-def compute_results(operation: str, parts: Sequence[Part], op: str, root: int) -> list[list[torch.Tensor]]:
-    """Compute the results of a collective call: return [rank in group][output], tensors that share no memory with the
+def compute_results(operation: str, calls: Sequence[RankCall], op: str, root: int) -> list[list[torch.Tensor]]:
+    """Compute the results of a collective call; return tensors [rank in group][output] that share no memory with the
     inputs.
 
-    operation: such as "all_reduce". parts: each rank's tensors, [rank in group]. op: name of the reduction, such as
+    operation: such as "all_reduce". calls: [rank in group], each rank's tensors. op: name of the reduction, such as
     "SUM". root: rank in the group, for operations that have one.
     """
-    inputs = [[tensor.detach() for tensor in part.inputs] for part in parts]
-    ranks = range(len(parts))
+    inputs = [[tensor.detach() for tensor in call.inputs] for call in calls]
+    ranks = range(len(calls))
     if operation == "barrier":
         return [[] for _ in ranks]
     if operation in ("all_reduce", "reduce"):

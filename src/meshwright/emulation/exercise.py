@@ -21,7 +21,8 @@ Result = torch.Tensor | tuple[torch.Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class WrongTensor:
-    """Tensor that an exercise's `distributed()` returns differently from its `one_device()`.
+    """Tensor of which a rank's copy, returned by an exercise's `distributed()`, differs from the one that
+    `one_device()` returns.
 
     name: its key in the returned dictionary. rank: first rank that returns wrong values; None: no rank returns some of
     the elements. relative_error: ‖a-b‖ / ‖b‖ of the rank's tensor a and the single device's b; infinite if the shape is
@@ -40,8 +41,8 @@ class WrongTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExerciseResult:
-    """Result of an exercise's check: comparison of the tensors that its `distributed()` returns on all ranks with those
-    of its `one_device()`.
+    """Result of checking an exercise script: the tensors that its `distributed()` returns on all ranks, compared with
+    those of its `one_device()`.
 
     wrong: tensors that differ, in the order in which one_device() returns them. compared: number of tensors. worst:
     largest relative error ‖a-b‖ / ‖b‖ of any tensor on any rank.
@@ -53,13 +54,13 @@ class ExerciseResult:
 
     @property
     def passed(self) -> bool:
-        """True if all tensors agree with one device's."""
+        """True if all tensors of the ranks agree with those of the single device."""
         return not self.wrong
 
 
 def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callable[[], Mapping[str, Any]]:
-    """Return the function `name` of an exercise script. namespace: global variables of the script. script: its path,
-    for the error message. Raises UserError if there is no such function."""
+    """Return the function called `name` that an exercise script defines. namespace: global variables of the script.
+    script: its path, for the error message. Raises UserError if there is no such function."""
     function = namespace.get(name)
     if not callable(function):
         raise UserError(
@@ -95,7 +96,7 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
             held = results[name]
             part, index = held if isinstance(held, tuple) else (held, ...)
             covered[index] = True
-            error, reason = _compare(part, whole[index])
+            error, reason = _compare_tensor(part, whole[index])
             worst = max(worst, error)
             if error > TOLERANCE and found is None:
                 found = WrongTensor(name, rank, error, reason)
@@ -110,9 +111,9 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
     """Raise UserError unless `returned`, the result of an exercise's function, is a dictionary {name: tensor}.
 
-    says: beginning of the error message. truth: None if `returned` comes from `one_device()`; if it comes from
+    says: beginning of the error message. truth: None if `returned` comes from `one_device()`; else, for
     `distributed()`, the result of `one_device()`. A value of `distributed()` may also be a pair (part, index), where
-    part is a rank's piece of the tensor and `truth[name][index]` must be a valid index expression.
+    part is a rank's slice of the tensor and `truth[name][index]` must be a valid index expression.
     """
     if not isinstance(returned, Mapping):
         raise UserError(f"{says} {shorten_repr(returned)}: return a dictionary of tensors by name")
@@ -132,7 +133,7 @@ def _check_returned(says: str, returned: Any, truth: Mapping[str, torch.Tensor] 
                 raise UserError(f'{says} an index for "{name}" that does not fit shape {shape}: {error}') from None
 
 
-def _compare(part: torch.Tensor, right: torch.Tensor) -> tuple[float, str]:
+def _compare_tensor(part: torch.Tensor, right: torch.Tensor) -> tuple[float, str]:
     """Compare a rank's tensor `part` with `right`, the same elements of the single device's tensor; return (relative
     error, text for the user on what differs). The error is infinite if the shapes differ."""
     if part.shape != right.shape:

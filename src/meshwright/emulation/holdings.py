@@ -14,14 +14,14 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from meshwright.emulation.board import describe_tensor
+from meshwright.emulation.call_matcher import describe_tensor
 from meshwright.flight_recorder.call_log import format_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One value of a named tensor, with the ranks that hold this value. A tensor that differs between ranks has several
-    entries.
+    """One distinct value of a named tensor, with the ranks on which the tensor has this value. A tensor that differs
+    between ranks has several entries.
 
     name: class of the module and name of the parameter, such as "Linear.weight", or name of a global variable. shape:
     dtype and shape, "float32[4, 8]". ranks: ranks whose tensors are bitwise equal. checksum: CRC-32 of the bytes, in
@@ -35,7 +35,7 @@ class Holding:
 
 
 class ModuleLog:
-    """Record of the `torch.nn.Module`s that each rank creates. The record references the modules, so that none is
+    """Record of the `torch.nn.Module`s that each rank creates. It holds references to the modules, so that none is
     freed."""
 
     def __init__(self) -> None:
@@ -44,9 +44,11 @@ class ModuleLog:
 
     @contextmanager
     def watching(self, current: Callable[[], int]) -> Iterator[None]:
-        """Context manager that adds modules to the record: a module when it registers a parameter or a child module,
-        and the child itself. A module with neither parameters nor children is not recorded. current: function that
-        returns the running rank, for which a module is recorded."""
+        """Context manager that records modules as the ranks create them.
+
+        A module is recorded when it registers a parameter or a child module, and so is the child; a module with neither
+        is not recorded. current: function that returns the running rank, for which a module is recorded.
+        """
 
         def add(module: Any, *_: Any) -> None:
             """Record a module that gets a parameter."""
@@ -84,8 +86,10 @@ def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Hold
         for number, module in enumerate(roots):
             prefix = f"{type(module).__name__}{f'#{number + 1}' if len(roots) > 1 else ''}."
             held = [*module.named_parameters(), *module.named_buffers()]
-            _add(found, rank, ((prefix + name, tensor) for name, tensor in held))
-        _add(found, rank, ((name, each) for name, each in variables.items() if isinstance(each, torch.Tensor)))
+            _record_tensors(found, rank, ((prefix + name, tensor) for name, tensor in held))
+        _record_tensors(
+            found, rank, ((name, each) for name, each in variables.items() if isinstance(each, torch.Tensor))
+        )
     return [
         Holding(name, shape, tuple(ranks), checksum)
         for name, copies in found.items()
@@ -93,9 +97,9 @@ def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Hold
     ]
 
 
-def _add(found: dict[str, dict[tuple[str, str], list[int]]], rank: int, tensors: Any) -> None:
-    """Add a rank's tensors to `found`, which maps tensor name -> (shape, checksum) -> ranks that hold this value.
-    tensors: pairs (name, tensor)."""
+def _record_tensors(found: dict[str, dict[tuple[str, str], list[int]]], rank: int, tensors: Any) -> None:
+    """Add a rank's tensors to `found`, which maps tensor name -> (dtype and shape, checksum) -> ranks that hold this
+    value. tensors: pairs (name, tensor)."""
     for name, tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
         key = (describe_tensor(local), compute_checksum(local))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.emulation.board import Board, EmulatedWork, GroupKey, describe_tensor
-from meshwright.emulation.exchange import Part, name_reduction
+from meshwright.emulation.call_matcher import CallMatcher, EmulatedWork, GroupKey, describe_tensor
+from meshwright.emulation.exchange import RankCall, name_reduction
 from meshwright.errors import UserError
 
 # Typed as Any: the stubs declare overloads for arguments that torch.distributed never passes.
@@ -19,16 +19,18 @@ _Store: Any = dist.Store  # type: ignore[attr-defined]
 
 
 class EmulatedGroup(_ProcessGroup):
-    """Process group as one emulated rank sees it, with the interface of a torch.distributed backend: methods take the
-    arguments that torch.distributed passes, and return handles.
+    """Process group of one emulated rank, with the interface of a torch.distributed backend: methods take the arguments
+    that torch.distributed passes, and return handles.
 
-    Sums are taken in rank order. A collective call is complete when all ranks have made it, a send when it is received.
+    matcher: matches the calls of all ranks. key: generation of the default group, and name of the group. rank: index of
+    this rank in the group. ranks: global ranks of the group. A collective call is complete when all ranks have made it,
+    a send when it is received. Reductions add in rank order, a reduce-scatter the receiving rank's own input first.
     """
 
-    def __init__(self, board: Board, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
+    def __init__(self, matcher: CallMatcher, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
         """Make the group of the global ranks `ranks`. key: names it on all of them. rank: index of this rank."""
         super().__init__(rank, len(ranks))
-        self.board, self.key, self.ranks = board, key, ranks
+        self.matcher, self.key, self.ranks = matcher, key, ranks
         self._rank = rank
         self.calls = 0
 
@@ -51,8 +53,8 @@ class EmulatedGroup(_ProcessGroup):
         return [torch.device("cpu")]
 
     def getBackendName(self) -> str:
-        """Return the backend's name. It must not be one that torch knows, such as "gloo": torch would look for a C++
-        backend object."""
+        """Return the name of the emulated backend. It must not be one that torch knows, such as "gloo": torch would
+        look for a C++ backend object."""
         return "emulated"
 
     name = getBackendName
@@ -72,8 +74,8 @@ class EmulatedGroup(_ProcessGroup):
         """All-reduce each tensor of the list over the ranks, in place. opts: with the reduction; None: sum. Returns the
         handle of the call."""
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
-        part = Part(tensors, tensors, tensors[0], f"{op} {' '.join(map(describe_tensor, tensors))}")
-        return self.board.join(self, "all_reduce", part, op)
+        call = RankCall(tensors, tensors, tensors[0], f"{op} {' '.join(map(describe_tensor, tensors))}")
+        return self.matcher.join(self, "all_reduce", call, op)
 
     allreduce_coalesced = allreduce
 
@@ -83,14 +85,14 @@ class EmulatedGroup(_ProcessGroup):
         op = name_reduction(opts.reduceOp)
         outputs = tensors if opts.rootRank == self._rank else []
         form = f"{op} {describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
-        return self.board.join(self, "reduce", Part(tensors, outputs, tensors[0], form), op, opts.rootRank)
+        return self.matcher.join(self, "reduce", RankCall(tensors, outputs, tensors[0], form), op, opts.rootRank)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
         """Overwrite the tensor of every rank with that of the root (`opts.rootRank`). Returns the handle of the
         call."""
         root = 0 if opts is None else opts.rootRank
         form = f"{tensors[0].dtype} {tensors[0].numel()} from {self.ranks[root]}"
-        return self.board.join(self, "broadcast", Part(tensors, tensors, tensors[0], form), root=root)
+        return self.matcher.join(self, "broadcast", RankCall(tensors, tensors, tensors[0], form), root=root)
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], opts: Any = None
@@ -98,13 +100,13 @@ class EmulatedGroup(_ProcessGroup):
         """Gather one tensor of each rank on all ranks: outputs[0][i] on every rank receives rank i's tensors[0].
         Returns the handle of the call."""
         self._check_count(outputs[0], "all_gather")
-        return self.board.join(self, "all_gather", Part(tensors, outputs[0], tensors[0], str(tensors[0].dtype)))
+        return self.matcher.join(self, "all_gather", RankCall(tensors, outputs[0], tensors[0], str(tensors[0].dtype)))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
         """Gather every rank's `tensor` on all ranks into `output`, concatenated in rank order. Returns the handle of
         the call."""
-        chunks = self._cut(output, tensor.numel(), "all_gather")
-        return self.board.join(self, "all_gather", Part([tensor], chunks, tensor, describe_tensor(tensor)))
+        chunks = self._slice_evenly(output, tensor.numel(), "all_gather")
+        return self.matcher.join(self, "all_gather", RankCall([tensor], chunks, tensor, describe_tensor(tensor)))
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
@@ -120,14 +122,14 @@ class EmulatedGroup(_ProcessGroup):
         tensors[0]. Returns the handle of the call."""
         mine = outputs[0] if opts.rootRank == self._rank else []
         form = f"{describe_tensor(tensors[0])} to {self.ranks[opts.rootRank]}"
-        return self.board.join(self, "gather", Part(tensors, mine, tensors[0], form), root=opts.rootRank)
+        return self.matcher.join(self, "gather", RankCall(tensors, mine, tensors[0], form), root=opts.rootRank)
 
     def scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
         """Scatter tensors of the root (`opts.rootRank`), one to each rank: outputs[0] on rank i receives the root's
         tensors[0][i]. Returns the handle of the call."""
         mine = tensors[0] if opts.rootRank == self._rank else []
         form = f"{describe_tensor(outputs[0])} from {self.ranks[opts.rootRank]}"
-        return self.board.join(self, "scatter", Part(mine, outputs, outputs[0], form), root=opts.rootRank)
+        return self.matcher.join(self, "scatter", RankCall(mine, outputs, outputs[0], form), root=opts.rootRank)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], tensors: list[list[torch.Tensor]], opts: Any) -> EmulatedWork:
         """Reduce over the ranks and scatter: outputs[0] on rank i receives the reduction of all ranks' tensors[0][i].
@@ -135,15 +137,15 @@ class EmulatedGroup(_ProcessGroup):
         self._check_count(tensors[0], "reduce_scatter")
         op = name_reduction(opts.reduceOp)
         form = f"{op} {' '.join(map(describe_tensor, tensors[0]))}"
-        return self.board.join(self, "reduce_scatter", Part(tensors[0], outputs, outputs[0], form), op)
+        return self.matcher.join(self, "reduce_scatter", RankCall(tensors[0], outputs, outputs[0], form), op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> EmulatedWork:
         """Reduce over the ranks and scatter: `output` on rank i receives the reduction of the i-th of n equal slices of
         all ranks' `tensor`. Returns the handle of the call."""
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
-        chunks = self._cut(tensor, output.numel(), "reduce_scatter")
+        chunks = self._slice_evenly(tensor, output.numel(), "reduce_scatter")
         form = f"{op} {describe_tensor(tensor)}"
-        return self.board.join(self, "reduce_scatter", Part(chunks, [output], tensor, form), op)
+        return self.matcher.join(self, "reduce_scatter", RankCall(chunks, [output], tensor, form), op)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
@@ -159,7 +161,7 @@ class EmulatedGroup(_ProcessGroup):
         """Send tensors[i] to rank i of the group, and receive outputs[i] from it. Returns the handle of the call."""
         self._check_count(outputs, "all_to_all")
         self._check_count(tensors, "all_to_all")
-        return self.board.join(self, "all_to_all", Part(tensors, outputs, tensors[0], str(tensors[0].dtype)))
+        return self.matcher.join(self, "all_to_all", RankCall(tensors, outputs, tensors[0], str(tensors[0].dtype)))
 
     def all_to_all_single(
         self,
@@ -172,17 +174,19 @@ class EmulatedGroup(_ProcessGroup):
         """Send slice i of `tensor` (along dim 0) to rank i, and receive slice i of `output` from it. sizes,
         output_sizes: rows of each slice of `tensor` and `output`; empty: equal slices. Returns the handle of the
         call."""
-        part = Part(self._split(tensor, sizes), self._split(output, output_sizes), tensor, str(tensor.dtype))
-        return self.board.join(self, "all_to_all", part)
+        call = RankCall(
+            self._slice_rows(tensor, sizes), self._slice_rows(output, output_sizes), tensor, str(tensor.dtype)
+        )
+        return self.matcher.join(self, "all_to_all", call)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> EmulatedWork:
         """Wait for all ranks of the group; return the handle of the call, complete once all have called."""
-        return self.board.join(self, "barrier", Part((), (), None))
+        return self.matcher.join(self, "barrier", RankCall((), (), None))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks of the group; the arguments, torch.distributed's, are ignored."""
+        """Wait until all ranks of the group have called; the arguments, torch.distributed's, are ignored."""
         self.barrier().wait()
 
     # --- messages
@@ -190,33 +194,35 @@ class EmulatedGroup(_ProcessGroup):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> EmulatedWork:
         """Send tensors[0] to the rank at index `peer` of the group; `tag` must equal the receiver's. Returns the handle
         of the call."""
-        return self.board.send(self, Part(tensors, (), tensors[0]), peer, tag)
+        return self.matcher.send(self, RankCall(tensors, (), tensors[0]), peer, tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> EmulatedWork:
         """Receive into tensors[0] from the rank at index `peer` of the group; `tag` must equal the sender's. Returns
         the handle of the call."""
-        return self.board.receive(self, Part((), tensors, tensors[0]), peer, tag)
+        return self.matcher.receive(self, RankCall((), tensors, tensors[0]), peer, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> EmulatedWork:
         """Receive into tensors[0] from any rank of the group: the first message sent to this rank with this `tag`.
         Returns the handle of the call."""
-        return self.board.receive(self, Part((), tensors, tensors[0]), -1, tag)
+        return self.matcher.receive(self, RankCall((), tensors, tensors[0]), -1, tag)
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        """Raise UserError: only `torch.distributed.new_group` is emulated for making groups."""
+        """Raise UserError: programs can make groups only with `torch.distributed.new_group`."""
         raise UserError("split_group is not emulated; use torch.distributed.new_group")
 
     merge_remote_group = split_group
 
-    def _cut(self, whole: torch.Tensor, part: int, operation: str) -> list[torch.Tensor]:
+    def _slice_evenly(self, whole: torch.Tensor, part: int, operation: str) -> list[torch.Tensor]:
         """Split a contiguous tensor into n equal slices, one per rank of the group; return flattened views of them.
-        whole: the tensor. part: number of elements that a slice must have, that of the call's other tensor; ValueError
-        if it has not. operation: name of the collective for the error."""
+
+        whole: the tensor. part: required number of elements of a slice, that of the call's other tensor; ValueError if
+        `whole` has not n times as many. operation: name of the collective for the error.
+        """
         if whole.numel() != part * len(self.ranks):
             raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")
         return list(whole.data.view(-1).view(len(self.ranks), -1).unbind()) if part else [whole.data] * len(self.ranks)
 
-    def _split(self, tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    def _slice_rows(self, tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
         """Return views of a tensor's slices along dim 0, one per rank. sizes: number of rows of each slice; empty:
         equal slices. ValueError if the rows cannot be split this way."""
         if not sizes and tensor.shape[0] % len(self.ranks):
@@ -233,9 +239,9 @@ class EmulatedGroup(_ProcessGroup):
             raise ValueError(f"{operation}: {len(tensors)} tensors for {len(self.ranks)} ranks")
 
     def _join_works(self, works: list[EmulatedWork]) -> EmulatedWork:
-        """Return one handle for several calls, complete when all are. works: their handles."""
+        """Combine the handles `works` of several calls into one, complete when all are."""
         return EmulatedWork(
-            self.board,
+            self.matcher,
             lambda: all(work.is_success() for work in works),
             lambda: next(work._describe() for work in works if not work.is_success()),
             lambda: [work.wait() for work in works] and (),
@@ -243,11 +249,12 @@ class EmulatedGroup(_ProcessGroup):
 
 
 class EmulatedStore(_Store):
-    """Key-value store of emulated ranks, which share one dictionary; a rank that waits for a key lets others run."""
+    """Emulation of `torch.distributed.Store`: key-value store that all emulated ranks share. A rank that waits for a
+    key lets others run."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, matcher: CallMatcher) -> None:
         super().__init__()
-        self._board, self._values = board, board.store
+        self._matcher, self._values = matcher, matcher.store
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store `value`, text as UTF-8, under a key."""
@@ -278,7 +285,7 @@ class EmulatedStore(_Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Let other ranks run until all keys are stored. timeout: ignored."""
-        self._board.scheduler.wait(lambda: self.check(keys), lambda: f"store.wait for {', '.join(keys)}")
+        self._matcher.scheduler.wait(lambda: self.check(keys), lambda: f"store.wait for {', '.join(keys)}")
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return True if it was stored."""

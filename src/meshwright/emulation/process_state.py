@@ -31,8 +31,8 @@ PYTHON = tuple(
 
 
 class World:
-    """Stand-in for torch.distributed's private class `_World`, with its fields: the process groups of one rank. torch
-    has a single one per process."""
+    """Stand-in for torch.distributed's private class `_World`, which holds the process groups of a process: one object
+    per emulated rank, with the same fields."""
 
     def __init__(self) -> None:
         self.default_pg: Any = None
@@ -49,10 +49,12 @@ class World:
 
 
 class ProcessState:
-    """State of which a process has one copy, such as random states. As all emulated ranks share a process, each rank
-    has its own `ProcessState`, which is loaded into the process when the rank runs. It holds torch.distributed's world,
-    environment variables, `__main__`, `sys.argv`, the modules of the script's directory, random states, default dtype,
-    and the mesh axes and call records of `comm`."""
+    """State of which a process has one copy, such as random generators. Emulated ranks share a process, so each has its
+    own `ProcessState`, which is loaded into the process when the rank runs.
+
+    It holds torch.distributed's process groups (`world`), environment variables, `__main__`, `sys.argv`, the modules of
+    the script's directory, random states, default dtype, and the mesh axes and call records of `comm`.
+    """
 
     def __init__(self, world: Any, environment: dict[Any, Any], main: ModuleType, arguments: list[str]) -> None:
         self.world, self.environment, self.main, self.arguments = world, environment, main, arguments
@@ -68,12 +70,12 @@ class ProcessState:
 
     @classmethod
     def of_process(cls) -> ProcessState:
-        """Return the state of the program that calls this, outside all emulated ranks."""
+        """Create a state from that of the calling program, outside all emulated ranks."""
         return cls(c10d._world, _environment().__dict__["_data"], sys.modules["__main__"], sys.argv)
 
     @classmethod
     def of_rank(cls, rank: int, ranks: int) -> ProcessState:
-        """Return the state of a new process that torchrun starts as `rank` of `ranks` on one host.
+        """Create the state of a new process, as torchrun would start it as `rank` of `ranks` on one host.
 
         Python's and NumPy's generators, which a new process seeds at random, are seeded by the rank.
         """
@@ -91,8 +93,8 @@ class ProcessState:
         return state
 
     def save(self) -> None:
-        """Copy the process-wide state (torch.distributed's world, `__main__`, the script's modules, default dtype,
-        random states, mesh axes and call records) into this object, when its rank stops running."""
+        """Copy the process-wide state into this object when its rank stops running: torch.distributed's process groups,
+        `__main__`, the script's modules, default dtype, random states, mesh axes and call records."""
         self.world = c10d._world
         self.main, self.arguments = sys.modules["__main__"], sys.argv
         if self.directory:
@@ -137,8 +139,8 @@ def _environment() -> Any:
 
 
 def _is_below(module: ModuleType, directory: str) -> bool:
-    """Return True if a module was imported from a file below the script's `directory` and is the user's own: not of
-    Python, installed packages or meshwright."""
+    """Return True if a module is the user's own, imported from a file below the script's `directory`: not of Python,
+    installed packages or meshwright."""
     file = getattr(module, "__file__", None) or ""
     python = (path for path in PYTHON if path.startswith(directory))  # excludes one that contains the script
     installed = (
@@ -174,8 +176,8 @@ class NumpyRandom:
         return cls(b"", seeded.get_state(legacy=False), seeded._bit_generator)
 
     def read_again(self) -> NumpyRandom:
-        """Return the current state of NumPy's global generator. To save time this same object is returned if the
-        generator's memory shows that no number was drawn since this state was written."""
+        """Return the current state of NumPy's global generator: this same object, to save time, if the generator's
+        memory shows that no number was drawn since this state was written."""
         # NumPy draws normals in pairs: the second call returns the cached one without changing the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from meshwright.emulation.board import Board, Event
+from meshwright.emulation.call_matcher import CallMatcher, Event
 from meshwright.emulation.process_group import EmulatedGroup, EmulatedStore
 from meshwright.emulation.process_state import ProcessState, World
 from meshwright.emulation.scheduler import Failure, Scheduler
@@ -30,7 +30,7 @@ _emulations: list[EmulatedRanks] = []
 
 
 class EmulatedRanks:
-    """Ranks that are threads of this process, of which one runs at a time. Use it as a context manager.
+    """Emulated ranks: threads of this process, of which one runs at a time. Use it as a context manager.
 
     world_size: number of ranks. initialized: True to initialize torch.distributed on each rank; False leaves that to
     the functions that run. Attribute `states`: process state of each rank, [rank].
@@ -51,12 +51,12 @@ class EmulatedRanks:
         outside = ProcessState.of_process()
         self.states = [ProcessState.of_rank(rank, self.world_size) for rank in range(self.world_size)]
         self.scheduler = Scheduler(self.states, outside)
-        self.board = self._make_board()
-        self._store = EmulatedStore(self.board)  # referenced here: torch's objects reference only its C++ half
+        self.matcher = self._make_matcher()
+        self._store = EmulatedStore(self.matcher)  # referenced here: torch's objects reference only its C++ half
         with contextlib.ExitStack() as stack:
             _emulations.append(self)
             stack.callback(_emulations.clear)
-            self._install(stack)
+            self._patch_process(stack)
             stack.callback(self.scheduler.close)
             self._exits = stack.pop_all()
         if self.initialized:
@@ -69,7 +69,7 @@ class EmulatedRanks:
     @property
     def events(self) -> list[Event]:
         """All communication calls so far, in order."""
-        return self.board.events
+        return self.matcher.events
 
     @property
     def failure(self) -> Failure | None:
@@ -90,19 +90,19 @@ class EmulatedRanks:
         """Call tasks[r]() on rank r; return the results, indexed by rank. Raises the same errors as `run`."""
         return self.scheduler.run([partial(_run_task, task) for task in tasks])
 
-    def _make_board(self) -> Board:
-        """Return the board that matches the ranks' communication calls."""
-        return Board(self.scheduler)
+    def _make_matcher(self) -> CallMatcher:
+        """Return the object that matches the ranks' communication calls."""
+        return CallMatcher(self.scheduler)
 
-    def _install(self, stack: contextlib.ExitStack) -> None:
+    def _patch_process(self, stack: contextlib.ExitStack) -> None:
         """Patch functions of torch.distributed, torch and Python (process groups, store, sleep, signal handlers ...) so
-        that each rank's thread can run code written for a process; closing `stack` undoes it."""
+        that each rank's thread can run code written for a process; closing `stack` restores them."""
         threads = torch.get_num_threads()
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(1)  # like ranks started by Meshwright
         for where, name, value in (
             (c10d, "_new_process_group_helper", self._make_group),
-            (c10d, "rendezvous", self._meet),
+            (c10d, "rendezvous", self._rendezvous),
             (sys.modules["torch.distributed.rendezvous"], "rendezvous", _refuse_rendezvous),
             (dist, "TCPStore", _refuse_rendezvous),
             (torch, "compile", self._leave_uncompiled),
@@ -119,8 +119,8 @@ class EmulatedRanks:
         isolate(True)
         stack.callback(isolate, False)
 
-    def _meet(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        """Yield (store, rank, world size) for the running rank. Stand-in for torch.distributed's `rendezvous`, whose
+    def _rendezvous(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
+        """Yield (store, rank, world size) of the running rank. Stand-in for torch.distributed's `rendezvous`, whose
         arguments it ignores."""
         yield self._store, self.scheduler.current().index, self.world_size
 
@@ -144,7 +144,7 @@ class EmulatedRanks:
             raise UserError(f"the script starts {size} ranks, {self.world_size} are emulated")
         if not ranks and isinstance(world, World):
             world.generation += 1
-        group = EmulatedGroup(self.board, (world.generation, group_name), rank, tuple(ranks or range(size)))
+        group = EmulatedGroup(self.matcher, (world.generation, group_name), rank, tuple(ranks or range(size)))
         group._set_group_name(group_name)
         asked = "gloo" if backend == "undefined" else backend
         config = f"cpu:{self.backend}" if self.backend else str(c10d.BackendConfig(c10d.Backend(asked)))
@@ -171,8 +171,8 @@ class EmulatedRanks:
         return wait_or_yield
 
     def _make_signal(self) -> Callable[[int, Any], Any]:
-        """Return a stand-in for `signal.signal` that ignores handlers which a rank's thread sets, because Python allows
-        this in the main thread only."""
+        """Return a stand-in for `signal.signal`. It ignores handlers that a rank's thread sets, because Python allows
+        that in the main thread only."""
         set_handler = signal.signal
 
         def set_or_ignore(number: int, handler: Any) -> Any:
@@ -211,8 +211,8 @@ def _refuse_rendezvous(*_: Any, **__: Any) -> None:
 
 
 def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
-    """Return the value of a cached property, as `functools.cached_property.__get__` of Python 3.12 does: without the
-    lock of earlier versions, which a rank that communicates in a property would hold while it waits for others."""
+    """Return the value of a cached property. Stand-in for `functools.cached_property.__get__`, which before Python 3.12
+    holds a lock: a rank that communicates in a property would keep it while waiting for others."""
     if instance is None:
         return self
     if self.attrname not in instance.__dict__:

@@ -25,8 +25,8 @@ class EmulationFailed(CheckFailed):
 
 
 class RankStopped(BaseException):
-    """Raised in waiting ranks after another rank has failed, to end them; a BaseException, so that programs do not
-    catch it."""
+    """Raised in waiting ranks after another rank has failed, to end them. It is a BaseException, so that programs do
+    not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,36 +132,40 @@ class Scheduler:
         return rank
 
     def wait(self, ready: Callable[[], bool], describe: Callable[[], str], polled: bool = False) -> None:
-        """Block the running rank until `ready()` is True, while the other ranks run. describe: returns text on what the
-        rank waits for, such as "recv from rank 1", for the deadlock report. polled: True if the program polls (asks
-        again and again) instead of blocking. Raises RankStopped if the run has failed meanwhile (an error on a rank, or
-        a deadlock)."""
+        """Block the running rank until `ready()` is True, while the other ranks run.
+
+        describe: returns text on what the rank waits for, such as "recv from rank 1", for the deadlock report. polled:
+        True if the program polls (asks again and again) instead of blocking. Raises RankStopped if the run has failed
+        meanwhile (an error on a rank, or a deadlock).
+        """
         rank = self.current()
         self.check_stopped()
         if not ready():
             rank.wait = Wait(ready, describe, polled)
-            if not self._pass_baton(rank):
+            if not self._switch_to_next(rank):
                 raise RankStopped
             rank.resume.acquire()
             rank.wait = None
             self.check_stopped()
 
-    def yield_baton(self, describe: Callable[[], str] = lambda: "polling", polled: bool = False) -> None:
+    def yield_turn(self, describe: Callable[[], str] = lambda: "polling", polled: bool = False) -> None:
         """Let the next rank that can run do so, and return at this rank's next turn; for programs that poll. If all
-        ranks only yield, no deadlock is detected. describe: returns text on what the rank does, for the deadlock
-        report. polled: True if the program asks whether a call is complete."""
+        ranks only yield, no deadlock is detected.
+
+        describe: returns text on what the rank does, for the deadlock report. polled: True if the program asks whether
+        a call is complete.
+        """
         turns = iter((False,))
         self.wait(lambda: next(turns, True), describe, polled)
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let other ranks run when the program asks whether a call is complete and the call is not. The run fails with
-        a deadlock after `MOST_POLLS` polls of this rank during which no rank made a call, if no other rank can run
-        either.
+        """Let other ranks run once, because the program has asked for the state of a call that is not complete.
 
-        ready: returns True once the call is complete. describe: returns text on the call for the deadlock report.
-        Raises RankStopped for a deadlock.
+        The run fails with a deadlock after `MOST_POLLS` polls of this rank during which no rank made a call, if no
+        other rank can run either. ready: returns True once the call is complete. describe: returns text on the call for
+        the deadlock report. Raises RankStopped for a deadlock.
         """
-        self.yield_baton(describe, polled=True)
+        self.yield_turn(describe, polled=True)
         rank, calls = self.current(), sum(each.calls for each in self.ranks)
         rank.polls, rank.calls_at_poll = (rank.polls + 1 if calls == rank.calls_at_poll else 1), calls
         others = (other for other in self.ranks if other is not rank and other.task is not None)
@@ -179,7 +183,7 @@ class Scheduler:
             _sleep(seconds)
             return
         turn = self.turns
-        self.yield_baton()
+        self.yield_turn()
         if self.turns == turn + 1:  # no other rank ran
             _sleep(seconds)
 
@@ -217,10 +221,10 @@ class Scheduler:
             except BaseException as error:
                 self.fail(error, rank.index)
             rank.task = None
-            if not self._pass_baton(rank):
+            if not self._switch_to_next(rank):
                 return
 
-    def _pass_baton(self, rank: RankThread) -> bool:
+    def _switch_to_next(self, rank: RankThread) -> bool:
         """Save the process state of `rank`, which stops running, and resume the next rank that can run; return True. If
         the run was interrupted (Ctrl-C) while `rank` computed, do neither and return False."""
         with self._lock:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from meshwright.emulation.board import Event
+from meshwright.emulation.call_matcher import Event
 from meshwright.emulation.debugger import break_before, make_breakpoint_hook, parse_breakpoint
 from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function
 from meshwright.emulation.holdings import Holding, ModuleLog, format_holdings, list_holdings
@@ -62,7 +62,7 @@ class ScriptReport:
     exercise: ExerciseResult | None = None
 
     def summary(self) -> str:
-        """Return the result of an exercise's check as one line; empty if none was made."""
+        """Return the result of an exercise's check as one line of text; empty if no check was made."""
         if self.exercise is None:
             return ""
         wrong, compared = self.exercise.wrong, self.exercise.compared
@@ -158,10 +158,10 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
         for where, name in ((sys, "breakpointhook"), (pdb, "set_trace")):
             stack.enter_context(mock.patch.object(where, name, hook))
         stack.enter_context(mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]))
-        emulated.board.events.clear()
-        emulated.board.on_call = None if before is None else break_before(before, printed)
+        emulated.matcher.events.clear()
+        emulated.matcher.on_call = None if before is None else break_before(before, printed)
         if options.show:
-            emulated.board.on_event = lambda event: print(format_event(event), file=printed)
+            emulated.matcher.on_event = lambda event: print(format_event(event), file=printed)
             stack.enter_context(log.watching(lambda: current() or 0))
         modules = [make_main_module(path) for _ in range(ranks)]
         for state, module in zip(emulated.states, modules, strict=True):
@@ -243,12 +243,11 @@ class ScriptEnded(MeshwrightError):
 
 
 def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
-    """Return (text, rank, exit code) for the report of a failed run. The text is the error's message if the emulation
-    raised the error, the script ended with an exit code, or `failure` is None; for other errors it is the rank's
-    traceback.
+    """Return (text, rank, exit code) for the report of a failed run.
 
-    failure: first error of any rank; None if none was recorded, and then the returned rank is None. error: exception
-    that ended the run.
+    The text is the error's message if the emulation raised the error, the script ended with an exit code, or `failure`
+    is None; for other errors it is the rank's traceback. failure: first error of any rank; None if none was recorded,
+    and then the returned rank is None. error: exception that ended the run.
     """
     if failure is None:
         return str(error), None, 1
