@@ -9,7 +9,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.gallery.examples import EXAMPLES, explain
-from meshwright.gallery.explanation import Explanation, Figure, Table, Text, Work, format_cell, format_size
+from meshwright.gallery.explanation import ExampleWriter, Explanation, Figure, Table, Text, format_cell, format_size
 from meshwright.gallery.page import anchor, render_example, render_page
 from meshwright.gallery.text import render_list, render_text
 
@@ -47,9 +47,9 @@ def test_text_and_page_show_every_cell(explanations: list[Explanation]):
 
 
 def test_wide_table_becomes_records_on_a_narrow_terminal():
-    work = Work()
-    work.table("sizes", ("name", "a long heading", "count"), [("first", "some words", 1234), ("second", "", 5)])
-    found = Explanation("x", "T", "p", "s", tuple(work.steps), {}, "", ("cmd",), ("a.py",))
+    writer = ExampleWriter()
+    writer.table("sizes", ("name", "a long heading", "count"), [("first", "some words", 1234), ("second", "", 5)])
+    found = Explanation("x", "T", "p", "s", tuple(writer.steps), {}, "", ("cmd",), ("a.py",))
     assert "  name    a long heading  count\n" in render_text(found, 80)
     assert "  first\n    a long heading: some words\n    count: 1,234\n  second\n    count: 5" in render_text(found, 30)
 

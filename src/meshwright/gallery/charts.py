@@ -21,8 +21,8 @@ STATE_COLOURS = {"parameters": "blue", "gradients": "orange", "optimizer states"
 
 
 def compute_zero_bytes(parameters: float, ranks: int, level: int) -> dict[str, float]:
-    """Return {"parameters": bytes, "gradients": bytes, "optimizer states": bytes} on each rank under ZeRO `level` (0 to
-    3), in mixed precision with Adam: 2 + 2 + 12 bytes a parameter before sharding.
+    """Return the bytes of model states on each rank under ZeRO `level` (0 to 3), in mixed precision with Adam (2 + 2 +
+    12 bytes a parameter before sharding): {"parameters": bytes, "gradients": bytes, "optimizer states": bytes}.
 
     parameters: number of model parameters. ranks: number of data-parallel ranks.
     """
@@ -82,7 +82,8 @@ def draw_ring_all_reduce(ranks: int = 4) -> Markup:
 
 
 def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: tuple[int, int, int]) -> None:
-    """Draw the buffers of all ranks side by side in one line: a cell per chunk, labelled with the ranks summed in it.
+    """Draw the buffers of all ranks side by side in one line: a cell per chunk, labelled with the ranks whose data it
+    sums.
 
     picture: SVG to draw into. frame: buffers after one round. left, top: top left corner of the line in pixels. sizes:
     (width of a cell, distance from one rank's first cell to the next rank's, height of a cell), pixels.
@@ -102,8 +103,8 @@ def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: 
 
 
 def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Markup:
-    """Return an SVG of pipeline schedules, simulated and drawn as Gantt charts one below the other on one time scale; a
-    backward takes twice as long as a forward.
+    """Return an SVG of pipeline schedules as Gantt charts, one below the other on one time scale. They are simulated
+    with a backward that takes twice as long as a forward.
 
     names: schedules such as "1f1b". ranks: pipeline ranks. micro_batches: micro-batches per step.
     """

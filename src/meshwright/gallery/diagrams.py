@@ -146,7 +146,8 @@ def draw_layout_axes(notation: str = "dp2 tp2 cp2 pp2") -> Markup:
 
 
 def draw_data_flow() -> Markup:
-    """Return an SVG diagram of how data flow through the project, from the recipe (job file) to the server."""
+    """Return an SVG diagram of the flow of data through Meshwright, from the recipe (job file) through training to
+    the server."""
     picture = Picture()
     picture.text(14, 22, "How a job flows through Meshwright: data go one way", class_="title")
     boxes = [

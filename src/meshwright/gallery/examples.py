@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import UserError
 from meshwright.gallery import memory, numerics, parameters, pipelines, products, reductions, speed
-from meshwright.gallery.explanation import Explanation, Work
+from meshwright.gallery.explanation import ExampleWriter, Explanation
 from meshwright.names import unknown
 
 
@@ -16,15 +16,15 @@ class Example:
     """Definition of a worked example, before it is computed.
 
     title: heading. published: the figure as papers print it. source: paper and section. run: function that computes the
-    example and appends its steps and results to a `Work`. commands: command lines that show more. files: source files
-    that compute it, relative to the package. mistake: frequent error in texts, and what is right; empty if none is
-    known.
+    example and appends its steps and results to an `ExampleWriter`. commands: command lines that show more. files:
+    source files that compute it, relative to the package. mistake: frequent error in texts, and what is right; empty if
+    none is known.
     """
 
     title: str
     published: str
     source: str
-    run: Callable[[Work], None]
+    run: Callable[[ExampleWriter], None]
     commands: tuple[str, ...]
     files: tuple[str, ...]
     mistake: str = ""
@@ -40,7 +40,7 @@ EXAMPLES: dict[str, Example] = {
         "Column-split product of a linear layer",
         "Y = X [W₁ W₂] = [X W₁, X W₂]: no communication forward; the input's gradient is summed over ranks.",
         f"{MEGATRON}, Figure 3",
-        products.split_columns,
+        products.explain_column_parallel_linear,
         ("meshwright collective all-gather ring --ranks 2 --bytes 64",
          "meshwright verify --layout tp2 --model llama-tiny"),
         ("parallel/tensor.py", "model/axis_operations.py", "spec/parameters.py"),
@@ -49,7 +49,7 @@ EXAMPLES: dict[str, Example] = {
         "Row-split product of a linear layer",
         "Y = [X₁ X₂] [W₁; W₂] = X₁ W₁ + X₂ W₂: one all-reduce forward, none backward.",
         f"{MEGATRON}, Figure 3",
-        products.split_rows,
+        products.explain_row_parallel_linear,
         ("meshwright collective all-reduce ring --ranks 2 --bytes 64",
          "meshwright verify --layout tp2 --model llama-tiny"),
         ("parallel/tensor.py", "model/axis_operations.py"),
@@ -60,7 +60,7 @@ EXAMPLES: dict[str, Example] = {
         "Ring all-reduce on 4 ranks, number by number",
         "2(n − 1) rounds; each rank sends 2(n − 1)/n of the vector.",
         "Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, J. Parallel Distrib. Comput. 69(2)",
-        reductions.reduce_on_ring,
+        reductions.explain_ring_all_reduce,
         ("meshwright collective all-reduce ring --ranks 4 --bytes 1MiB",),
         ("collectives/ring.py", "program/collective.py"),
         "a ring all-gather in one round: it takes n − 1, and the all-reduce 2(n − 1).",
@@ -69,7 +69,7 @@ EXAMPLES: dict[str, Example] = {
         "Tree all-reduce on 4 ranks, number by number",
         "A reduce and a broadcast over a binomial tree: 2 log₂ n rounds of the whole vector.",
         f"{THAKUR}, section 4",
-        reductions.reduce_on_tree,
+        reductions.explain_tree_all_reduce,
         ("meshwright collective all-reduce binomial-tree --ranks 4 --bytes 1MiB",),
         ("collectives/binomial_tree.py",),
     ),
@@ -77,7 +77,7 @@ EXAMPLES: dict[str, Example] = {
         "Vector size from which a ring beats a tree",
         "ring 2(n−1)α + 2(n−1)/n Sβ; tree 2 log₂ n (α + Sβ): trees win for short vectors, rings for long ones.",
         f"{THAKUR}, section 4",
-        reductions.find_crossover,
+        reductions.explain_ring_tree_crossover,
         ("meshwright collective all-reduce auto --ranks 8 --bytes 1MiB",),
         ("collectives/cost.py", "collectives/crossover.py"),
     ),
@@ -86,7 +86,7 @@ EXAMPLES: dict[str, Example] = {
         "Reduce-scatter in the node, all-reduce across nodes of 1/g of the vector, all-gather in the node: "
         "RS_g(S) + AR_k(S/g) + AG_g(S).",
         "Cho et al. 2019, BlueConnect, MLSys 2019; the sum is the closed form of collectives/cost.py",
-        reductions.reduce_on_two_tiers,
+        reductions.explain_hierarchical_all_reduce,
         ("meshwright collective all-reduce hierarchical-scatter --ranks 8 --bytes 64MiB --topology nodes:2x4",),
         ("collectives/hierarchical.py", "collectives/cost.py"),
     ),
@@ -94,7 +94,7 @@ EXAMPLES: dict[str, Example] = {
         "Top-k sparsification with error feedback",
         "Each step sends the k largest of gradient + memory, and keeps the rest: nothing is lost, it is sent later.",
         "Stich et al. 2018, Sparsified SGD with Memory, arXiv:1809.07599, Algorithm 1",
-        numerics.sparsify,
+        numerics.explain_top_k_sparsification,
         (),
         ("gallery/numerics.py",),
     ),
@@ -102,7 +102,7 @@ EXAMPLES: dict[str, Example] = {
         "Gradient accumulation equals one large batch",
         "The gradient of a batch is the mean of the gradients of its micro-batches, if all hold as many tokens.",
         "Goyal et al. 2017, arXiv:1706.02677, section 3",
-        numerics.accumulate,
+        numerics.explain_gradient_accumulation,
         ('meshwright verify --layout "dp1 mb4" --model llama-tiny',),
         ("parallel/gradient_accumulation.py", "training/objective.py"),
         "a mean of micro-batch means where micro-batches hold different numbers of target tokens: sum the losses and "
@@ -112,7 +112,7 @@ EXAMPLES: dict[str, Example] = {
         "Softmax and loss over a vocabulary split between two ranks",
         "Ranks exchange a maximum, a sum and the target's logit per token, never the logits.",
         f"{MEGATRON} (fused cross entropy)",
-        numerics.split_softmax,
+        numerics.explain_vocabulary_softmax,
         ("meshwright verify --layout tp2 --model llama-tiny",),
         ("model/loss.py",),
     ),
@@ -120,7 +120,7 @@ EXAMPLES: dict[str, Example] = {
         "Online softmax of ring attention over two blocks",
         "m = max(m₁, m₂), l = l₁ e^(m₁−m) + l₂ e^(m₂−m), o = (o₁ l₁ e^(m₁−m) + o₂ l₂ e^(m₂−m)) / l.",
         "Milakov and Gimelshein 2018, arXiv:1805.02867, section 3; Liu et al. 2023, Ring Attention, arXiv:2310.01889",
-        numerics.merge_blocks,
+        numerics.explain_online_softmax,
         ("meshwright verify --layout cp2 --model llama-tiny",),
         ("parallel/context.py", "model/tiled_attention.py"),
     ),
@@ -128,7 +128,7 @@ EXAMPLES: dict[str, Example] = {
         "Eight tokens, four experts, a capacity of two",
         "capacity = tokens / experts × capacity factor; tokens beyond it are dropped.",
         "Fedus et al. 2021, Switch Transformers, arXiv:2101.03961, section 2.2, equations 3 and 4",
-        numerics.route,
+        numerics.explain_expert_routing,
         ("meshwright verify --layout ep2 --model mixtral-tiny",),
         ("model/experts.py", "parallel/expert.py"),
         "to believe that a mixture needs only its active experts in memory: Mixtral 8x7B in 16 bits takes 93 GB, not "
@@ -138,7 +138,7 @@ EXAMPLES: dict[str, Example] = {
         "Trainable parameters of LoRA",
         "GPT-3 175B: 4.7 M at rank 1 and 37.7 M at rank 8 on queries and values; Llama-2-7B at rank 8: 4,194,304.",
         "Hu et al. 2021, arXiv:2106.09685, section 4.2 and Table 4; Llama as the PEFT library prints it",
-        parameters.count_lora,
+        parameters.explain_lora_parameters,
         ("meshwright plan llama-2-7b --cluster 2xa100-80 --sequence 4096 --batch 2",),
         ("spec/parameters.py", "gallery/parameters.py"),
     ),
@@ -146,7 +146,7 @@ EXAMPLES: dict[str, Example] = {
         "Parameters of GPT-3 175B, block by block",
         "175.0 billion: 12 L h² = 173.9 billion in the layers, the rest embeddings, biases and norms.",
         f"Brown et al. 2020, arXiv:2005.14165, Table 2.1; {NARAYANAN}, equation 2",
-        parameters.count_gpt3,
+        parameters.explain_gpt3_parameters,
         ("meshwright plan gpt3-175b --cluster 1024xa100-80 --sequence 2048 --batch 1536 --layout 'dp16 tp8 pp8 mb96'",),
         ("spec/parameters.py", "spec/presets.json"),
     ),
@@ -154,7 +154,7 @@ EXAMPLES: dict[str, Example] = {
         "Parameters of Llama-3-8B and Llama-2-7B, block by block",
         "8,030,261,248 and 6,738,415,616.",
         "model files of meta-llama/Meta-Llama-3-8B and Llama-2-7b-hf; Dubey et al. 2024, arXiv:2407.21783, Table 3",
-        parameters.count_llama,
+        parameters.explain_llama_parameters,
         ("meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64",),
         ("spec/parameters.py", "spec/presets.json"),
     ),
@@ -162,7 +162,7 @@ EXAMPLES: dict[str, Example] = {
         "Activations of a transformer layer",
         "sbh (34 + 5 a s / h) bytes a layer; 5as/h = 80 for GPT-3, so that not storing attention saves 70 %.",
         "Korthikanti et al. 2022, arXiv:2205.05198, equation 1, Table 2 and section 5",
-        memory.count_activations,
+        memory.explain_activation_memory,
         ("meshwright plan gpt3-175b --cluster 1024xa100-80 --sequence 2048 --batch 128 --layout 'dp2 tp8 pp64 mb64' "
          "--engine megatron",),
         ("planner/published.py", "planner/saved.py"),
@@ -171,7 +171,7 @@ EXAMPLES: dict[str, Example] = {
         "ZeRO 1, 2 and 3: 7.5 billion parameters on 64 GPUs",
         "120 GB, 31.4 GB, 16.6 GB, 1.9 GB a GPU.",
         "Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, Figure 1",
-        memory.shard_states,
+        memory.explain_zero_memory,
         ("meshwright plan llama-2-7b --cluster 64xv100 --sequence 2048 --batch 64 --layout 'dp64 zero3'",),
         ("planner/published.py", "parallel/zero.py"),
     ),
@@ -179,7 +179,7 @@ EXAMPLES: dict[str, Example] = {
         "Memory to train a 7B model",
         "16 bytes a parameter in mixed precision with Adam: 2 + 2 + 12, and the activations.",
         "Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1",
-        memory.train_7b,
+        memory.explain_training_memory_7b,
         ("meshwright plan llama-2-7b --cluster 8xa100-80 --sequence 4096 --batch 8 --layout 'dp8 zero3' --ledger",),
         ("planner/ledger.py", "planner/states.py"),
         "4 + 4 + 12 bytes for fp32 AdamW: fp32 keeps no master copy, 4 + 4 + 8 = 16 bytes (8.03 billion: 119.7 GiB). "
@@ -189,7 +189,7 @@ EXAMPLES: dict[str, Example] = {
         "Memory to train a 175B model",
         "2.8 TB of model states: 35 GPUs of 80 GB for those alone.",
         "16 bytes a parameter: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1; 174.6 billion of them",
-        memory.train_175b,
+        memory.explain_training_memory_175b,
         ("meshwright plan gpt3-175b --cluster 64xa100-80 --sequence 2048 --batch 8 --layout 'tp8 pp8 mb8' --ledger",),
         ("planner/ledger.py", "planner/states.py"),
         "700 GB of fp32 weights on 10 GPUs of 80 GB: 9 are enough for weights alone.",
@@ -198,7 +198,7 @@ EXAMPLES: dict[str, Example] = {
         "Memory to serve a 7B model: weights and KV cache",
         "A token's keys and values take 2 · layers · kv width · 2 bytes: 800 KB for OPT-13B, 512 KiB for Llama-2-7B.",
         "Kwon et al. 2023, vLLM, arXiv:2309.06180, section 3",
-        memory.serve_7b,
+        memory.explain_inference_memory_7b,
         ("meshwright plan llama-2-7b --serve --dtype bf16 --max-length 4096",),
         ("planner/serving_ledger.py",),
     ),
@@ -206,7 +206,7 @@ EXAMPLES: dict[str, Example] = {
         "Memory to serve a 175B model",
         "350 GB of 16-bit weights: at least 5 GPUs of 80 GB; 4.7 MB of KV cache a token.",
         "Frantar et al. 2022, GPTQ, arXiv:2210.17323, section 1 (326 GB in multiples of 1024)",
-        memory.serve_175b,
+        memory.explain_inference_memory_175b,
         ("meshwright plan gpt3-175b --serve --layout tp8 --device cuda --memory 80GiB --dtype bf16",),
         ("planner/serving_ledger.py",),
     ),
@@ -214,7 +214,7 @@ EXAMPLES: dict[str, Example] = {
         "Bubble of GPipe",
         "(p − 1)/(m + p − 1) of the step, (p − 1)/m of the ideal time; all m micro-batches are in memory.",
         "Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3",
-        pipelines.show_gpipe,
+        pipelines.explain_gpipe_bubble,
         ("meshwright schedule gpipe --stages 4 --microbatches 8 --text",),
         ("schedules/synchronous.py",),
         "(1 − m)/(m + p − 1) for (p − 1)/(m + p − 1); and one of the two ratios printed where the other is meant: "
@@ -224,7 +224,7 @@ EXAMPLES: dict[str, Example] = {
         "Bubble and memory of 1F1B",
         "The bubble of GPipe, with at most p micro-batches in memory in place of m.",
         f"{NARAYANAN}, section 2.2.1, equation of t_pb / t_id",
-        pipelines.show_1f1b,
+        pipelines.explain_1f1b_bubble,
         ("meshwright schedule 1f1b --stages 4 --microbatches 8 --text",),
         ("schedules/synchronous.py",),
         "to believe that 1F1B needs several weight versions: PipeDream does; PipeDream-flush, which all call 1F1B, "
@@ -234,7 +234,7 @@ EXAMPLES: dict[str, Example] = {
         "Bubble of interleaved 1F1B",
         "(p − 1)/(v m) of the ideal time with v chunks per rank, for v times the transfers.",
         f"{NARAYANAN}, section 2.2.2",
-        pipelines.show_interleaved,
+        pipelines.explain_interleaved_bubble,
         ("meshwright schedule interleaved --stages 4 --microbatches 8 --chunks 2 --text",),
         ("schedules/interleaved.py",),
     ),
@@ -242,7 +242,7 @@ EXAMPLES: dict[str, Example] = {
         "Days to train GPT-3 175B",
         "3.14·10²³ FLOPs; on 1,024 A100 at 140 TFLOP/s each, 34 days.",
         f"Brown et al. 2020, arXiv:2005.14165, Table D.1; {NARAYANAN}, section 5.1; {KAPLAN}",
-        speed.time_gpt3,
+        speed.explain_training_days_gpt3,
         ("meshwright plan gpt3-175b --cluster 1024xa100-80 --sequence 2048 --batch 1536 "
          "--layout 'dp16 tp8 pp8 mb96 ac:full' --engine megatron",),
         ("planner/flops.py", "spec/work.py"),
@@ -253,7 +253,7 @@ EXAMPLES: dict[str, Example] = {
         "Days to train Llama",
         "65B on 1.4 trillion tokens: 380 tokens/s a GPU on 2,048 A100, 21 days; Llama-2-7B: 184,320 GPU hours.",
         "Touvron et al. 2023, arXiv:2302.13971, section 2.4; Touvron et al. 2023, Llama 2, arXiv:2307.09288, Table 2",
-        speed.time_llama,
+        speed.explain_training_days_llama,
         ("meshwright plan llama-2-7b --cluster 64xa100-80 --sequence 4096 --batch 1024 --layout 'dp64 zero1 mb16'",),
         ("planner/flops.py", "spec/work.py"),
     ),
@@ -261,7 +261,7 @@ EXAMPLES: dict[str, Example] = {
         "Model FLOPs utilisation from tokens per second",
         "PaLM 540B: 238.3 thousand tokens/s on 6,144 TPU v4 (275 TFLOP/s) is 46.2 % MFU, 45.7 % without attention.",
         "Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 4.1, Table 3 and appendix B",
-        speed.compute_mfu,
+        speed.explain_mfu,
         ("meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64 "
          "--layout 'dp8 zero3 mb8 ac:selective'",),
         ("planner/flops.py",),
@@ -292,9 +292,9 @@ def explain(name: str) -> Explanation:
     """
     if not isinstance(name, str) or name not in EXAMPLES:
         raise UserError(unknown("example", str(name), EXAMPLES))
-    found, work = EXAMPLES[name], Work()
-    found.run(work)
+    found, writer = EXAMPLES[name], ExampleWriter()
+    found.run(writer)
     return Explanation(
-        name, found.title, found.published, found.source, tuple(work.steps), work.results, found.mistake,
+        name, found.title, found.published, found.source, tuple(writer.steps), writer.results, found.mistake,
         found.commands, found.files,
     )  # fmt: skip

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Round:
-    """Buffers of all ranks after one round (sends that run at the same time) of a collective program.
+    """Buffers of all ranks after one round of a collective program; the sends of a round run at the same time.
 
     title: such as `round 1 of 6`. arrows: the round's sends, each with rank and first slot at both ends. values:
     [ranks, slots], the number in each slot (buffer for one chunk of the vector) of each rank.
@@ -29,7 +29,7 @@ class Round:
 
 
 def check_program(operation: str, algorithm: str, ranks: int, reduction: str = "sum") -> CheckedCollective:
-    """Generate the program of a collective algorithm and verify it; return the verified program.
+    """Generate the collective program of an algorithm and verify it; return the verified program.
 
     operation: such as "all-reduce". algorithm: such as "ring". ranks: number of ranks. reduction: "sum" or "maximum".
     Raises ProgramError if the program does not compute the operation.
@@ -38,10 +38,10 @@ def check_program(operation: str, algorithm: str, ranks: int, reduction: str = "
 
 
 def execute(checked: CheckedCollective, vectors: Sequence[Sequence[float]]) -> list[Round]:
-    """Execute a collective program on numbers; return the ranks' buffers at the start and after each round (one step of
-    sends that run at the same time).
+    """Execute a collective program on numbers; return the ranks' buffers at the start and after each round (sends that
+    run at the same time).
 
-    checked: a program whose buffer has one slot (place for a chunk of the vector) for each chunk. vectors:
+    checked: a program whose buffer has one slot (buffer for one chunk) for each chunk of the vector. vectors:
     [ranks][chunks], one number per chunk. All sends of a round read before any of them writes.
     """
     combine = np.maximum if checked.program.reduction == "maximum" else np.add

@@ -53,8 +53,9 @@ _VECTOR = re.compile(r"\S+ (\S+ )?[-\d]")  # 1 20 300; or a formula such as 2 by
 Step: TypeAlias = Text | Table | Figure
 
 
-class Work:
-    """Collects a worked example while it is computed: the example's function appends steps to show and records results.
+class ExampleWriter:
+    """Collects the steps and results of a worked example while it is computed: the example's function appends the steps
+    to show, and records results.
 
     steps (attribute): `Text`, `Table` and `Figure` objects in the order in which they are shown. results (attribute):
     name of a result, with its unit or quantity -> number.
@@ -112,7 +113,7 @@ class Explanation:
     source_files: tuple[str, ...]
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the worked example as the JSON object that `meshwright explain NAME --json` prints."""
+        """Convert the worked example to the JSON object that `meshwright explain NAME --json` prints."""
         return to_json_dict(
             {
                 "name": self.name, "title": self.title, "published": self.published, "source": self.source,
@@ -123,7 +124,8 @@ class Explanation:
 
 
 def _step_to_json(step: Step) -> dict[str, Any]:
-    """Return a step as a JSON object: its fields, and "kind", which is "text", "table" or "figure"."""
+    """Convert a step of a worked example to a JSON object: its fields, and "kind", which is "text", "table" or
+    "figure"."""
     if isinstance(step, Text):
         return {"kind": "text", "text": step.words}
     if isinstance(step, Table):

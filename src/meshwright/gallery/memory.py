@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from meshwright.gallery.charts import compute_zero_bytes, draw_zero_memory
-from meshwright.gallery.explanation import Work, format_size
+from meshwright.gallery.explanation import ExampleWriter, format_size
 from meshwright.layout import Layout
 from meshwright.planner.ledger import Ledger, ledger
 from meshwright.planner.published import LayerShape, published_layer, state_bytes
@@ -18,21 +18,22 @@ from meshwright.spec.presets import preset
 GIB = 2**30
 
 
-def count_activations(work: Work) -> None:
-    """Append to `work` the worked example: activation bytes that one GPT-3 layer saves for backward, by Megatron-LM's
-    published formula and by the planner for this project's layer."""
+def explain_activation_memory(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: activation bytes that one GPT-3 layer saves for backward, by
+    Megatron-LM's published formula and, for Meshwright's layer, by the planner."""
     config, rows, s = preset("gpt3-175b"), 1, 2048
     h, a = config.hidden, config.heads
     shape = LayerShape(rows, s, config, Layout(), flash=False, dropout=True)
     parts = published_layer("megatron", shape)
     unit = s * rows * h
-    work.text(f"b = {rows}, s = {s:,}, h = {h:,}, a = {a}: s b h = {unit:,}.")
+    writer.text(f"b = {rows}, s = {s:,}, h = {h:,}, a = {a}: s b h = {unit:,}.")
     lines = [(name, f"{size / unit:g} sbh", round(size)) for name, size in parts.items()]
     total = sum(parts.values())
-    work.table("What Megatron-LM's layer keeps for its backward, in 16 bits, with dropout:", ("operation", "", "bytes"),
-               [*lines, ("total", f"{total / unit:g} sbh", round(total))])  # fmt: skip
+    lines.append(("total", f"{total / unit:g} sbh", round(total)))
+    title = "What Megatron-LM's layer keeps for its backward, in 16 bits, with dropout:"
+    writer.table(title, ("operation", "", "bytes"), lines)
     core = 5 * a * s / h
-    work.text(
+    writer.text(
         f"34 sbh = {34 * unit:,} and 5 a s² b = {5 * a * s * s * rows:,}: 5as/h = {core:g}, so that recomputing "
         f"attention alone (selective) saves {core / (34 + core):.0%}, or never writing the scores (flash)."
     )
@@ -47,26 +48,27 @@ def count_activations(work: Work) -> None:
             published_layer("megatron", LayerShape(rows, s, config, Layout.parse(notation), False, True)).values()
         )
         shared.append((words, form, format_size(size)))
-        work.result(notation, size)
-    work.table("With t = 8 (Table 2 of the paper):", ("", "formula", "bytes a layer"), shared)
+        writer.result(notation, size)
+    writer.table("With t = 8 (Table 2 of the paper):", ("", "formula", "bytes a layer"), shared)
     found = ledger(config, Layout.parse("dp1 bf16"), batch=rows, sequence=s, device="cuda")
     own = sum(
         item.bytes for item in found.items if item.name.startswith("layers.3.") and item.category == "activations"
     )
-    work.text(
+    writer.text(
         f"The planner's ledger of Meshwright's own layer (flash attention, no dropout), tensor by tensor: "
         f"{own:,} bytes, {own / unit:.4g} sbh: 34 less 2 for the dropout masks, plus the norms' statistics and a "
         "logarithm a row of scores."
     )
-    work.result("megatron", total)
-    work.result("5as/h", core)
-    work.result("meshwright", own)
+    writer.result("megatron", total)
+    writer.result("5as/h", core)
+    writer.result("meshwright", own)
 
 
-def shard_states(work: Work) -> None:
-    """Append to `work` the worked example: Figure 1 of the ZeRO paper, model states per rank under ZeRO 0 to 3."""
+def explain_zero_memory(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: Figure 1 of the ZeRO paper, model states per rank under ZeRO
+    0 to 3."""
     parameters, ranks = 7.5e9, 64
-    work.text(
+    writer.text(
         "Ψ = 7.5 billion parameters, N = 64 GPUs, mixed precision with Adam: 2 Ψ bytes of parameters, 2 Ψ of "
         "gradients, K Ψ = 12 Ψ of optimizer states (fp32 parameters, momentum, variance)."
     )
@@ -76,11 +78,11 @@ def shard_states(work: Work) -> None:
         parts = compute_zero_bytes(parameters, ranks, level)
         rows.append((f"zero{level}", formula, *(f"{size / 1e9:.2f}" for size in parts.values()),
                      f"{sum(parts.values()) / 1e9:.1f}"))  # fmt: skip
-        work.result(f"zero{level}, GB", sum(parts.values()) / 1e9)
-    work.table("GB on each GPU:", ("", "formula", "parameters", "gradients", "optimizer", "total"), rows)
-    work.figure("zero-memory", "Model states on a GPU under ZeRO 0 to 3", draw_zero_memory)
+        writer.result(f"zero{level}, GB", sum(parts.values()) / 1e9)
+    writer.table("GB on each GPU:", ("", "formula", "parameters", "gradients", "optimizer", "total"), rows)
+    writer.figure("zero-memory", "Model states on a GPU under ZeRO 0 to 3", draw_zero_memory)
     wide = [state_bytes(level, ranks, wide_gradients=True).total * parameters / 1e9 for level in range(4)]
-    work.text(
+    writer.text(
         "Meshwright sums gradients in fp32: 2 + 4 + 12 = 18 bytes a parameter, and "
         + ", ".join(f"{size:.1f}" for size in wide)
         + " GB here. Communication: ZeRO 1 and 2 as data parallelism "
@@ -88,29 +90,29 @@ def shard_states(work: Work) -> None:
     )
 
 
-def train_7b(work: Work) -> None:
-    """Append to `work` the worked example: memory for training Llama-2-7B, by formula and by the planner on one and on
-    eight ranks."""
+def explain_training_memory_7b(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: memory for training Llama-2-7B, by formula and by the planner
+    on one and on eight ranks."""
     config = preset("llama-2-7b")
-    _show_states(work, config, "llama-2-7b")
+    _show_states(writer, config, "llama-2-7b")
     one = ledger(config, Layout.parse("dp1 bf16"), batch=1, sequence=4096, device="cuda")
     eight = ledger(config, Layout.parse("dp8 zero3 bf16"), batch=8, sequence=4096, device="cuda")
     again = ledger(config, Layout.parse("dp8 zero3 ac:full bf16"), batch=8, sequence=4096, device="cuda")
-    _show_ledgers(work, "One sequence of 4,096 tokens a rank:", {
+    _show_memory_table(writer, "One sequence of 4,096 tokens a rank:", {
         "dp1": one, "dp8 zero3": eight, "dp8 zero3 ac:full": again,
     })  # fmt: skip
     fp32 = parameter_table(preset("llama-3-8b")).numel * state_bytes(0, 1, narrow=False).total
-    work.text(f"In fp32, Llama-3-8B: 4 + 4 + 8 bytes of 8,030,261,248 parameters are {fp32 / GIB:.1f} GiB.")
-    work.result("dp1, GB", one.peak_bytes / 1e9)
-    work.result("llama-3-8b in fp32, GiB", fp32 / GIB)
+    writer.text(f"In fp32, Llama-3-8B: 4 + 4 + 8 bytes of 8,030,261,248 parameters are {fp32 / GIB:.1f} GiB.")
+    writer.result("dp1, GB", one.peak_bytes / 1e9)
+    writer.result("llama-3-8b in fp32, GiB", fp32 / GIB)
 
 
-def train_175b(work: Work) -> None:
-    """Append to `work` the worked example: memory for training GPT-3 175B, by formula and by the planner for one rank
-    under layouts with tp8 pp8."""
+def explain_training_memory_175b(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: memory for training GPT-3 175B, by formula and by the planner
+    for one rank under layouts with tp8 pp8."""
     config = preset("gpt3-175b")
-    total = _show_states(work, config, "gpt3-175b")
-    work.text(f"{total / 1e9:,.0f} GB on GPUs of 80 GB: at least {ceil(total / 80e9)}, for the states alone.")
+    total = _show_states(writer, config, "gpt3-175b")
+    writer.text(f"{total / 1e9:,.0f} GB on GPUs of 80 GB: at least {ceil(total / 80e9)}, for the states alone.")
     layouts = ("tp8 pp8 mb8 bf16", "tp8 pp8 mb8 ac:full bf16", "dp8 zero1 tp8 pp8 mb8 bf16")
     found = {}
     for notation in layouts:
@@ -118,17 +120,17 @@ def train_175b(work: Work) -> None:
         found[notation.removesuffix(" bf16")] = ledger(
             config, layout, batch=8 * layout.dp, sequence=2048, device="cuda"
         )
-    _show_ledgers(work, "A rank of the first stage, one sequence of 2,048 tokens a micro-batch:", found)
+    _show_memory_table(writer, "A rank of the first stage, one sequence of 2,048 tokens a micro-batch:", found)
     weights = 175e9 * 4
-    work.text(
+    writer.text(
         f"Weights alone in fp32: 175 billion × 4 bytes = {weights / 1e9:g} GB: {ceil(weights / 80e9)} GPUs of 80 GB."
     )
-    work.result("GPUs of 80 GB for the states", ceil(total / 80e9))
-    work.result("GPUs of 80 GB for fp32 weights", ceil(weights / 80e9))
+    writer.result("GPUs of 80 GB for the states", ceil(total / 80e9))
+    writer.result("GPUs of 80 GB for fp32 weights", ceil(weights / 80e9))
 
 
-def _show_states(work: Work, config: ModelConfig, name: str) -> float:
-    """Append to `work` a table of the memory of a model's states (parameters, gradients, Adam's states) at 2 + 2 + 12
+def _show_states(writer: ExampleWriter, config: ModelConfig, name: str) -> float:
+    """Append to `writer` a table of the memory of a model's states (parameters, gradients, Adam's states) at 2 + 2 + 12
     bytes a parameter; return their sum in bytes. config: the model. name: its name, for the heading."""
     numel, each = parameter_table(config).numel, state_bytes(0, 1)
     parts = {"parameters, bf16": each.weights, "gradients, bf16": each.gradients,
@@ -136,66 +138,66 @@ def _show_states(work: Work, config: ModelConfig, name: str) -> float:
              "Adam's second moment, fp32": each.optimizer / 3}  # fmt: skip
     rows = [(part, f"{size:g}", format_size(size * numel)) for part, size in parts.items()]
     total = each.total * numel
-    work.table(f"{name}, {numel:,} parameters:", ("", "bytes each", "size"),
+    writer.table(f"{name}, {numel:,} parameters:", ("", "bytes each", "size"),
                [*rows, ("sum", f"{each.total:g}", f"{format_size(total)} ({total / GIB:,.1f} GiB)")])  # fmt: skip
-    work.result("states, GB", total / 1e9)
+    writer.result("states, GB", total / 1e9)
     return total
 
 
-def _show_ledgers(work: Work, title: str, found: dict[str, Ledger]) -> None:
-    """Append to `work` a table of planned memory per rank at its peak, in GB: one line per category (parameters,
+def _show_memory_table(writer: ExampleWriter, title: str, found: dict[str, Ledger]) -> None:
+    """Append to `writer` a table of planned memory per rank at its peak, in GB: one line per category (parameters,
     activations ...), one column per layout.
 
-    title: beginning of the table's title. found: layout, such as "dp8 zero3" -> the planner's ledger (all allocations)
-    of a rank.
+    title: beginning of the table's title. found: layout, such as "dp8 zero3" -> the planner's list of all allocations
+    of a rank (ledger).
     """
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "workspace", "communication")
     rows = [(name, *(f"{one.by_category()[name] / 1e9:.2f}" for one in found.values())) for name in names]
     rows.append(("peak", *(f"{one.peak_bytes / 1e9:.2f}" for one in found.values())))
-    work.table(f"{title} the planner's ledger at the peak, GB:", ("", *found), rows)
-    work.text(
+    writer.table(f"{title} the planner's ledger at the peak, GB:", ("", *found), rows)
+    writer.text(
         "Meshwright sums gradients in fp32 (4 bytes): 18 bytes a parameter in place of 16. Its ledger adds what the "
         "formula leaves out: activations, logits, kernels' workspaces, gathered parameters."
     )
 
 
-def serve_7b(work: Work) -> None:
-    """Append to `work` the worked example: memory of Llama-2-7B's weights and KV cache for serving, compared with the
-    KV cache of a 13B model and of a model with grouped-query attention."""
-    token = _show_serving(work, "llama-2-7b", 4096, 16)
+def explain_inference_memory_7b(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: memory of Llama-2-7B's weights and KV cache for serving,
+    compared with the KV cache of a 13B model and of a model with grouped-query attention."""
+    token = _show_serving(writer, "llama-2-7b", 4096, 16)
     other = preset("llama-2-13b")
     opt = 2 * other.layers * other.kv_heads * other.head_dim * 2
-    work.text(
+    writer.text(
         f"The vLLM paper's 800 KB a token are OPT-13B's, with the shape of Llama-2-13B: 2 · {other.layers} · "
         f"{other.hidden:,} · 2 = {opt:,} bytes, 800 KiB."
     )
     grouped = preset("llama-3-8b")
     small = 2 * grouped.layers * grouped.kv_heads * grouped.head_dim * 2
-    work.text(
+    writer.text(
         f"Grouped queries: Llama-3-8B has {grouped.kv_heads} key-value heads in place of {grouped.heads}: "
         f"{small:,} bytes, a quarter of {token:,}."
     )
-    work.result("13B, bytes per token", opt)
-    work.result("llama-3-8b, bytes per token", small)
+    writer.result("13B, bytes per token", opt)
+    writer.result("llama-3-8b, bytes per token", small)
 
 
-def serve_175b(work: Work) -> None:
-    """Append to `work` the worked example: memory of GPT-3 175B's weights and KV cache for serving, and the number of
-    80 GB GPUs."""
-    _show_serving(work, "gpt3-175b", 2048, 16)
+def explain_inference_memory_175b(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: memory of GPT-3 175B's weights and KV cache for serving, and
+    the number of 80 GB GPUs."""
+    _show_serving(writer, "gpt3-175b", 2048, 16)
     weights = 175e9 * 2
-    work.text(
+    writer.text(
         f"175 billion × 2 bytes = {weights / 1e9:g} GB = {weights / GIB:.0f} GiB: {ceil(weights / 80e9)} GPUs of "
         "80 GB, 8 in practice: the ranks of tp divide 96 heads evenly, and the KV cache needs its share."
     )
     four = parameter_table(preset("gpt3-175b")).numel / 2
-    work.text(f"In 4 bits the weights are {format_size(four)}: two GPUs of 80 GB.")
-    work.result("weights, GiB", weights / GIB)
-    work.result("GPUs of 80 GB", ceil(weights / 80e9))
+    writer.text(f"In 4 bits the weights are {format_size(four)}: two GPUs of 80 GB.")
+    writer.result("weights, GiB", weights / GIB)
+    writer.result("GPUs of 80 GB", ceil(weights / 80e9))
 
 
-def _show_serving(work: Work, model: str, length: int, sequences: int) -> int:
-    """Append to `work` the memory for serving a model in bf16: its weights, and its KV cache per token, per sequence
+def _show_serving(writer: ExampleWriter, model: str, length: int, sequences: int) -> int:
+    """Append to `writer` the memory for serving a model in bf16: its weights, and its KV cache per token, per sequence
     and in all; return the KV cache's bytes per token.
 
     model: preset, such as "llama-2-7b". length: tokens of a sequence. sequences: number of sequences.
@@ -205,7 +207,7 @@ def _show_serving(work: Work, model: str, length: int, sequences: int) -> int:
     token = found.kv_block // BLOCK_TOKENS
     width = config.kv_heads * config.head_dim
     numel = parameter_table(config).numel
-    work.text(
+    writer.text(
         f"{model}: L = {config.layers}, {config.kv_heads} key-value heads of {config.head_dim}. KV cache of a token: "
         f"keys and values, 2 · {config.layers} · {width:,} · 2 bytes = {2 * config.layers * width * 2:,}; the "
         f"serving ledger's block of {BLOCK_TOKENS} tokens has {found.kv_block:,} bytes, {token:,} a token."
@@ -214,8 +216,8 @@ def _show_serving(work: Work, model: str, length: int, sequences: int) -> int:
             (f"KV cache of {length:,} tokens", f"{token:,} × {length:,}", format_size(token * length)),
             (f"KV cache of {sequences} such", "", format_size(token * length * sequences)),
             ("sum", "", format_size(2 * numel + token * length * sequences))]  # fmt: skip
-    work.table("bf16:", ("", "", "size"), rows)
-    work.result("bytes per token", token)
-    work.result("weights, GB", 2 * numel / 1e9)
-    work.result("KV cache of a sequence, GB", token * length / 1e9)
+    writer.table("bf16:", ("", "", "size"), rows)
+    writer.result("bytes per token", token)
+    writer.result("weights, GB", 2 * numel / 1e9)
+    writer.result("KV cache of a sequence, GB", token * length / 1e9)
     return token

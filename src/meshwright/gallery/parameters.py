@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from meshwright.gallery.explanation import Work
+from meshwright.gallery.explanation import ExampleWriter
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
 
@@ -25,11 +25,11 @@ def _count_by_block(model: str) -> Counter[str]:
     return found
 
 
-def count_gpt3(work: Work) -> None:
-    """Append to `work` the worked example: parameters of GPT-3 175B, tensor by tensor."""
+def explain_gpt3_parameters(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: parameters of GPT-3 175B, tensor by tensor."""
     config, found = preset("gpt3-175b"), _count_by_block("gpt3-175b")
     h, layers, vocabulary = config.hidden, config.layers, config.vocabulary
-    work.text(
+    writer.text(
         f"h = {h:,}, L = {layers}, vocabulary V = {vocabulary:,}, {config.max_positions:,} positions; the output "
         "head shares the embedding's matrix."
     )
@@ -40,23 +40,23 @@ def count_gpt3(work: Work) -> None:
     }  # fmt: skip
     total = sum(found.values())
     rows = [(name, formulas[name], count, f"{count / total:.2%}") for name, count in found.items()]
-    work.table("Tensors of the parameter table, summed over the layers:", ("tensor", "formula", "parameters", "share"),
-               [*rows, ("total", "", total, "")])  # fmt: skip
+    head = ("tensor", "formula", "parameters", "share")
+    writer.table("Tensors of the parameter table, summed over the layers:", head, [*rows, ("total", "", total, "")])
     closed = 12 * layers * h * h * (1 + 13 / (12 * h) + (vocabulary + config.max_positions) / (12 * layers * h))
-    work.text(
+    writer.text(
         f"12 L h² = {12 * layers * h * h:,}. Narayanan's equation 2, 12 L h² (1 + 13/(12 h) + (V + s)/(12 L h)) = "
         f"{closed:,.0f}; the table has {total - round(closed):,} more: the final norm, 2 h. Rounded: 175 billion."
     )
-    work.result("parameters", total)
-    work.result("12 L h²", 12 * layers * h * h)
+    writer.result("parameters", total)
+    writer.result("12 L h²", 12 * layers * h * h)
 
 
-def count_llama(work: Work) -> None:
-    """Append to `work` the worked example: parameters of Llama-3-8B and Llama-2-7B, tensor by tensor."""
+def explain_llama_parameters(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: parameters of Llama-3-8B and Llama-2-7B, tensor by tensor."""
     for model in ("llama-3-8b", "llama-2-7b"):
         config, found = preset(model), _count_by_block(model)
         kv = config.kv_heads * config.head_dim
-        work.text(
+        writer.text(
             f"{model}: h = {config.hidden:,}, L = {config.layers}, {config.heads} heads of {config.head_dim}, "
             f"{config.kv_heads} for keys and values (kv = {kv:,}), f = {config.intermediate:,}, V = "
             f"{config.vocabulary:,}."
@@ -69,10 +69,10 @@ def count_llama(work: Work) -> None:
         }  # fmt: skip
         total = sum(found.values())
         rows = [(name, formulas[name], count, f"{count / total:.2%}") for name, count in found.items()]
-        work.table(f"{model}:", ("tensor", "formula", "parameters", "share"), [*rows, ("total", "", total, "")])
+        writer.table(f"{model}:", ("tensor", "formula", "parameters", "share"), [*rows, ("total", "", total, "")])
         published = PRESETS[model].parameters
-        work.text(f"Published: {published:,}; difference {total - (published or 0):,}.")
-        work.result(model, total)
+        writer.text(f"Published: {published:,}; difference {total - (published or 0):,}.")
+        writer.result(model, total)
 
 
 def _count_adapters(model: str, names: tuple[str, ...], rank: int) -> int:
@@ -82,12 +82,14 @@ def _count_adapters(model: str, names: tuple[str, ...], rank: int) -> int:
     return sum(rank * sum(entry.shape) for entry in entries)
 
 
-def count_lora(work: Work) -> None:
-    """Append to `work` the worked example: parameters of LoRA adapters on GPT-3 175B and Llama-2-7B."""
+def explain_lora_parameters(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: parameters of LoRA adapters on GPT-3 175B and Llama-2-7B."""
     config = preset("gpt3-175b")
     h, layers = config.hidden, config.layers
-    work.text("W + (α/r) B A: B has h × r numbers and A r × h; W is frozen. A matrix m × n gets r (m + n) parameters.")
-    work.text(
+    writer.text(
+        "W + (α/r) B A: B has h × r numbers and A r × h; W is frozen. A matrix m × n gets r (m + n) parameters."
+    )
+    writer.text(
         f"GPT-3 175B, queries and values of {layers} layers: 2 · {layers} · r · ({h:,} + {h:,}). Its table has the "
         "three projections as one tensor, c_attn of h × 3h; LoRA takes two h × h blocks of it."
     )
@@ -95,18 +97,18 @@ def count_lora(work: Work) -> None:
     for rank in (1, 2, 4, 8, 64):
         count = 2 * layers * rank * 2 * h
         rows.append((f"{rank}", count, f"{count / parameter_table(config).numel:.4%}", f"{2 * count / 1e6:.1f} MB"))
-        work.result(f"gpt3-175b, rank {rank}", count)
-    work.table("GPT-3 175B:", ("rank", "parameters", "of the model", "fp16 checkpoint"), rows)
+        writer.result(f"gpt3-175b, rank {rank}", count)
+    writer.table("GPT-3 175B:", ("rank", "parameters", "of the model", "fp16 checkpoint"), rows)
     names = ("q_proj.weight", "v_proj.weight")
     found, whole = _count_adapters("llama-2-7b", names, 8), parameter_table(preset("llama-2-7b")).numel
-    work.text(
+    writer.text(
         f"Llama-2-7B, rank 8 on q_proj and v_proj, from the table's shapes: {found:,}; of {whole + found:,} with "
         f"the adapter {found / (whole + found):.4%}, as PEFT prints them. All seven matrices of a layer: "
         f"{_count_adapters('llama-2-7b', ('_proj.weight',), 8):,}."
     )
-    work.text(
+    writer.text(
         "Memory: gradients and Adam states, 14 of the 16 bytes a parameter, are needed for the adapter alone; the "
         "frozen weights keep 2 bytes each. This project counts adapters; it does not train them yet."
     )
-    work.result("llama-2-7b, rank 8", found)
-    work.result("llama-2-7b, share", found / (whole + found))
+    writer.result("llama-2-7b, rank 8", found)
+    writer.result("llama-2-7b, share", found / (whole + found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.gallery.execution import Floats, check_program, execute, format_vector
-from meshwright.gallery.explanation import Work
+from meshwright.gallery.explanation import ExampleWriter
 from meshwright.layout import Layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -16,59 +16,59 @@ GRADIENT = np.array([[1.0, 0.0, 1.0, 2.0], [1.0, 1.0, 0.0, 1.0]])
 """Activations [2 tokens, 4 features], weights [4, 4], and gradient of the output."""
 
 
-def split_columns(work: Work) -> None:
-    """Append to `work` the worked example of a column-parallel linear layer: Y = X W with the columns of W split over
-    two ranks, forward, and backward with its all-reduce."""
+def explain_column_parallel_linear(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: a column-parallel linear layer Y = X W with the columns of W
+    split over two ranks, in forward and in backward with its all-reduce."""
     halves = np.split(W, 2, axis=1)
-    work.table("X (2 tokens) and W; rank 0 holds columns 0 and 1 of W, rank 1 columns 2 and 3:", *_show_operands())
+    writer.table("X (2 tokens) and W; rank 0 holds columns 0 and 1 of W, rank 1 columns 2 and 3:", *_show_operands())
     parts = [X @ half for half in halves]
-    work.table(
+    writer.table(
         "Forward: every rank has all of X and multiplies it with its columns.",
         ("rank", "token 0 of Y", "token 1 of Y"), [(f"rank {r}", *map(format_vector, y)) for r, y in enumerate(parts)],
     )  # fmt: skip
     whole = np.concatenate(parts, axis=1)
-    work.text(
+    writer.text(
         f"Side by side: Y = [{format_vector(whole[0])}], [{format_vector(whole[1])}]. A row-split layer that follows "
         "takes the halves as they are; where the whole Y is needed, an all-gather of 2 ranks sends 1/2 of it from each."
     )
-    _add_up(
-        work, [dy @ half.T for dy, half in zip(np.split(GRADIENT, 2, axis=1), halves, strict=True)],
+    _show_reduction(
+        writer, [dy @ half.T for dy, half in zip(np.split(GRADIENT, 2, axis=1), halves, strict=True)],
         f"Backward: with dY = [{format_vector(GRADIENT[0])}], [{format_vector(GRADIENT[1])}]: "
         "dX = dY₀ W₀ᵀ + dY₁ W₁ᵀ has a part on each rank, so that the input's gradient is all-reduced; dW of "
         "a rank is Xᵀ dY of its columns and stays there.",
     )  # fmt: skip
-    work.text(_show_split("model.layers.0.mlp.up_proj.weight"))
-    work.result("Y[0, 3]", whole[0, 3])
-    work.result("difference from X W", float(np.abs(whole - X @ W).max()))
+    writer.text(_show_split("model.layers.0.mlp.up_proj.weight"))
+    writer.result("Y[0, 3]", whole[0, 3])
+    writer.result("difference from X W", float(np.abs(whole - X @ W).max()))
 
 
-def split_rows(work: Work) -> None:
-    """Append to `work` the worked example of a row-parallel linear layer: Y = X W with the rows of W and the columns of
-    X split over two ranks, whose partial products an all-reduce sums."""
-    work.table("X (2 tokens) and W; rank 0 holds rows 0 and 1 of W, rank 1 rows 2 and 3:", *_show_operands())
+def explain_row_parallel_linear(writer: ExampleWriter) -> None:
+    """Compute a worked example and append it to `writer`: a row-parallel linear layer Y = X W with the rows of W and
+    the columns of X split over two ranks, whose partial products an all-reduce sums."""
+    writer.table("X (2 tokens) and W; rank 0 holds rows 0 and 1 of W, rank 1 rows 2 and 3:", *_show_operands())
     parts = [x @ w for x, w in zip(np.split(X, 2, axis=1), np.split(W, 2, axis=0), strict=True)]
-    total = _add_up(
-        work, parts,
+    total = _show_reduction(
+        writer, parts,
         "Forward: a rank has 2 features of X (a column-split layer left them there) and multiplies them with its rows. "
         "Each product has the shape of Y, and Y is their sum.",
     )  # fmt: skip
-    work.text(
+    writer.text(
         "Backward: dX of a rank is dY W_rᵀ, of its own features: no communication. With sequence parallelism the "
         "all-reduce becomes a reduce-scatter, and an all-gather before the next column-split layer."
     )
-    work.text(_show_split("model.layers.0.mlp.down_proj.weight"))
+    writer.text(_show_split("model.layers.0.mlp.down_proj.weight"))
     once, halves = 0.0, [0.0, 0.0]
     for index in range(10):
         once += 0.1
         halves[index // 5] += 0.1
-    work.text(
+    writer.text(
         f"Order matters in floating point: ten times 0.1 added one by one is {once!r}; two ranks with five each give "
         f"{halves[0]!r} + {halves[1]!r} = {sum(halves)!r}."
     )
-    work.result("Y[0, 3]", total[0, 3])
-    work.result("difference from X W", float(np.abs(total - X @ W).max()))
-    work.result("ten times 0.1, one by one", once)
-    work.result("ten times 0.1, on two ranks", sum(halves))
+    writer.result("Y[0, 3]", total[0, 3])
+    writer.result("difference from X W", float(np.abs(total - X @ W).max()))
+    writer.result("ten times 0.1, one by one", once)
+    writer.result("ten times 0.1, on two ranks", sum(halves))
 
 
 def _show_operands() -> tuple[tuple[str, str], list[tuple[str, str]]]:
@@ -78,8 +78,8 @@ def _show_operands() -> tuple[tuple[str, str], list[tuple[str, str]]]:
     return ("rows of X", "rows of W"), rows
 
 
-def _add_up(work: Work, parts: list[Floats], words: str) -> Floats:
-    """Append to `work` a table with two ranks' partial results and their sum, computed by the ring all-reduce; return
+def _show_reduction(writer: ExampleWriter, parts: list[Floats], words: str) -> Floats:
+    """Append to `writer` a table with two ranks' partial results and their sum, computed by the ring all-reduce; return
     the sum.
 
     parts: the ranks' arrays, of one shape [2 tokens, features]. words: title of the table.
@@ -90,14 +90,14 @@ def _add_up(work: Work, parts: list[Floats], words: str) -> Floats:
     total = np.stack(sums, axis=1).reshape(parts[0].shape)
     rows = [(f"rank {rank}", *map(format_vector, part)) for rank, part in enumerate(parts)]
     rows.append(("all-reduce", *map(format_vector, total)))
-    work.table(words, ("", "token 0", "token 1"), rows)
+    writer.table(words, ("", "token 0", "token 1"), rows)
     sent = float(checked.bytes_sent(1.0)[0])
     size = parts[0].size * 4
-    work.text(
+    writer.text(
         f"A ring all-reduce on 2 ranks: {checked.rounds} rounds, each rank sends {sent:g} times the "
         f"{parts[0].size} numbers, {sent * size:g} bytes in fp32."
     )
-    work.result("bytes sent", sent * size)
+    writer.result("bytes sent", sent * size)
     return total
 
 

@@ -62,7 +62,7 @@ def _render_table(table: Table, width: int) -> str:
         records: list[str] = []
         for row in rows:
             named = [f"    {name}: {cell}" for name, cell in zip(head[1:], row[1:], strict=True) if cell]
-            records += [_indented(words, width) for words in (f"  {row[0]}", *named)]
+            records += [_wrap_indented(words, width) for words in (f"  {row[0]}", *named)]
         return "\n".join(records)
     lines = []
     for line in (head, *rows):
@@ -74,7 +74,7 @@ def _render_table(table: Table, width: int) -> str:
     return "\n".join(lines)
 
 
-def _indented(line: str, width: int) -> str:
+def _wrap_indented(line: str, width: int) -> str:
     """Wrap one line to `width` characters; continuation lines are indented by two spaces more than the line itself."""
     deeper = " " * (len(line) - len(line.lstrip()) + 2)
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=deeper, break_long_words=False) or [""])
