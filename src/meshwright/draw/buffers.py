@@ -16,7 +16,7 @@ from meshwright.program.buffer_frames import (
     build_frames,
     format_legend,
     format_slot_title,
-    is_reduction,
+    sums_contributions,
 )
 from meshwright.program.check_collective import CheckedCollective
 from meshwright.program.collective import CollectiveProgram
@@ -25,9 +25,12 @@ _CELL, _GAP, _LANE, _HEAD, _ROW = 28, 50, 7, 26, 8  # pixels: cell height, betwe
 
 
 def draw_buffers(checked: CheckedCollective) -> Markup:
-    """Return HTML with a picture of all ranks' buffers after each round of a collective program (a collective algorithm
-    as sends between ranks in rounds), and a legend. checked: the verified program. Raises `UserError` if it has too
-    many ranks, slots or rounds to draw."""
+    """Return HTML with pictures of all ranks' buffers after each round of transfers of a collective program, and a
+    legend.
+
+    checked: the verified program. Raises `UserError` if it has too many ranks, slots (buffers for one chunk) or rounds
+    to draw.
+    """
     program, drawn = checked.program, build_frames(checked)
     longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
     cell_width = max(64, round(longest) + 20)
@@ -52,8 +55,8 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
 
 
 def _format_cost(checked: CheckedCollective) -> str:
-    """Return a sentence on a collective program's rounds and traffic, such as `6 rounds; every rank sends 1.5 times the
-    vector.`"""
+    """Return a sentence on a collective program's number of rounds and traffic, such as `6 rounds; every rank sends 1.5
+    times the vector.`"""
     sent = checked.bytes_sent(1.0)
     least, most = (f"{float(value):.4g}" for value in (sent.min(), sent.max()))
     rounds = f"{checked.rounds} round{'s' * (checked.rounds != 1)}"
@@ -64,14 +67,14 @@ def _format_cost(checked: CheckedCollective) -> str:
 
 
 def _make_legend(program: CollectiveProgram) -> list[Markup]:
-    """Return the entries of the legend: colours, frames and stripes of cells, and arrows. If `program` reduces, the
-    entry on colours says that a cell's colour is stronger if more ranks have contributed to the cell."""
+    """Return the legend's entries, which explain the colours, frames and stripes of cells, and the arrows. If `program`
+    reduces, one entry says that a cell's colour is stronger the more ranks have contributed to it."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "final content"),
         ("border:2px solid var(--ink)", "new in this round"),
     ]
-    if is_reduction(program):
+    if sums_contributions(program):
         keys[0] = ("background:linear-gradient(90deg,hsl(var(--part) / .12),hsl(var(--part) / .6))",
                    "more contributions, stronger colour")  # fmt: skip
     spans = [element("span", element("i", style=style), words) for style, words in keys]
@@ -89,21 +92,21 @@ def _make_origin_stripes(origins: tuple[int, ...], ranks: int, width: int) -> Ma
     bit = (width - 12) / ranks
     stripes = (
         element(
-            "rect", class_="bit" if rank in origins else "off", style=f"--hue:{_rank_hue(rank, ranks)}",
+            "rect", class_="bit" if rank in origins else "off", style=f"--hue:{_compute_rank_hue(rank, ranks)}",
             x=6 + rank * bit + 0.5, y=_CELL - 6, width=bit - 1, height=3,
         )
         for rank in range(ranks)
     )  # fmt: skip
-    return element("g", stripes, id=_stripes_id(origins))
+    return element("g", stripes, id=_make_stripes_id(origins))
 
 
-def _stripes_id(origins: tuple[int, ...]) -> str:
-    """Return the id of the SVG element that `_make_origin_stripes` makes for the ranks `origins`: `parts-abd` for ranks
-    0, 1, 3."""
+def _make_stripes_id(origins: tuple[int, ...]) -> str:
+    """Return the id of the SVG element that `_make_origin_stripes` makes for the ranks `origins`, such as `parts-abd`
+    for ranks 0, 1, 3."""
     return "parts-" + "".join(LETTERS[rank] for rank in origins)
 
 
-def _rank_hue(rank: int, ranks: int) -> int:
+def _compute_rank_hue(rank: int, ranks: int) -> int:
     """Return the hue of the colour of rank number `rank`, in degrees from 0 to 359; consecutive ranks get distant hues.
     ranks: number of ranks."""
     step = 7 if ranks > 10 else 3
@@ -113,7 +116,7 @@ def _rank_hue(rank: int, ranks: int) -> int:
 @dataclass
 class _FramePicture:
     """Picture of all ranks' buffers after one round of a collective program: a column for each rank, a row for each
-    slot (place for one chunk of the vector).
+    slot (buffer for one chunk of the vector).
 
     program: the program. frame: buffer contents after the round, and its sends. cell_width: width of a column's cell in
     pixels. Arrows between neighbouring ranks are straight; longer ones run in a lane above the row of the slot that
@@ -154,7 +157,7 @@ class _FramePicture:
             picture.text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
         for rank, cells in enumerate(self.frame.cells):
             words = f"rank {rank} · {LETTERS[rank]}"
-            picture.text(self._rank_left(rank) + self.cell_width / 2, 16, words, class_="rank")
+            picture.text(self._compute_rank_left(rank) + self.cell_width / 2, 16, words, class_="rank")
             for slot, cell in enumerate(cells):
                 self._draw_cell(picture, rank, slot, cell)
         for number, arrow in enumerate(self.frame.arrows):
@@ -162,15 +165,15 @@ class _FramePicture:
         title = f"{self.program.operation} {self.program.algorithm}, {self.frame.title}"
         return picture.svg(width, self.height, title)
 
-    def _rank_left(self, rank: int) -> int:
+    def _compute_rank_left(self, rank: int) -> int:
         """Return the x coordinate, in pixels, of the left edge of rank number `rank`'s column."""
         return self.left + rank * (self.cell_width + _GAP)
 
     def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
-        """Draw one slot (place for one chunk of the vector) of a rank's buffer into `picture`: its content as text,
-        coloured by the share of ranks that have contributed to it. cell: the content."""
-        x, y, width = self._rank_left(rank), self.top[slot], self.cell_width
-        share = len(cell.origins) / self.ranks if is_reduction(self.program) else 0.5
+        """Draw one slot of a rank (buffer for one chunk of the vector) into `picture`: its content as text, on a colour
+        that is stronger the more ranks have contributed to it. cell: the content."""
+        x, y, width = self._compute_rank_left(rank), self.top[slot], self.cell_width
+        share = len(cell.origins) / self.ranks if sums_contributions(self.program) else 0.5
         kind = "none" if not cell.label else "whole" if cell.whole else "part"
         picture.add(
             "rect", class_=kind + " fresh" * cell.fresh, style=f"--full:{0.08 + 0.5 * share:.2f}", x=x, y=y,
@@ -178,28 +181,30 @@ class _FramePicture:
         )  # fmt: skip
         picture.text(x + width / 2, y + _CELL / 2 + 2, cell.label, class_="cell")
         if cell.label and self.ranks > 1:
-            picture.add("use", href=f"#{_stripes_id(cell.origins)}", x=x, y=y)
+            picture.add("use", href=f"#{_make_stripes_id(cell.origins)}", x=x, y=y)
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
-        """Draw the arrow of a send from slots of one rank's buffer to slots of another's into `picture`. number: index
-        of the arrow in `self.frame.arrows`."""
+        """Draw one send into `picture`, as an arrow from slots of one rank's buffer to slots of another's. number:
+        index of the arrow in `self.frame.arrows`. arrow: the send."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target
-        x1 = self._rank_left(arrow.source) + (self.cell_width if right else 0) + 2 * side
+        x1 = self._compute_rank_left(arrow.source) + (self.cell_width if right else 0) + 2 * side
         x2 = (
-            self._rank_left(arrow.target)
+            self._compute_rank_left(arrow.target)
             + (self.cell_width if within or not right else 0)
             - 2 * side * (-1 if within else 1)
         )
-        y1, y2 = (self._slots_middle(slot, arrow.count) - 3 * side * (not within) for slot in (arrow.slot, arrow.into))
+        y1, y2 = (
+            self._compute_slots_middle(slot, arrow.count) - 3 * side * (not within) for slot in (arrow.slot, arrow.into)
+        )
         tip = x2 + 7 if within else x2 - 7 * side  # where the line ends and the head begins
         if within:
             line = f"M{x1} {y1} C{x1 + 24} {y1} {x1 + 24} {y2} {tip} {y2}"
         elif number in self.lane:
             lane = self.top[arrow.slot] - 5 - _LANE * self.lane[number]
             out, into = x1 + side * (8 + 3 * (self.lane[number] % 4)), tip - side * (6 + 3 * (self.lane[number] % 4))
-            line = _rounded_path([(x1, y1), (out, y1), (out, lane), (into, lane), (into, y2), (tip, y2)])
+            line = _make_rounded_path([(x1, y1), (out, y1), (out, lane), (into, lane), (into, y2), (tip, y2)])
         else:
             line = f"M{x1} {y1} C{x1 + 18 * side} {y1} {tip - 18 * side} {y2} {tip} {y2}"
         brackets = ""
@@ -207,28 +212,29 @@ class _FramePicture:
             for x, slot in ((x1, arrow.slot), (x2, arrow.into)):
                 brackets += f"M{x} {self.top[slot] + 2} V{self.top[slot + arrow.count - 1] + _CELL - 2} "
         kind = "signal" if arrow.count == 0 else "many" if arrow.count > 1 else "one"
-        hue = f"--hue:{_rank_hue(arrow.source, self.ranks)}"
+        hue = f"--hue:{_compute_rank_hue(arrow.source, self.ranks)}"
         picture.add("path", class_=kind, style=hue, d=brackets + line)
         picture.add("path", class_="head", style=hue, d=f"M{x2} {y2} L{tip} {y2 - 4.5} L{tip} {y2 + 4.5} Z")
 
-    def _slots_middle(self, slot: int, count: int) -> float:
+    def _compute_slots_middle(self, slot: int, count: int) -> float:
         """Return the y coordinate, in pixels, of the vertical middle of the `count` slot rows that begin with row
         `slot`."""
         return (self.top[slot] + self.top[slot + max(count, 1) - 1] + _CELL) / 2
 
 
-def _rounded_path(points: list[tuple[float, float]]) -> str:
-    """Return an SVG path with rounded corners through `points` (x, y), which horizontal and vertical lines join."""
+def _make_rounded_path(points: list[tuple[float, float]]) -> str:
+    """Return an SVG path with rounded corners through `points` (x, y); consecutive points lie on a horizontal or
+    vertical line."""
     text = f"M{points[0][0]} {points[0][1]}"
     for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
         before = min(5.0, (abs(x1 - x0) + abs(y1 - y0)) / 2)
         after = min(5.0, (abs(x2 - x1) + abs(y2 - y1)) / 2)
-        a = (x1 - before * _sign(x1 - x0), y1 - before * _sign(y1 - y0))
-        b = (x1 + after * _sign(x2 - x1), y1 + after * _sign(y2 - y1))
+        a = (x1 - before * _compute_sign(x1 - x0), y1 - before * _compute_sign(y1 - y0))
+        b = (x1 + after * _compute_sign(x2 - x1), y1 + after * _compute_sign(y2 - y1))
         text += f" L{a[0]:g} {a[1]:g} Q{x1:g} {y1:g} {b[0]:g} {b[1]:g}"
     return text + f" L{points[-1][0]:g} {points[-1][1]:g}"
 
 
-def _sign(number: float) -> int:
+def _compute_sign(number: float) -> int:
     """Return the sign of a number: -1, 0 or 1."""
     return (number > 0) - (number < 0)

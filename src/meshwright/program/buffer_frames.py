@@ -23,11 +23,11 @@ MOST_ROUNDS = 200
 
 @dataclass(frozen=True)
 class Cell:
-    """Content of one slot (buffer for one chunk of the vector) of a rank in a drawing.
+    """Content, as drawn, of one slot of one rank. A slot is the buffer for one chunk of the vector of a collective.
 
-    label: text such as `a0+b0` (chunk 0, summed over ranks a and b), empty for an empty slot. origins: ranks whose
-        contributions the slot holds. whole: True if the content is already what the operation requires at the end.
-        fresh: True if the slot was written in this frame.
+    label: text such as `a0+b0` (chunk 0, summed over ranks a and b), empty for an empty slot. origins: ranks whose data
+    are summed in the slot. whole: True if the slot holds the operation's final result for its chunk. fresh: True if the
+    slot was written since the previous frame.
     """
 
     label: str  # empty where the slot holds nothing
@@ -40,9 +40,9 @@ class Cell:
 class Arrow:
     """One transfer between two ranks in a drawing of buffers; a local copy if source and target rank are equal.
 
-    source, target: sending and receiving rank. slot: first slot read on the source. into: first slot written on the
-        target. count: number of slots, 0 for a signal.
-    adds: True if the slots are reduced into the target instead of overwriting it.
+    source, target: sending and receiving rank. slot: first slot (buffer for one chunk) read on the source. into: first
+    slot written on the target. count: number of consecutive slots, 0 for a signal without data. adds: True if the data
+    are added to the target slots instead of overwriting them.
     """
 
     source: int
@@ -68,10 +68,11 @@ class Frame:
 
 
 def build_frames(checked: CheckedCollective) -> list[Frame]:
-    """Return the snapshots of all ranks' buffers to draw: at the start, after each round, and after the local copies
-    and reductions that precede a round.
+    """Return snapshots of all ranks' buffers, to be drawn: at the start, after each round of transfers, and after the
+    local copies and reductions that precede a round.
 
-    checked: verified collective program. Raises `UserError` above 16 ranks, 64 slots per rank or 200 rounds.
+    checked: verified collective program. Raises `UserError` above 16 ranks, 64 slots (buffers for one chunk) per rank
+    or 200 rounds.
     """
     program = checked.program
     for what, number, most in (
@@ -118,11 +119,11 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a program (a transfer or local step depends on lower levels only) so that all
-    transfers of one round have the same level.
+    """Renumber the dependency levels of a collective program so that all transfers of one round have the same level.
+    Each transfer or local step depends on lower levels only.
 
-    Returns (posting order with the new levels, number of levels per round). The last level of a round holds the round's
-    transfers; the levels before it hold the local copies and reductions that precede these transfers.
+    Returns (posting order with the new levels, number of levels per round). The last level of a round has its
+    transfers; the levels before it have the local copies and reductions that precede these transfers.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
@@ -178,9 +179,9 @@ def _make_cells(
     return tuple(tuple(make_cell(rank, slot) for slot in range(slots)) for rank in range(program.ranks))
 
 
-def is_reduction(program: CollectiveProgram) -> bool:
-    """Return True if a slot may hold contributions of several ranks: for all-reduce, reduce-scatter and reduce, and for
-    barrier, whose slots collect the ranks heard from."""
+def sums_contributions(program: CollectiveProgram) -> bool:
+    """Return True if the program's operation sums data of several ranks in one slot (buffer for one chunk): all-reduce,
+    reduce-scatter, reduce. Also True for barrier, whose slots collect the set of ranks that have signalled."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 
@@ -198,7 +199,7 @@ def format_slot_label(program: CollectiveProgram, chunk: int, origins: tuple[int
     if len(origins) == program.ranks and program.ranks > 1:
         if program.operation == "barrier":
             return "all"
-        if is_reduction(program):
+        if sums_contributions(program):
             return f"Σ{number}"
     if len(origins) <= 4:
         return "+".join(f"{LETTERS[rank]}{number}" for rank in origins)
@@ -212,7 +213,8 @@ def format_slot_label(program: CollectiveProgram, chunk: int, origins: tuple[int
 
 
 def format_slot_title(program: CollectiveProgram, slot: int) -> str:
-    """Return the column heading of slot number `slot` in a drawing: `data[3]`, or `heard from` for a barrier."""
+    """Return the column heading for slot number `slot` (buffer for one chunk) in a drawing: `data[3]`, or `heard from`
+    for a barrier, whose slot collects the ranks that have signalled."""
     return "heard from" if program.operation == "barrier" else program.format_slots(slot)
 
 
@@ -224,5 +226,5 @@ def format_legend(program: CollectiveProgram) -> str:
     )
     if program.operation == "barrier":
         return f"{ranks}; a rank leaves the barrier when it has signals, directly or indirectly, from all ranks."
-    total = "; Σ0 has the parts of all ranks" if is_reduction(program) and program.ranks > 1 else ""
+    total = "; Σ0 has the parts of all ranks" if sums_contributions(program) and program.ranks > 1 else ""
     return f"{ranks}; {LETTERS[0]}0 is rank 0's part of chunk 0{total}."

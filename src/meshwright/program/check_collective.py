@@ -28,10 +28,10 @@ _MAX_SLOTS_MOVED = 10**8  # summed over steps: a few GiB and a minute
 
 @dataclass(frozen=True)
 class CheckedCollective(MatchedCollective):
-    """Verified collective program, with its matched transfers and the order in which they can run.
+    """Verified collective program, with its matched sends and receives and an order in which they can run.
 
-    level: [transfers], position in the dependency order: a transfer depends on lower levels only. order: order in which
-        groups (steps that a rank posts together) can be posted.
+    level: [transfers], dependency level of each transfer, which depends on lower levels only. order: order in which
+    groups (steps that a rank posts together) can be posted.
     """
 
     level: Integers
@@ -77,8 +77,8 @@ def check_collective(program: CollectiveProgram) -> CheckedCollective:
 
 
 def _check_steps(program: CollectiveProgram) -> None:
-    """Raise `ProgramError` for the first step that is invalid by itself: unknown kind, rank or slot, wrong field
-    values.
+    """Raise `ProgramError` for the first step that is invalid by itself: unknown kind, rank or slot (buffer for one
+    chunk), or a field value that does not fit its kind.
 
     Local steps (copy, combine) must be in groups without transfers; a barrier may have only signals.
     """
@@ -145,10 +145,11 @@ def _match_steps(program: CollectiveProgram) -> CheckedCollective:
 
 
 def _check_races(program: CollectiveProgram) -> None:
-    """Raise `ProgramError` if a result depends on the order of steps within a group, which run concurrently.
+    """Raise `ProgramError` if a result depends on the order of steps within a group (steps that a rank posts together),
+    which run concurrently.
 
-    No other step of the group may use a slot that a receive or a copy writes; no other local step may read a slot that
-    a combine writes.
+    If a receive or a copy writes a slot, no other step of the group may use it. If a combine (local addition) writes a
+    slot, no other local step may read it.
     """
     s = program.steps
     is_local = s.has_kind(LOCAL)
@@ -182,10 +183,10 @@ def _check_races(program: CollectiveProgram) -> None:
 
 
 def _check_postcondition(program: CollectiveProgram, memory: contract.Memory) -> None:
-    """Raise `ProgramError` unless, after the last step, every slot that the operation's result covers holds its chunk
-    with exactly the required contributions.
+    """Raise `ProgramError` unless every rank ends with the operation's result: each slot of the result holds the right
+    chunk, with exactly the required ranks' contributions.
 
-    memory: chunk and contributing ranks of every slot after the last step.
+    memory: chunk number and contributing ranks of every slot (buffer for one chunk) after the last step.
     """
     need = contract.build_required_slots(program)
     chunk, sets = memory.chunk[need.rank, need.slot], memory.origins[need.rank, need.slot]

@@ -1,4 +1,4 @@
-"""Verification of pipeline programs: every micro-batch is trained exactly once, in a valid order, without deadlock.
+"""Verification of pipeline schedules: every micro-batch is trained exactly once, in a valid order, without deadlock.
 
 Checks that stages are placed on existing ranks; every micro-batch runs forward and backward through every stage of one
 replica, on the stage's rank; values are produced before they are read; no ranks wait for each other in a cycle;
@@ -36,13 +36,12 @@ _WITH_WEIGHTS = 1 << Component.ATTENTION | 1 << Component.MLP
 
 @dataclass(frozen=True)
 class CheckedPipeline:
-    """Verified pipeline program (schedule), with its matched transfers, a valid order and the peak of saved
+    """Verified pipeline schedule, with its matched sends and receives, a valid order of its steps, and its peak
     activations.
 
-    sends, receives: [transfers], step indices of explicit sends and their receives (empty if the program has none).
-        order: [groups], indices of the groups (steps that a rank runs together) in dependency order.
-    peak_activations: peak of saved activations, indexed by rank; 1.0 is what one micro-batch saves on all stages that
-    the rank has of one replica.
+    sends, receives: [transfers], step indices of explicit sends and their receives (empty if the schedule has none).
+    order: [groups], indices of the groups (steps that a rank runs together) in dependency order. peak_activations:
+    [ranks], peak of saved activations; 1.0 is one micro-batch on all of the rank's stages of one replica.
     """
 
     program: PipelineProgram
@@ -53,8 +52,8 @@ class CheckedPipeline:
 
 
 def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
-    """Verify that a pipeline program trains every micro-batch exactly once and cannot deadlock; return it with its
-    transfers.
+    """Verify that a pipeline schedule runs forward and backward of every micro-batch exactly once and cannot deadlock;
+    return it with its matched transfers.
 
     Raises `ProgramError` (rank, step, reason) at the first violation. The first stage must have input-gradient steps
     too; an executor may skip their computation.
@@ -117,9 +116,11 @@ def _check_steps(program: PipelineProgram) -> None:
 
 
 def _check_groups(program: PipelineProgram) -> None:
-    """Raise `ProgramError` for a group (steps run together) that mixes computation, updates and transfers, or that has
-    more than one forward, backward or weight gradient of a whole stage. Steps of single layer components may share a
-    group."""
+    """Raise `ProgramError` for an invalid group (steps that a rank runs together).
+
+    A group must not mix computation, updates and transfers. It may have at most one forward, one backward and one
+    weight gradient of a whole stage; steps of single layer components (attention, MLP ...) may share a group.
+    """
     s = program.steps
     groups = len(s.group_rank)
 
@@ -216,8 +217,8 @@ def _check_micro_batches(program: PipelineProgram) -> None:
 def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
     """Raise `ProgramError` if two steps do the same work; the error names the later one.
 
-    steps: step indices. number: [steps], key of each step's work: equal for two steps that do the same work. verb: word
-    of the message, such as `sent`.
+    steps: step indices. number: [steps], key of each step's work, equal for two steps that do the same work. verb:
+    participle for the error message, such as `sent`.
     """
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])
@@ -228,10 +229,10 @@ def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, v
 
 
 def _check_transfers(flow: Dataflow) -> None:
-    """Raise `ProgramError` for a send or receive whose two ends are on one rank, whose value no step produces, or whose
-    value was sent (or received) by an earlier step.
+    """Raise `ProgramError` for an invalid send or receive: both ends are on one rank, no step produces its value, or an
+    earlier step has already sent (or received) the value.
 
-    flow: data flow of the program.
+    flow: the schedule's data flow (step that produces each activation or gradient).
     """
     program, s = flow.program, flow.program.steps
     sends, receives = np.flatnonzero(s.has_kind(SENDING)), np.flatnonzero(s.has_kind(ARRIVING))

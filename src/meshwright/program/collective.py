@@ -139,8 +139,8 @@ class CollectiveProgram(StepProgram):
         return self.first_scratch + self.scratch
 
     def find_owner(self, chunk: ArrayLike) -> Integers:
-        """Return the rank that owns each chunk of `chunk` (any shape), as ranks own contiguous shares of the vector in
-        rank order."""
+        """Return the owner rank of each chunk number in `chunk`, in the same shape. Every rank owns a contiguous,
+        nearly equal range of the vector's chunks, in rank order."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
     def format_slots(self, slot: int, count: int = 1) -> str:
@@ -180,8 +180,8 @@ class CollectiveProgram(StepProgram):
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """Collective program with the pairs of sends and receives that belong together. The simulator accepts it without
-    the verification that a `CheckedCollective` has passed.
+    """Collective program with each send matched to its receive. It need not be verified; the simulator accepts it all
+    the same.
 
     sends, receives: [transfers], indices of the send and receive step of each transfer.
     """
@@ -275,8 +275,8 @@ class Builder:
     def copy(
         self, rank: ArrayLike, source: ArrayLike, into: ArrayLike, count: ArrayLike = 1, combine: bool = False
     ) -> None:
-        """Add a copy of the slots [source, source + count) to the slots from `into` on, within rank `rank`; arrays add
-        one copy per entry.
+        """Add a copy of the slots (buffers for one chunk) [source, source + count) to the slots from `into` on, within
+        rank `rank`; arrays add one copy per entry.
 
         combine: add to the target slots instead of overwriting them.
         """

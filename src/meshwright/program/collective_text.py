@@ -51,8 +51,8 @@ Row = tuple[int, int, int, int, int, int, int]  # rank, group, kind, slot, count
 
 
 def format_collective(program: CollectiveProgram) -> str:
-    """Return the text form of a collective program (header, then lines such as `send data[0] to 1` by rank), from which
-    `parse_collective` builds an equal program."""
+    """Return a collective program in text form, from which `parse_collective` builds an equal one: a header, then lines
+    such as `send data[0] to 1` by rank."""
     lines = [
         f"collective {program.operation} {program.algorithm}",
         f"ranks {program.ranks}",
@@ -80,10 +80,10 @@ def format_collective(program: CollectiveProgram) -> str:
 
 
 def parse_collective(text: str, where: str = "program") -> CollectiveProgram:
-    """Parse the text form of a collective program (header, then lines such as `send data[0] to 1` by rank).
+    """Parse the text form of a collective program: a header, then lines such as `send data[0] to 1` by rank.
 
     where: prefix of error messages, such as the file's name. Raises `UserError` with the line number, the invalid text,
-        and a valid alternative.
+    and a valid alternative.
     """
     return _Parser(where).parse(text)
 
@@ -135,8 +135,8 @@ class _Parser(ProgramParser):
             self.numbers[name] = self.parse_number(words[0])
 
     def finish_header(self) -> None:
-        """Raise `UserError` unless the header is complete and valid; then compute where data, output and scratch slots
-        begin."""
+        """Raise `UserError` unless the header is complete and valid; then compute the first slot numbers of data,
+        output and scratch (buffers for one chunk each)."""
         super().finish_header()
         where, chunks = f"{self.where}, line {self.line}", self.numbers["chunks"]
         check_header(self.operation, reduction=self.reduction, where=where, **self.numbers)

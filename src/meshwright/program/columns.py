@@ -52,7 +52,7 @@ class StepColumns:
         return self.rank[np.flatnonzero(np.diff(self.group_index, prepend=-1) != 0)]
 
     def of_rank(self, rank: int) -> range:
-        """Return the range of step indices (positions in the columns) that belong to rank `rank`."""
+        """Return the indices of the steps of rank `rank` in the columns, as a range."""
         return range(int(np.searchsorted(self.rank, rank)), int(np.searchsorted(self.rank, rank, side="right")))
 
     def has_kind(self, kinds: Iterable[int]) -> Mask:
@@ -89,8 +89,11 @@ class StepProgram:
 
 
 def count_in_runs(starts: Mask) -> Integers:
-    """Return the position of each entry within its run of consecutive entries, counted from 0. starts: mask that is
-    True where a run begins; entry 0 counts as the beginning of a run in any case."""
+    """Return the position of each entry within its run of consecutive entries, from 0. starts: mask, True where a run
+    begins.
+
+    Example: [True, False, False, True, False] gives [0, 1, 2, 0, 1]. Entry 0 begins a run in any case.
+    """
     index = np.arange(len(starts))
     position: Integers = index - np.maximum.accumulate(np.where(starts, index, 0))
     return position

@@ -65,11 +65,12 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Find when the send buffers of `rank` can be freed without waiting: a message from a neighbour shows that the
-    neighbour has run all steps before that send, and so has used the tensors that those steps read.
+    """Find after which steps of `rank` its send buffers can be freed without waiting for the sends.
 
-    Returns {index of a compute step: values whose send buffers are free once the input of this step has arrived}. A
-    value is (OUTPUT or GRADIENT, replica, stage that produces it, micro-batch); each value is listed once.
+    A message that a neighbour sends shows that the neighbour has run all of its earlier steps, and so has already used
+    the tensors that those steps received from `rank`. Returns {index of a compute step: values whose send buffers are
+    free once the input of this step has arrived}. A value is (OUTPUT or GRADIENT, replica, stage that produces it,
+    micro-batch); each value is listed once.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)

@@ -18,10 +18,11 @@ _MAX_MEMORY = 4 << 30  # bytes of all contribution sets during a check
 
 
 def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: int, reduction: str, where: str) -> None:
-    """Raise `UserError` if the header of a collective program is invalid or its size is too large to check.
+    """Raise `UserError` if a header field of a collective program is invalid, or the program is too large to check.
 
-    operation, reduction: names such as `all-reduce`, `sum`. chunks: number of chunks of the vector. scratch: number of
-        scratch slots per rank. where: prefix of the message, such as the file's name.
+    operation, reduction: names such as `all-reduce`, `sum`. chunks: number of chunks of the vector. root: source or
+    destination rank. scratch: number of temporary slots (buffers for one chunk) per rank. where: prefix of the message,
+    such as the file's name.
     """
     if operation not in OPERATIONS:
         raise UserError(f"{where}: {unknown('operation', operation, OPERATIONS)}")
@@ -84,7 +85,8 @@ def find_receiver(ranks: int, root: int) -> int:
 
 
 def build_initial_memory(program: CollectiveProgram) -> Memory:
-    """Return the contents of all slots before the first step, as the program's operation requires them.
+    """Return the symbolic contents of all slots (buffers for one chunk) before the first step: the input that the
+    program's operation assumes on each rank.
 
     For a barrier, slot 0 of each rank collects the set of ranks from which signals have come, directly or through
     others.
@@ -122,7 +124,8 @@ class RequiredSlots:
 
 
 def build_required_slots(program: CollectiveProgram) -> RequiredSlots:
-    """Return the slots that the program's operation defines at its end, with the contents that they must have."""
+    """Return the slots (buffers for one chunk) that hold the result of the program's operation, with the contents that
+    they must have at the end."""
     ranks, chunks, root = program.ranks, program.chunks, program.root
     rank, chunk = (a.ravel() for a in np.meshgrid(np.arange(ranks), np.arange(chunks), indexing="ij"))
     slot, owner = chunk, program.find_owner(chunk)

@@ -24,13 +24,14 @@ Sets: TypeAlias = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class SlotMoves:
-    """Moves of single slots by transfers or local steps of a collective program, as columns with one entry per move.
+    """Moves of single slots (buffers for one chunk) by transfers or local steps of a collective program, as columns
+    with one entry per move.
 
     source, target: slot read and slot written, each numbered rank x slots per rank + slot.
     reader, writer: step index of the step that reads (a send) and of the step that writes (a receive); equal for a
-        local step.
+    local step.
     read_level, write_level: dependency level at which the source is read and the target is written; a reduction is
-        written only when all transfers of its group have ended.
+    written only when all transfers of its group (steps that a rank posts together) have ended.
     reduces: True if the move adds to the target instead of overwriting it.
     turn: number of earlier reductions of the same group into the same target, so that they are applied one by one.
     """
@@ -52,11 +53,11 @@ class SlotMoves:
 def build_transfer_moves(
     program: CollectiveProgram, sends: Integers, receives: Integers, order: PostingOrder, read_level: Integers
 ) -> SlotMoves:
-    """Return the slot moves of all transfers, sorted by read level and, within a level, overwriting moves before
-    reductions.
+    """Return the slot moves (one for each chunk-sized buffer) of all transfers, sorted by read level and, within a
+    level, overwriting moves before reductions.
 
     sends, receives: [transfers], step indices of the two ends. order: dependency level of each group. read_level:
-        [transfers], level at which each transfer runs. Each signal of a barrier is a move of its single slot.
+    [transfers], level at which each transfer runs. Each signal of a barrier is a move of its single slot.
     """
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
@@ -141,10 +142,9 @@ class ContributionTracker:
     def run(self, across: SlotMoves, inside: SlotMoves, watch: Callable[[int], None] | None = None) -> None:
         """Execute all slot moves on `memory`, one dependency level after the other.
 
-        across: moves of transfers. inside: moves of local copies and combines. watch: function called after each level
-        with the number of the level.
-        Raises `ProgramError` at the first step that reads an empty slot, reduces different chunks into each other, or
-        adds the contribution of a rank a second time.
+        across: moves between ranks (transfers). inside: moves within a rank (local copies and combines). watch:
+        function called after each level with the number of the level. Raises `ProgramError` at the first step that
+        reads an empty slot, reduces different chunks into each other, or adds the contribution of a rank a second time.
         """
         levels = int(max(across.write_level.max(initial=-1), inside.read_level.max(initial=-1))) + 1
         starts = np.searchsorted(across.read_level, np.arange(levels + 1)).tolist()

@@ -1,4 +1,4 @@
-"""Data flow of training in a pipeline program: which step reads the values that another step produces.
+"""Data flow of training in a pipeline schedule: which step reads the values that another step produces.
 
 A forward reads the output of the previous stage; a backward or input gradient reads the gradient from the next stage
 and the saved activations of its own forward; a weight gradient reads what its input gradient queued. Where steps are
@@ -23,7 +23,7 @@ _MAKES = np.array([OUTPUT, GRADIENT, GRADIENT, WEIGHTS])
 
 @dataclass(frozen=True)
 class ValueReads:
-    """Reads of activations and gradients by steps of a pipeline program, as columns with one entry per read.
+    """Reads of activations and gradients by the steps of a pipeline schedule, as columns with one entry per read.
 
     reader: index of the step that reads the value. maker: index of the step that produces the value, -1 if no step
     does. what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient). stage: stage of the producing step.
@@ -42,7 +42,7 @@ class ValueReads:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """Data flow of a pipeline program: which step produces each value, and which steps read it.
+    """Data flow of a pipeline schedule: which step produces each value, and which steps read it.
 
     A value is the output, the input gradient or the weight gradient of one micro-batch in one stage of one replica.
     Stages, replicas and micro-batches of all steps must be in range.
@@ -58,8 +58,8 @@ class Dataflow:
     def compute_value_index(
         self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers
     ) -> Integers:
-        """Return one number per value (output or gradient of a micro-batch in a stage), by which arrays over all
-        values, such as `last_step`, are indexed. The four arguments are the digits of this number.
+        """Return the index of a value in arrays over all values, such as `last_step`. A value is the output or gradient
+        of one micro-batch in one stage of one replica; its index is row-major over (what, replica, stage, micro_batch).
 
         what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). replica, stage: where the value is produced. Arguments are
         broadcast against each other; the result has their shape.
@@ -68,10 +68,10 @@ class Dataflow:
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
 
     def index_values(self, what: Integers | int, steps: Integers) -> Integers:
-        """Return, for each step, the index by which arrays over all values are indexed: that of the value `what` of the
-        step's replica, stage and micro-batch.
+        """Return, for each step, the index of one value of its replica, stage and micro-batch in arrays over all
+        values, such as `last_step`.
 
-        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). steps: step indices.
+        what: kind of the value: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). steps: step indices.
         """
         s = self.program.steps
         return self.compute_value_index(what, s.replica[steps], s.stage[steps], s.micro_batch[steps])
@@ -123,8 +123,7 @@ class Dataflow:
 
     @cached_property
     def reads(self) -> ValueReads:
-        """All reads of outputs and gradients by compute steps, as columns with one entry per read, in no particular
-        order."""
+        """All reads of outputs and gradients by compute steps, in no particular order."""
         p, s = self.program, self.program.steps
         order, is_first, _ = self._ordered_components
         kind = s.kind[order]

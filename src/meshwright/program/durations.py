@@ -1,4 +1,4 @@
-"""Durations of the steps of a pipeline program."""
+"""Durations of the steps of a pipeline schedule."""
 
 from __future__ import annotations
 

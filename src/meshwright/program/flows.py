@@ -46,7 +46,7 @@ def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Fl
 
 
 class FairSharing:
-    """Calculator of max-min fair rates of concurrent messages on one network; caches sets of messages that recur.
+    """Calculator of max-min fair rates of concurrent messages on one network; caches the rates of each set of routes.
 
     routes: all routes that messages can take. bandwidth: [links], bytes per second.
     """

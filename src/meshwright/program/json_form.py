@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 
 def to_json_dict(program: Program) -> dict[str, object]:
-    """Return the program as a JSON object: header fields such as "ranks" by name, and under "steps" one list per step
-    column. `from_json_dict` reverses it."""
+    """Convert a collective program or pipeline schedule to a JSON object: header fields such as "ranks" by name, and
+    under "steps" one list per step column. `from_json_dict` reverses it."""
     dialect = "collective" if isinstance(program, CollectiveProgram) else "pipeline"
     header = {name: getattr(program, name) for name in (_COLLECTIVE if dialect == "collective" else _PIPELINE)}
     if "placement" in header:
@@ -61,7 +61,7 @@ def to_json_dict(program: Program) -> dict[str, object]:
 
 
 def format_json(program: Program) -> str:
-    """Return the program as JSON text, with one line for each step column."""
+    """Return a collective program or pipeline schedule as JSON text, with one line for each step column."""
     value = to_json_dict(program)
     steps = value.pop("steps")
     assert isinstance(steps, dict)
@@ -242,7 +242,8 @@ def _require_type(value: object, like: T, where: str) -> T:
 
 
 def _list_words(words: type[IntEnum]) -> dict[int, str]:
-    """Return {number of each enumeration member: its word in the JSON form, such as `weight-gradient`}."""
+    """Return {number: word} of an enumeration's members, with each word as the JSON form writes it, such as
+    `weight-gradient`."""
     return {int(word): word.name.lower().replace("_", "-") for word in words}
 
 

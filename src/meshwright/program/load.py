@@ -22,9 +22,10 @@ def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProg
 
 
 def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -> CollectiveProgram | PipelineProgram:
-    """Read a program of the given dialect from a file; a leading `@` of `path`, as on the command line, is ignored.
+    """Read a collective program or a pipeline schedule, as `dialect` says, from a file in text or JSON form.
 
-    Raises `UserError` with the file's name and, where known, the line.
+    path: a leading `@`, as on the command line, is ignored. Raises `UserError` with the file's name and, where known,
+    the line.
     """
     name = str(path).removeprefix("@")
     text = read_program_text(name)
@@ -44,14 +45,16 @@ def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -
 
 
 def format_program(program: CollectiveProgram | PipelineProgram, path: str | Path) -> str:
-    """Return the text of a program to write to the file `path`: JSON if the suffix is `.json`, else the text form."""
+    """Return a collective program or pipeline schedule as the text to write to the file `path`: JSON if the suffix is
+    `.json`, else the text form."""
     if Path(path).suffix.lower() == ".json":
         return format_json(program)
     return format_collective(program) if isinstance(program, CollectiveProgram) else format_pipeline(program)
 
 
 def read_program_text(path: str | Path) -> str:
-    """Read a program file and return its text. Raises `UserError` if it is missing, unreadable, empty or not text."""
+    """Read the file of a collective program or pipeline schedule and return its text. Raises `UserError` if it is
+    missing, unreadable, empty or not text."""
     try:
         text = read_file(path, "program_bytes", pipe=True).decode("utf-8-sig")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Makespans (total times) of one pipeline program under many sets of step durations together.
+"""Makespans (total times) of one pipeline schedule under many sets of step durations together.
 
 The order in which groups (steps run together on a rank) can run does not depend on their durations. The groups are
 sorted once into waves, each of which reads only what earlier waves produce; a wave is then computed for all its ranks
@@ -26,20 +26,20 @@ SERIAL_LIMIT = 8
 
 
 class MakespanCache:
-    """Cache of simulated makespans (total times) of pipeline programs, by program and durations."""
+    """Cache of simulated makespans (total times) of pipeline schedules; the key is the schedule with its step
+    durations."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[PipelineProgram, bytes], float] = {}
 
     def get(self, program: PipelineProgram, durations: Durations) -> float:
-        """Return the makespan of a program, in the unit of the durations; the program is simulated at the first
-        request."""
+        """Return the makespan of a schedule in the unit of the durations; simulate it if it is not in the cache."""
         self.compute(program, [durations])
         return self._known[program, _make_key(durations)]
 
     def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Simulate the program under several sets of durations at once, which is faster than one by one, and cache the
-        makespans for `get`."""
+        """Simulate the schedule under several sets of step durations at once, which is faster than one by one, and
+        store the makespans in the cache."""
         unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
             found = compute_makespans(program, list(unknown.values()))
@@ -57,7 +57,8 @@ def _make_key(durations: Durations) -> bytes:
 
 
 def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) -> Floats:
-    """Return the makespan of the program under each set of durations, in the unit of that set: [len(durations)].
+    """Return the makespan of a pipeline schedule under each set of step durations, in the unit of that set:
+    [len(durations)].
 
     Each equals `simulate_pipeline(program, durations[i]).makespan`; raises the same errors.
     """
@@ -107,7 +108,8 @@ class _WaveOrder(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
-    """Sort the groups of a program into waves, each of which depends only on earlier waves.
+    """Sort the groups of a schedule (steps run together on a rank) into waves, each of which depends only on earlier
+    waves.
 
     Raises ProgramError for a deadlock.
     """

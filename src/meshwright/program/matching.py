@@ -37,7 +37,8 @@ def match_steps(program: StepProgram, peer: Integers, is_send: Mask, is_receive:
 
 
 def order_steps(program: StepProgram, sends: Integers, receives: Integers) -> PostingOrder:
-    """Compute the order in which all groups can be posted if sends block; raise `ProgramError` for a deadlock.
+    """Compute an order in which all groups (steps that a rank posts together) can be posted if sends block; raise
+    `ProgramError` for a deadlock.
 
     sends, receives: [transfers], step indices of matched sends and receives.
     """

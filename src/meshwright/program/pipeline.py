@@ -1,4 +1,4 @@
-"""Pipeline programs: the forward, backward, update and communication steps of every pipeline rank, stored as columns.
+"""Pipeline schedules: the forward, backward, update and communication steps of every pipeline rank, stored as columns.
 
 The model is split into stages. A *replica* is one complete set of stages with its own mapping to ranks: a bidirectional
 schedule (DualPipe, Chimera) has two replicas that run over the ranks in opposite directions, and each micro-batch runs
@@ -24,7 +24,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 class Kind(IntEnum):
-    """Kind of a step of a pipeline program: a compute pass, an optimizer step (UPDATE), or one end of a transfer.
+    """Kind of a step of a pipeline schedule: a compute pass, an optimizer step (UPDATE), or one end of a transfer.
 
     BACKWARD computes input gradient and weight gradient in one step. UPDATE applies the gradients of the micro-batches
     up to and including the step's; later forwards use the new weights. SEND_FORWARD and RECEIVE_FORWARD transfer an
@@ -76,7 +76,7 @@ class Component(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Steps(StepColumns):
-    """Compute steps, updates and transfers of a pipeline program as columns [steps], sorted by rank, in execution
+    """Compute steps, updates and transfers of a pipeline schedule as columns [steps], sorted by rank, in execution
     order.
 
     Steps of one group run together: transfers are posted at once, a forward and a backward overlap.
@@ -202,7 +202,7 @@ def place_in_v_shape(ranks: int) -> tuple[int, ...]:
 
 @dataclass
 class RankBuilder:
-    """Builder of one rank's steps of a pipeline program, in execution order.
+    """Builder of one rank's steps of a pipeline schedule, in execution order.
 
     rank: number of the rank. stages: stages on this rank, by replica. rows: appended steps, as (group, kind, stage,
         replica, micro-batch, component).
@@ -263,9 +263,11 @@ class RankBuilder:
         self.rows.append((self._group, kind, stage, replica, micro_batch, component))
         self._group += not self._overlapping
 
-    def take(self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers) -> None:
-        """Set all steps of the rank at once from columns [steps], in execution order, instead of appending them one by
-        one.
+    def set_steps(
+        self, group: Integers, kind: Integers, stage: Integers, replica: Integers, micro_batch: Integers
+    ) -> None:
+        """Set all steps of the rank at once, instead of appending them one by one. Arguments are columns [steps], in
+        execution order.
 
         group: steps with equal numbers run together. kind: values of `Kind`. stage, replica, micro_batch: indices from
         0.
@@ -281,7 +283,7 @@ class RankBuilder:
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Context manager in which all appended steps form one group, such as a forward and a backward that overlap."""
+        """Context manager; steps appended inside it form one group, such as a forward and a backward that overlap."""
         self._overlapping = True
         yield
         self._overlapping = False
@@ -289,7 +291,7 @@ class RankBuilder:
 
 
 class Builder:
-    """Builder of a pipeline program, rank by rank.
+    """Builder of a pipeline schedule, rank by rank.
 
     program = Builder("gpipe", ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
@@ -319,7 +321,7 @@ class Builder:
 
 
 def build_program(name: str, ranks: int, micro_batches: int, placement: Placement, rows: ArrayLike) -> PipelineProgram:
-    """Build a pipeline program from a table of steps; sorts it by rank and renumbers the groups from 0 on each rank.
+    """Build a pipeline schedule from a table of steps; sorts it by rank and renumbers the groups from 0 on each rank.
 
     rows: [steps, 7]: rank, group, kind, stage, replica, micro-batch, component; steps of one rank in execution order,
     ranks in any order. micro_batches: number of micro-batches. placement: rank of each stage, indexed by replica, then

@@ -14,10 +14,10 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 
 def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
-    """Return the steps at whose start saved activations are allocated, and the steps at whose end saved activations are
-    freed, as two arrays of step indices. Entry i of the two arrays need not concern the same activation.
+    """Return the steps at whose start saved activations are allocated and the steps at whose end they are freed, as two
+    arrays of step indices. Entry i of the two arrays need not concern the same activation.
 
-    flow: data flow of the program. An activation lives from the start of its forward to the end of its weight gradient
+    flow: data flow of the schedule. An activation lives from the start of its forward to the end of its weight gradient
     (or full backward).
     """
     program = flow.program
@@ -33,10 +33,10 @@ def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
 
 
 def compute_peak_activations(flow: Dataflow) -> Floats:
-    """Return the peak of saved activations of each rank, indexed by rank; 1.0 is one micro-batch on all its stages of
-    one replica.
+    """Return the peak of saved activations of each rank: [ranks]; 1.0 is one micro-batch on all its stages of one
+    replica.
 
-    flow: data flow of the program.
+    flow: data flow of the pipeline schedule.
     """
     program, s = flow.program, flow.program.steps
     born, freed = find_activation_lifetimes(flow)

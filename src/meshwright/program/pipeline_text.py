@@ -1,4 +1,4 @@
-"""Text form of pipeline programs.
+"""Text form of pipeline schedules.
 
     pipeline 1f1b
     ranks 2
@@ -35,8 +35,8 @@ _STEP_FORM = f"a step is stage, one of {' '.join(_KINDS)}, and micro-batch: 0F3,
 
 
 def format_pipeline(program: PipelineProgram) -> str:
-    """Return the text form of a pipeline program (header, then lines such as `0F3`, stage 0 forward micro-batch 3, by
-    rank), from which `parse_pipeline` builds an equal program."""
+    """Return a pipeline schedule in text form, from which `parse_pipeline` builds an equal one: a header, then steps
+    such as `0F3` (stage 0, forward, micro-batch 3) by rank."""
     s = program.steps
     lines = [
         f"pipeline {_format_name(program.name)}",
@@ -66,17 +66,17 @@ def _format_name(name: str) -> str:
 
 
 def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
-    """Parse the text form of a pipeline program (header, then lines such as `0F3`, stage 0 forward micro-batch 3, by
-    rank).
+    """Parse the text form of a pipeline schedule: a header, then steps such as `0F3` (stage 0, forward, micro-batch 3)
+    by rank.
 
     where: prefix of error messages, such as the file's name. Raises `UserError` with the line number, the invalid text,
-        and a valid alternative.
+    and a valid alternative.
     """
     return _Parser(where).parse(text)
 
 
 class _Parser(ProgramParser):
-    """Parser of the text form of a pipeline program.
+    """Parser of the text form of a pipeline schedule.
 
     where: prefix of error messages, such as the file's name.
     """
@@ -93,7 +93,7 @@ class _Parser(ProgramParser):
         self.placement: list[tuple[int, ...]] = []
 
     def parse(self, text: str) -> PipelineProgram:
-        """Parse the text form of a pipeline program and return it; raises `UserError` with the line number."""
+        """Parse the text form of a pipeline schedule and return it; raises `UserError` with the line number."""
         rows = array("q")  # seven numbers a step, the columns of `build_program`
         for rank, line in self.read_steps(text):
             stages, replicas, micro_batches = len(self.placement[0]), len(self.placement), self.numbers["micro-batches"]

@@ -101,7 +101,8 @@ def _check_order(program: PipelineProgram, earlier: Integers, later: Integers) -
 def run_groups(
     program: PipelineProgram, wait: RemoteReads, duration: Floats, delay: Floats
 ) -> tuple[list[float], list[float], list[int]]:
-    """Run the groups (steps run together) of every rank in order, each as soon as its inputs have arrived.
+    """Simulate the groups (steps run together) of every rank in order, each starting as soon as its inputs have
+    arrived.
 
     wait: values read across ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
     time of each message, in the same unit.

@@ -64,8 +64,8 @@ def simulate_collective(
 
 
 class CollectiveSimulator:
-    """Simulator of one collective program on one network. What does not depend on the vector's size is computed once,
-    so that several sizes can be simulated.
+    """Simulator of one collective program on one network. It prepares once what does not depend on the vector's size,
+    and can then simulate several sizes.
 
     checked: program with matched sends and receives. network: network with links that messages share.
     reduce_bytes_per_second: rate of local reductions, which run at the end of a group of steps (default: infinite).
@@ -103,8 +103,8 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, the number of messages of the same sending group that start on the same first link
-        and precede it in the program: [messages]."""
+        """Return, for each message, the number of messages that precede it in the program among those of the same
+        sending group (steps that a rank posts together) that start on the same first link: [messages]."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]

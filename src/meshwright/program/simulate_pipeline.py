@@ -1,4 +1,4 @@
-"""Simulation of pipeline programs: start and end of every step, memory of each rank, and idle time (bubble)."""
+"""Simulation of pipeline schedules: start and end of every step, memory of each rank, and idle time (bubble)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Durations", "PipelineTiming", "simulate_pipeline"]
 
 @dataclass(frozen=True, eq=False)
 class PipelineTiming:
-    """Result of the simulation of a pipeline program; times are in the unit of the durations.
+    """Result of the simulation of a pipeline schedule; times are in the unit of the durations.
 
     start, end: [steps]. A send or receive starts when it is posted, and ends when the message has arrived. order:
     [groups], indices of the groups (steps run together) in dependency order. flow: data flow of the program.
@@ -140,7 +140,7 @@ class PipelineTiming:
 
 
 def simulate_pipeline(program: PipelineProgram, durations: Durations) -> PipelineTiming:
-    """Simulate a pipeline program with the given step durations; return start and end of every step.
+    """Simulate a pipeline schedule with the given step durations; return start and end of every step.
 
     A rank runs its groups (steps run together) in order, one at a time, each as soon as its inputs have arrived.
     Transfers take no time of the ranks: a message leaves when it is produced or, with explicit transfers, when its send
@@ -163,7 +163,8 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
 
 @lru_cache(maxsize=32)
 def analyze_program(program: PipelineProgram) -> tuple[Dataflow, RemoteReads]:
-    """Return the data flow of a program and the values that cross ranks, cached for repeated simulations."""
+    """Return the data flow of a pipeline schedule and the values that its ranks read from other ranks; cached for
+    repeated simulations."""
     flow = Dataflow(program)
     return flow, find_remote_reads(flow)
 

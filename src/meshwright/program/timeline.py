@@ -82,8 +82,8 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
 
-class Timed(Protocol):
-    """Result of a simulation: times at which every step of a program starts and ends, in the unit of its durations."""
+class SimulatedTimes(Protocol):
+    """Protocol of a simulation's result: start and end time of every step of a program."""
 
     @property
     def start(self) -> Reals:
@@ -96,11 +96,11 @@ class Timed(Protocol):
 
 def build_pipeline_timeline(
     program: PipelineProgram,
-    timing: Timed,
+    timing: SimulatedTimes,
     notes: Sequence[str] = (),
     levels: Mapping[int, Sequence[tuple[float, float]]] | None = None,
 ) -> Timeline:
-    """Return the compute steps of a simulated pipeline program as a timeline, one track per rank.
+    """Return the compute steps of a simulated pipeline schedule as a timeline, one track per rank.
 
     Overlapped steps share the track's height. notes: one text per rank. levels: rank -> curve of its activations, as
     (time, value from then on) pairs.
@@ -143,7 +143,7 @@ def build_pipeline_timeline(
 
 
 class StepNames:
-    """Generates names of the compute steps of a pipeline program, for drawings and traces."""
+    """Generator of labels and descriptions of the compute steps of a pipeline schedule, for drawings and traces."""
 
     def __init__(self, program: PipelineProgram) -> None:
         self._replicas = program.replicas
@@ -157,8 +157,8 @@ class StepNames:
             self._chunks.append(number)
 
     def find_chunk(self, stage: int, replica: int) -> int:
-        """Return the number of a rank's model chunk: the index, from 0, of the stage among the stages of the same
-        replica on the same rank."""
+        """Return the model-chunk number of a stage on its rank: the index, from 0, among the stages of the same replica
+        on that rank."""
         return self._chunks[replica][stage]
 
     def describe_step(self, kind: int, stage: int, replica: int, micro_batch: int, part: int = 0) -> tuple[str, str]:

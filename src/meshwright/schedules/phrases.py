@@ -30,10 +30,10 @@ class Chunk:
 class PhraseWriter:
     """Writer of one rank's pipeline steps from texts in the notation of papers, such as `F0 F1 F0&B1`.
 
-    F: forward, B: full backward, I: input gradient, W: weight gradient, each followed by the number of a chunk. `W`
-    without a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped forward and backward.
-    In each chunk the k-th forward, and the k-th backward, is that of its k-th micro-batch; steps beyond the last
-    micro-batch are dropped.
+    F: forward, B: full backward, I: input gradient, W: weight gradient, each followed by the number of a chunk (stage
+    on this rank). `W` without a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped
+    forward and backward. In each chunk the k-th forward, and the k-th backward, is that of its k-th micro-batch; steps
+    beyond the last micro-batch are dropped.
     rank: builder that receives the steps when `finish` is called. chunks: stages of the rank, by chunk number.
     """
 
@@ -75,7 +75,7 @@ class PhraseWriter:
         kept = micro_batch >= 0
         stage, replica = np.array([(held.stage, held.replica) for held in self.chunks]).T
         of = chunk[kept]
-        self.rank.take(np.cumsum(1 - joined)[kept], kind[kept], stage[of], replica[of], micro_batch[kept])
+        self.rank.set_steps(np.cumsum(1 - joined)[kept], kind[kept], stage[of], replica[of], micro_batch[kept])
 
 
 @lru_cache(maxsize=128)
