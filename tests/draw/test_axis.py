@@ -17,8 +17,8 @@ def test_logarithmic_axis_has_round_ticks_within_its_range(low: float, high: flo
     ticks = [tick for tick, _ in axis.ticks]
     assert 2 <= len(ticks) <= 14 and ticks == sorted(ticks)
     assert all(axis.low <= tick <= axis.high for tick in ticks)
-    assert (axis.share(axis.low), axis.share(axis.high)) == (0, pytest.approx(1))
-    assert 0 < axis.share(low) <= axis.share(high) < 1
+    assert (axis.compute_fraction(axis.low), axis.compute_fraction(axis.high)) == (0, pytest.approx(1))
+    assert 0 < axis.compute_fraction(low) <= axis.compute_fraction(high) < 1
 
 
 def test_ticks_of_logarithmic_axis_are_round_in_its_unit():
@@ -39,7 +39,7 @@ def test_round_numbers_are_few_even_and_within(low: float, high: float, most: in
 def test_linear_axis_covers_its_range_and_margins():
     axis = linear_axis(0, 10, "unit", above=0.04)
     assert (axis.low, axis.high, [label for _, label in axis.ticks]) == (0, 10.4, ["0", "5", "10"])
-    assert linear_axis(1, 3, below=0.5, above=0.5).share(2) == 0.5
+    assert linear_axis(1, 3, below=0.5, above=0.5).compute_fraction(2) == 0.5
     assert [label for _, label in linear_axis(0, 3000, most=3).ticks] == ["0", "1,000", "2,000", "3,000"]
 
 
@@ -48,8 +48,8 @@ def test_linear_axis_covers_its_range_and_margins():
 def test_a_range_of_one_value_is_widened(value: float, margins: dict[str, float]):
     axis = linear_axis(value, value, **margins)
     assert axis.low <= value <= axis.high and axis.high > axis.low
-    assert 0 <= axis.share(value) <= 1
+    assert 0 <= axis.compute_fraction(value) <= 1
 
 
 def test_values_below_a_logarithmic_axis_lie_at_its_start():
-    assert Axis(1, 100, logarithmic=True).share(0) == 0
+    assert Axis(1, 100, logarithmic=True).compute_fraction(0) == 0

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from meshwright.draw.markup import element
-from meshwright.draw.page import bar, key, page, paragraph, table
+from meshwright.draw.page import bar, legend, page, paragraph, table
 
 
 def test_page_is_one_document_without_external_resources():
@@ -45,6 +45,8 @@ def test_first_cell_of_row_is_row_header():
 
 
 def test_keys_and_bars_show_colours_of_the_style_sheet():
-    assert key([("a & b", "blue")]).count("background:var(--blue)") == 1 and "a &amp; b" in key([("a & b", "blue")])
+    assert legend([("a & b", "blue")]).count("background:var(--blue)") == 1 and "a &amp; b" in legend(
+        [("a & b", "blue")]
+    )
     assert 'style="width:50.0%;background:var(--blue)"' in bar(0.5) and "<b" not in bar(0.5)
     assert 'style="left:33.3%"' in bar(0.5, mark=1 / 3) and bar(0.1, 0.2, colours=("pale", "blue")).count("<i") == 2

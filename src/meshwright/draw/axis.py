@@ -20,9 +20,9 @@ class Axis:
     title: str = ""
     logarithmic: bool = False
 
-    def share(self, value: float) -> float:
+    def compute_fraction(self, value: float) -> float:
         """Return the position of `value` along the axis as a fraction of the axis's length: 0 at `low`, 1 at `high`,
-        below 0 or above 1 for values outside. On a logarithmic axis, values below `low` have position 0."""
+        below 0 or above 1 for values outside. On a logarithmic axis, the position of values below `low` is 0."""
         if self.logarithmic:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -33,9 +33,9 @@ def linear_axis(
 ) -> Axis:
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
-    title: title of the axis. below, above: space added at the low and the high end, as a fraction of the range. most:
-    maximum number of intervals between ticks. If `low` and `high` are equal, the range is the absolute value of `high`,
-    at least 1; without `above`, the axis then ends that much higher.
+    title: text beside the axis. below, above: space added at the low and the high end, as a fraction of the range.
+    most: maximum number of intervals between ticks. If `low` and `high` are equal, the range is the absolute value of
+    `high`, at least 1; without `above`, the axis then ends that much higher.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span

@@ -22,12 +22,12 @@ def draw_stacked_bars(
     label: str,
     limit: tuple[float, str] | None = None,
 ) -> Markup:
-    """Return an SVG chart of horizontal stacked bars.
+    """Return an SVG chart of horizontal stacked bars, one for each entry of `rows`.
 
-    rows: (name of the bar, {part: size of the part's segment in data units}). colours: part -> style-sheet colour, such
-    as "blue". show: formats a size as text, for totals and on hover. label: description of the picture for screen
-    readers. limit: (size, text) of a vertical line to compare the bars with. If the limit is far above the longest bar,
-    a text below the bars names it and the longest bar's percentage of it; no line is drawn.
+    rows: (name of the bar, {part: size of its segment in data units}). colours: part -> style-sheet colour, such as
+    "blue". show: formats a size as text, for totals and on hover. label: description of the picture for screen readers.
+    limit: (size, text) of a vertical line to compare the bars with. If the limit is far above the longest bar, a text
+    below the bars names it and the longest bar's percentage of it; no line is drawn.
     """
     picture = Picture()
     totals = [sum(parts.values()) for _, parts in rows]

@@ -12,9 +12,9 @@ _WIDTH = 110
 
 
 def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
-    """Return all ranks' buffers after each round of a collective program (a collective algorithm as sends between ranks
-    in rounds) as text: the round's sends, then a table with a line for each rank and a column for each slot (place for
-    one chunk of the vector). Slots written in the round are in brackets.
+    """Return all ranks' buffers after each round of transfers of a collective program, as text: the round's sends, then
+    a table with a line for each rank and a column for each slot (buffer for one chunk of the vector). Slots written in
+    the round are in brackets.
 
     checked: the verified program. last_rounds: draw only this number of rounds at the end (None: all). Raises
     `UserError` if the program has too many ranks, slots or rounds to draw.
@@ -25,11 +25,11 @@ def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None
         first = next(i for i, frame in enumerate(drawn) if frame.round > checked.rounds - last_rounds)
         drawn = drawn[first - 1 :]
     for frame in drawn:
-        lines += ["", frame.title, *_arrow_lines(program, frame), *_cell_table(program, frame)]
+        lines += ["", frame.title, *_format_arrows(program, frame), *_format_cell_table(program, frame)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _arrow_lines(program: CollectiveProgram, frame: Frame) -> list[str]:
+def _format_arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
     """Return the sends of the round that led to `frame` as lines of text, wrapped to `_WIDTH` characters."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
@@ -48,7 +48,7 @@ def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
     return f"{arrow.source} → {arrow.target} {'adds ' if arrow.adds else ''}{here}{into}"
 
 
-def _cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
+def _format_cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
     """Return a table of all ranks' buffers after a round as lines of text: a header, then one line for each rank with a
     column for each slot."""
     heads = [""] + [format_slot_title(program, slot) for slot in range(len(frame.cells[0]))]
@@ -61,7 +61,7 @@ def _cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _format_cell(cell: Cell) -> str:
-    """Format the content of a slot (place for one chunk) as text: `[a0]` if written in this round, else ` a0 `; `·` if
+    """Format the content of a slot (buffer for one chunk) as text: `[a0]` if written in this round, else ` a0 `; `·` if
     empty."""
     text = cell.label or "·"
     return f"[{text}]" if cell.fresh else f" {text} "

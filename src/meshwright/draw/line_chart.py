@@ -50,8 +50,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """Named interval of the x axis, drawn as a box in a strip of consecutive bands: from the end of the previous band
-    (or the beginning of the axis) to x = `end`.
+    """Named interval of a chart's x axis, drawn as a box in a strip of consecutive intervals: from the end of the
+    previous band (or the beginning of the axis) to x = `end`.
 
     name: text in the box. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at the
     end of the box, empty for none.
@@ -101,11 +101,11 @@ class Plot:
 
     def x(self, value: float) -> float:
         """Return the x coordinate, in pixels, of a value on the x axis."""
-        return self.left + self.x_axis.share(value) * (self.right - self.left)
+        return self.left + self.x_axis.compute_fraction(value) * (self.right - self.left)
 
     def y(self, value: float) -> float:
         """Return the y coordinate, in pixels, of a value on the y axis."""
-        return self.bottom - self.y_axis.share(value) * (self.bottom - self.top)
+        return self.bottom - self.y_axis.compute_fraction(value) * (self.bottom - self.top)
 
     def draw_line(self, series: Series) -> None:
         """Draw a series as a line through its finite points, downsampled to the chart's resolution."""
@@ -230,8 +230,11 @@ def spread_labels(places: Sequence[float], limit: float) -> list[float]:
 
 
 def downsample(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Reduce the points (x, y) of a line to at most 2 x `BUCKETS` points that draw the same line. Consecutive points
-    form a bucket; the points with the lowest and the highest y of each bucket are kept, and both ends of the line."""
+    """Reduce the points (x, y) of a line to at most 2 x `BUCKETS` points that draw the same line.
+
+    The points are divided into buckets of consecutive points; the points with the lowest and the highest y of each
+    bucket are kept, and both ends of the line.
+    """
     if len(points) <= 2 * BUCKETS:
         return points
     kept = {0, len(points) - 1}

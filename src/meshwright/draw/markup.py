@@ -14,7 +14,8 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 class Markup(str):
-    """String that is HTML or SVG already: `element` inserts it unchanged, whereas it escapes every other string."""
+    """String that already is HTML or SVG, so that `element` inserts it unchanged; `element` escapes every other
+    string."""
 
     __slots__ = ()
 
@@ -33,7 +34,8 @@ def escape_text(text: str) -> Markup:
 
 
 def element(name: str, /, *children: Content, **attributes: str | float | None) -> Markup:
-    """Return one HTML or SVG element with the tag `name`. Plain strings among `children` are escaped, `Markup` is not.
+    """Return one HTML or SVG element with the tag `name` and the contents `children`. Plain strings among these are
+    escaped, `Markup` is not.
 
     attributes: attributes of the element, with `class_` for class and an underscore for each hyphen. Numbers are
     rounded to 0.01; an attribute that is None is omitted.

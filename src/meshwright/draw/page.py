@@ -30,12 +30,12 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
 
 
 def _box_picture(part: Content) -> Content:
-    """Return an SVG picture wrapped in a box that scrolls horizontally on a narrow screen; other content unchanged."""
+    """Wrap an SVG picture in a box that scrolls horizontally on a narrow screen; return other content unchanged."""
     return element("div", part, class_="chart") if isinstance(part, Markup) and part.startswith("<svg") else part
 
 
 def table(head: Sequence[Content], rows: Iterable[Sequence[Content]]) -> Markup:
-    """Return an HTML table that scrolls horizontally if too wide.
+    """Return an HTML table, which scrolls horizontally if it is too wide.
 
     head: cells of the header line, empty for no header. rows: cells of each line; the first cell of a line is its
     header. Columns that hold only quantities (numbers with an optional unit) are aligned to the right, except the first
@@ -69,8 +69,8 @@ def paragraph(*words: Content, muted: bool = False) -> Markup:
     return element("p", *words, class_="muted" if muted else None)
 
 
-def key(entries: Iterable[tuple[str, str]]) -> Markup:
-    """Return a chart's legend as HTML. entries: (text, style-sheet colour of its symbol such as "blue")."""
+def legend(entries: Iterable[tuple[str, str]]) -> Markup:
+    """Return a chart's legend as HTML. entries: (text, style-sheet colour of its symbol, such as "blue")."""
     swatches = ((element("i", style=f"background:{paint(colour)}"), words) for words, colour in entries)
     return element("p", join([element("span", swatch) for swatch in swatches], " "), class_="muted key")
 
@@ -78,8 +78,8 @@ def key(entries: Iterable[tuple[str, str]]) -> Markup:
 def bar(*shares: float, colours: Sequence[str] = ("blue",), mark: float | None = None) -> Markup:
     """Return the HTML of one or more horizontal bars, one below the other, for a table cell.
 
-    shares: length of each bar as a fraction of the cell's width, 0 to 1. colours: style-sheet colour of each, such as
-    "blue". mark: position of a vertical mark, 0 to 1, None for no mark.
+    shares: length of each bar as a fraction of the cell's width, 0 to 1. colours: style-sheet colour of each bar, such
+    as "blue". mark: position of a vertical mark, 0 to 1, None for no mark.
     """
     bars = [
         element("i", style=f"width:{share:.1%};background:{paint(colour)}")

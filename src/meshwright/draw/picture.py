@@ -87,7 +87,7 @@ def read_size(drawn: Markup) -> tuple[float, float]:
 
 
 def paint(colour: str) -> str:
-    """Return the CSS value of a style-sheet colour: `var(--blue)` for "blue"."""
+    """Return a named colour of the style sheet as a CSS value: `var(--blue)` for "blue"."""
     return f"var(--{colour})"
 
 

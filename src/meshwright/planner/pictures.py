@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.draw.axis import log_axis
 from meshwright.draw.bars import draw_stacked_bars
 from meshwright.draw.markup import Markup, join
-from meshwright.draw.page import key
+from meshwright.draw.page import legend
 from meshwright.draw.scatter import draw_scatter
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.search import Found, on_device
@@ -58,7 +58,7 @@ def time_bar(parts: dict[str, float]) -> Markup:
     whole = sum(parts.values())
     words = [f"{part} {size:.3g} s ({share_text(size / whole)})" for part, size in parts.items()]
     drawn = draw_stacked_bars([("", parts)], COLOURS, lambda seconds: f"{seconds:.4g} s", "time by component")
-    return join([drawn, key(zip(words, map(COLOURS.__getitem__, parts), strict=True))])
+    return join([drawn, legend(zip(words, map(COLOURS.__getitem__, parts), strict=True))])
 
 
 def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], room: float) -> Markup:
@@ -68,7 +68,7 @@ def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], room: float) -> Ma
     drawn = draw_stacked_bars(
         rows, COLOURS, lambda size: Unit.of(size).say(size), "memory of each rank", _device_limit(room)
     )
-    return join([drawn, key((part, COLOURS[part]) for part in used)])
+    return join([drawn, legend((part, COLOURS[part]) for part in used)])
 
 
 def _device_limit(room: float) -> tuple[float, str]:

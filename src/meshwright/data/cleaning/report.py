@@ -12,7 +12,7 @@ from meshwright.draw.axis import linear_axis
 from meshwright.draw.bars import draw_grouped_bars
 from meshwright.draw.line_chart import Mark, Series, draw_lines
 from meshwright.draw.markup import Content, Markup, element
-from meshwright.draw.page import bar, key, page, paragraph, table
+from meshwright.draw.page import bar, legend, page, paragraph, table
 
 SIDES = {"before": "pale", "after": "blue"}
 _MASKED = {
@@ -49,7 +49,7 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Content]:
         ("Characters", _render_characters(report["characters"])),
         ("Sources", _render_sources(report["sources"])),
     ):
-        yield [element("h2", heading), key(SIDES.items()), drawn]
+        yield [element("h2", heading), legend(SIDES.items()), drawn]
     yield element("h2", "Samples of dropped documents")
     for rule, samples in report["samples"].items():
         yield from _render_samples(rule, samples)
