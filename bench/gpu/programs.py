@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import Cases
 
 from meshwright.collectives.library import ALGORITHMS, generate
-from meshwright.collectives.named import named_programs
+from meshwright.collectives.named import load_named_programs
 from meshwright.comm import collectives
 from meshwright.comm.measure_program import count_elements, measure_rank
 from meshwright.comm.mesh import Mesh
@@ -65,7 +65,7 @@ def served_axes(device: str) -> bool:
     """Calls that run on while this rank computes, and are waited for in another order."""
     ranks = dist.get_world_size()
     layout = Layout(dp=ranks)
-    mesh = Mesh.create(layout, device, programs=named_programs(SERVED, layout))
+    mesh = Mesh.create(layout, device, programs=load_named_programs(SERVED, layout))
     axis, right = mesh.data, True
     for turn in range(4):
         total = torch.full((300_001,), turn + axis.rank + 1.0, device=device)

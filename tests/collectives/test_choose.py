@@ -127,7 +127,7 @@ def test_invalid_choice_arguments_are_refused(operation: str, root: int, message
 @pytest.mark.parametrize("outer", ["outer=10GB/s,5us", "outer=40GB/s,5us"])
 def test_algorithms_take_equal_time_at_crossover(outer: str):
     one = Chooser("all-reduce", parse_topology(f"nodes:2x3,{outer}", 6))
-    found = Curves.simulate(one, 2**14, 2**22).crossovers()
+    found = Curves.simulate(one, 2**14, 2**22).find_crossovers()
     assert found
     for crossover in found:
         before, after = (one.find_candidate(name, crossover.size) for name in (crossover.before, crossover.after))
@@ -139,7 +139,7 @@ def test_algorithms_take_equal_time_at_crossover(outer: str):
 
 def test_crossovers_lead_from_smallest_size_to_largest():
     curves = simulate_example_curves()
-    found = curves.crossovers()
+    found = curves.find_crossovers()
     assert [one.before for one in found] == [curves.find_fastest(0), *(one.after for one in found[:-1])]
     assert found[-1].after == curves.find_fastest(len(curves.sizes) - 1)
     assert [one.size for one in found] == sorted(one.size for one in found)
@@ -147,10 +147,13 @@ def test_crossovers_lead_from_smallest_size_to_largest():
 
 def test_quick_search_finds_same_crossovers_as_full_search():
     curves = simulate_example_curves()
-    assert Curves.simulate_promising(curves.chooser, most=2**26).crossovers() == curves.crossovers()
+    assert Curves.simulate_promising(curves.chooser, most=2**26).find_crossovers() == curves.find_crossovers()
     for name, ranks in (("torus:2x3", 6), ("switch", 4)):
         one = Chooser("all-reduce", parse_topology(name, ranks))
-        assert Curves.simulate_promising(one, most=2**24).crossovers() == Curves.simulate(one, most=2**24).crossovers()
+        assert (
+            Curves.simulate_promising(one, most=2**24).find_crossovers()
+            == Curves.simulate(one, most=2**24).find_crossovers()
+        )
 
 
 def test_algorithms_left_out_on_many_ranks_are_never_best():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.collectives.library import generate
-from meshwright.collectives.named import named_programs
+from meshwright.collectives.named import load_named_programs
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.program.collective_text import format_collective
@@ -16,7 +16,7 @@ from meshwright.recipe import CollectivesRecipe
 
 def named(layout: str, **table: str) -> dict[tuple[str, str], str]:
     """(axis, operation) -> algorithm and ranks, as in `ring 4`."""
-    found = named_programs(CollectivesRecipe(**table), Layout.parse(layout), "recipe.toml: {}".format)
+    found = load_named_programs(CollectivesRecipe(**table), Layout.parse(layout), "recipe.toml: {}".format)
     return {
         key: " or ".join(f"{c.program.algorithm} {c.program.ranks}" for c in value.programs)
         for key, value in found.items()
@@ -25,7 +25,7 @@ def named(layout: str, **table: str) -> dict[tuple[str, str], str]:
 
 def refusal(layout: str, **table: str) -> str:
     with pytest.raises(UserError) as error:
-        named_programs(CollectivesRecipe(**table), Layout.parse(layout), lambda key: "recipe.toml")
+        load_named_programs(CollectivesRecipe(**table), Layout.parse(layout), lambda key: "recipe.toml")
     return str(error.value)
 
 
@@ -71,7 +71,7 @@ def test_a_file_serves_the_axes_of_its_size(tmp_path: Path):
 
 
 def test_auto_minimises_rounds_for_small_vectors_else_bytes():
-    found = named_programs(CollectivesRecipe(all_reduce="auto"), Layout.parse("dp8"))["data", "all_reduce"]
+    found = load_named_programs(CollectivesRecipe(all_reduce="auto"), Layout.parse("dp8"))["data", "all_reduce"]
     small, large = found.choose_program(1000), found.choose_program(1e9)
     assert small.bytes_sent(1.0).max() > large.bytes_sent(1.0).max() == pytest.approx(2 * 7 / 8), "none sends fewer"
     assert small.program.algorithm == "butterfly"

@@ -14,7 +14,7 @@ from tests.collectives.example_curves import simulate_example_curves
 @pytest.mark.parametrize("algorithm", ["ring", "all-pairs", "of a file"])
 def test_picture_marks_requested_size_and_algorithm(algorithm: str):
     curves = simulate_example_curves()
-    found = curves.crossovers()
+    found = curves.find_crossovers()
     seconds = curves.seconds.get(algorithm, curves.seconds["ring"])[2]
     root = ElementTree.fromstring(draw_crossovers(curves, found, curves.sizes[2], (algorithm, seconds)))
     best = {curves.find_fastest(0), *(crossover.after for crossover in found)}
@@ -30,7 +30,7 @@ def test_picture_marks_requested_size_and_algorithm(algorithm: str):
 
 def test_picture_is_self_contained_and_names_algorithms_and_bound():
     curves = simulate_example_curves()
-    found = curves.crossovers()
+    found = curves.find_crossovers()
     svg = draw_crossovers(curves, found, requested=2**20)
     root = ElementTree.fromstring(svg)
     words = [element.text for element in root.iter() if element.tag.endswith("text")]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.collectives.named import named_programs
+from meshwright.collectives.named import load_named_programs
 from meshwright.comm import collectives
 from meshwright.comm.faults import Fault
 from meshwright.comm.local import LocalRanks
@@ -25,7 +25,7 @@ AUTO = CollectivesRecipe(all_reduce="auto", reduce_scatter="auto", all_gather="a
 
 def mesh_of(layout: str, table: CollectivesRecipe, timeout_seconds: float = 30.0) -> Mesh:
     parsed = Layout.parse(layout)
-    return Mesh.create(parsed, timeout_seconds=timeout_seconds, programs=named_programs(table, parsed))
+    return Mesh.create(parsed, timeout_seconds=timeout_seconds, programs=load_named_programs(table, parsed))
 
 
 def every_call(layout: str, table: CollectivesRecipe, numel: int) -> None:

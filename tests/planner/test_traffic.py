@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.collectives.named import named_programs
+from meshwright.collectives.named import load_named_programs
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.planner.traffic import ROUTED
@@ -78,7 +78,7 @@ def two_counts(text: str, by_axis: bool = False) -> tuple[dict[str, int], dict[s
     """On one rank: what a step sends as recorded, and as predicted, by site or by axis."""
     wanted = load_recipe_text(text, "recipe")
     layout = wanted.parsed_layout
-    programs = named_programs(wanted.collectives, layout)
+    programs = load_named_programs(wanted.collectives, layout)
     mesh = Mesh.create(layout, programs=programs)
     data = prepare(wanted.data, wanted.run.seed)
     config = resolve_model_config(wanted, data)

@@ -42,13 +42,13 @@ def test_programs_train_like_native_collectives(
 
 def masters(text: str) -> list[torch.Tensor]:
     """Return all master weights of this rank after a run."""
-    from meshwright.collectives.named import named_programs
+    from meshwright.collectives.named import load_named_programs
     from meshwright.monitoring.run_directory import RunDirectory
     from meshwright.training import loop
 
     recipe = load_recipe_text(text, "recipe")
     cases.loop.device_peak_flops = lambda mesh, precision: 1e9
-    mesh = Mesh.create(recipe.parsed_layout, programs=named_programs(recipe.collectives, recipe.parsed_layout))
+    mesh = Mesh.create(recipe.parsed_layout, programs=load_named_programs(recipe.collectives, recipe.parsed_layout))
     directory = RunDirectory(recipe.run_directory)
     directory.create()
     run = loop.Run(recipe, mesh, directory, show_progress=False)

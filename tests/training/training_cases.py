@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.collectives.named import named_programs
+from meshwright.collectives.named import load_named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh, calls_in_flight
 from meshwright.monitoring.metrics import read_metrics
@@ -79,7 +79,7 @@ def train(text: str, crash_after: int = 0, fault: str = "") -> dict[str, Any]:
         torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     )  # no result may depend on it
     loop.device_peak_flops = lambda mesh, precision: 1e9
-    programs = named_programs(wanted.collectives, wanted.parsed_layout)
+    programs = load_named_programs(wanted.collectives, wanted.parsed_layout)
     mesh = Mesh.create(wanted.parsed_layout, "cpu", programs=programs)
     directory = RunDirectory(wanted.run_directory)
     directory.create()

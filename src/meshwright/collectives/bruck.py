@@ -14,12 +14,13 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program of the Bruck all-gather: a rank that has the blocks (shares) of d ranks sends them to the
-    rank d places before it.
+    """Generate the program of the Bruck all-gather: in each round, a rank that has the blocks (1/n of the vector) of d
+    ranks sends them to the rank d before it.
 
     Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L rounds; (n-1)/n S bytes per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final slots from the
-    start, so no copies are needed; a message that wraps around the end of the vector is sent as two.
+    L rounds; (n-1)/n S bytes per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final slots (buffers
+    for one block) from the start, so no copies are needed; a message that wraps around the end of the vector is sent as
+    two.
     """
     program = Builder("all-gather", "bruck", ranks, chunks=ranks)
     everyone = np.arange(ranks)

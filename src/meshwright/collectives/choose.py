@@ -28,7 +28,7 @@ class Settings:
     """Options of a collective algorithm; None: the algorithm's default.
 
     segments: number of segments of a pipelined algorithm. groups: ranks per node, for hierarchical algorithms. dims:
-        sides of the grid such as (4, 4), for tori and meshes.
+    sides of the grid, such as (4, 4), for tori and meshes.
     """
 
     segments: int | None = None
@@ -57,11 +57,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Ranking of the algorithms of one operation for one size of the vector.
+    """Ranking of the algorithms of one collective operation by simulated time, for one size of the vector.
 
     ranking: candidates, fastest first. refused: name of an algorithm that does not accept the number of ranks ->
-    reason. left_out: algorithms not simulated, because their closed form (formula) is much slower than the best time.
-    reason: sentence on why the fastest candidate is the fastest.
+    reason. left_out: algorithms that were not simulated, because their closed-form time is much longer than the best
+    time. reason: sentence on why the fastest candidate is the fastest.
     """
 
     ranking: tuple[Candidate, ...]
@@ -109,11 +109,11 @@ class Chooser:
         return tuple(name for name in self._settings if name not in self._refused)
 
     def choose(self, total_bytes: float) -> Choice:
-        """Simulate the operation's algorithms for a vector of `total_bytes` and return them ranked by time; algorithms
-        of equal time keep the library's order. An algorithm whose simulation is expensive is left out if its closed
-        form (formula) is much slower than the best time so far.
+        """Simulate the operation's algorithms for a vector of `total_bytes` and return them ranked by time. Algorithms
+        of equal time keep the order in which `ALGORITHMS` lists them.
 
-        Raises UserError if no algorithm accepts the number of ranks.
+        An algorithm whose simulation is expensive is left out if its closed-form time is much longer than the best time
+        so far. Raises UserError if no algorithm accepts the number of ranks.
         """
         found: list[Candidate] = []
         left_out: list[str] = []
@@ -137,12 +137,12 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Return an algorithm with its best options and simulated time for a vector of `total_bytes`; None if the
-        algorithm does not accept the network's number of ranks.
+        """Return an algorithm with its best options and its simulated time for a vector of `total_bytes`; None if it
+        does not accept the network's number of ranks.
 
-        A pipelined algorithm gets the number of segments k with the lowest closed form. near: time in seconds below
-        which other numbers of segments are worth a simulation: if k segments take at most `near`, k/2 and then 2k
-        segments are simulated too, until one is faster than k. 0: only k segments are simulated.
+        A pipelined algorithm is simulated with k segments, the number with the lowest closed-form time. near: if that
+        simulation takes at most `near` seconds of simulated time, k/2 and then 2k segments are simulated too, until one
+        is faster than k. 0: only k segments are simulated.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -164,8 +164,8 @@ class Chooser:
         return Candidate(algorithm, settings, simulator.run(total_bytes).seconds, form)
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
-        """Return the seconds that an algorithm's closed form (formula) gives for a vector of `total_bytes`, with the
-        options for which the formula is lowest; infinite if the algorithm has no formula."""
+        """Return the seconds of an algorithm for a vector of `total_bytes` by its closed form (formula), with the
+        options for which this time is lowest; infinite if the algorithm has no formula."""
         form = self._compute_form(algorithm, self._list_settings(algorithm, total_bytes)[0], total_bytes)
         return float("inf") if form is None else form
 
@@ -188,8 +188,8 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[Settings]:
-        """Return the options of an algorithm to try for a vector of `total_bytes`, those with the lowest closed form
-        (cost formula) first.
+        """Return the options of an algorithm to try for a vector of `total_bytes`, those with the lowest closed-form
+        time first.
 
         For a pipelined algorithm without a requested number of segments: the best power of two k, then k/2 and 2k
         segments. For any other algorithm: a single entry.
@@ -204,8 +204,8 @@ class Chooser:
         return [tried[best], *tried[max(0, best - 1) : best], *tried[best + 1 : best + 2]]
 
     def _compute_form(self, algorithm: str, settings: Settings, total_bytes: float) -> float | None:
-        """Return the seconds by an algorithm's closed form (formula) with the options `settings` for a vector of
-        `total_bytes`; None if it has none, or none for this number of ranks."""
+        """Return the seconds of an algorithm for a vector of `total_bytes` by its closed form (formula), with the
+        options `settings`; None if it has none, or none for this number of ranks."""
         try:
             return compute_closed_form_seconds(self.operation, algorithm, self.network, total_bytes, **asdict(settings))
         except UserError:  # the generator reports it with more detail

@@ -19,10 +19,10 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class Tier:
-    """Parameters of one class of links (such as inside or between nodes) in the closed form of an algorithm's time.
+    """Latency and inverse bandwidth of one class of links (inside nodes or between nodes), for closed-form times.
 
     alpha: latency in seconds per message. beta: seconds per byte. gap: least time between the starts of two messages of
-        a rank on one link, as a fraction of alpha.
+    a rank on one link, as a fraction of alpha.
     """
 
     alpha: float
@@ -45,9 +45,9 @@ class Tier:
 class Inputs:
     """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
-    size: bytes of the vector. link, inner: links between and inside nodes (or leaf switches); equal if all links are.
-    segments, groups (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if cables join
-    neighbouring ranks, False if switches do. ports: number of links that a rank can use at once.
+    size: bytes of the vector. link, inner: links between and inside nodes (or leaf switches), equal in a uniform
+    network. segments, groups (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if
+    cables join neighbouring ranks, False if switches do. ports: number of links that a rank can use at once.
     """
 
     ranks: int
@@ -121,26 +121,26 @@ def compute_closed_form_seconds(
 
 
 def _ring_form(phases: int) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of `phases` x (n - 1) rounds around a ring
-    of n ranks, with 1/n of the vector in each message."""
+    """Return the closed form (function from `Inputs` to seconds) of a ring algorithm with `phases` x (n - 1) rounds, in
+    which each of n ranks sends 1/n of the vector per round."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share)
 
 
 def _bidirectional_ring_form(phases: int) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of a ring used in both directions at once.
-    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
+    """Return the closed form (function from `Inputs` to seconds) of an algorithm on a ring used in both directions at
+    once. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
 
 
 def _all_pairs_form(phases: int) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of `phases` rounds in which every rank sends
-    1/n of the vector to each of the n - 1 others, spread over its ports."""
+    """Return the closed form (function from `Inputs` to seconds) of an algorithm with `phases` rounds, in each of which
+    every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
 def _linear_gather_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of a gather in which all ranks send to the root at once, spread over its
-    ports."""
+    """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports. c: ranks,
+    vector size and links."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
@@ -148,41 +148,41 @@ def _linear_gather_form(c: Inputs) -> float:
 
 
 def _butterfly_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the butterfly all-reduce; it has two more rounds if the number of ranks is
-    not a power of two."""
+    """Compute the seconds of the butterfly all-reduce by closed form. c: ranks, vector size and links. It has two more
+    rounds if the number of ranks is not a power of two."""
     return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
 def _rabenseifner_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the Rabenseifner all-reduce (recursive halving, then doubling)."""
+    """Compute the seconds of the Rabenseifner all-reduce by closed form. c: ranks, vector size and links."""
     halves = 2 * (math.log2(c.core) * c.link.alpha + (c.core - 1) / c.core * c.size * c.link.beta)
     return halves + (c.link.time_rounds(2, c.size) if c.extra else 0.0)
 
 
 def _compute_exchange_seconds(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the log2 m pairwise exchanges of recursive halving or doubling, with m the
-    largest power of two up to n. Exchange i moves 2^i shares (1/n of the vector each), and up to twice as many if core
-    ranks also hold shares of the n - m extra ranks."""
+    """Compute the seconds of the log2 m pairwise exchanges of recursive halving or doubling, with m the largest power
+    of two up to n. Exchange i moves 2^i shares (1/n of the vector each), and up to twice as many if core ranks also
+    hold shares of the n - m extra ranks. c: ranks n, vector size and links."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
 
 def _recursive_halving_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of a reduce-scatter by recursive halving."""
+    """Compute the seconds of a recursive-halving reduce-scatter by closed form. c: ranks, vector size and links."""
     return _compute_exchange_seconds(c) + (
         c.link.time_rounds(1, c.size) + c.link.time_rounds(1, c.share) if c.extra else 0.0
     )
 
 
 def _recursive_doubling_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of an all-gather by recursive doubling."""
+    """Compute the seconds of a recursive-doubling all-gather by closed form. c: ranks, vector size and links."""
     return _compute_exchange_seconds(c) + (
         c.link.time_rounds(1, c.share) + c.link.time_rounds(1, c.size - c.share) if c.extra else 0.0
     )
 
 
 def _bruck_all_to_all_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the Bruck all-to-all."""
+    """Compute the seconds of the Bruck all-to-all by closed form. c: ranks, vector size and links."""
     moved = [sum(1 for place in range(c.ranks) if place >> bit & 1) for bit in range(c.levels)]
     return sum(c.link.time_rounds(1, blocks * c.share) for blocks in moved)
 
@@ -191,12 +191,9 @@ def _bruck_all_to_all_form(c: Inputs) -> float:
 
 
 def _binomial_tree_form(rounds_of_tree: int) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of a vector sent `rounds_of_tree` times (1:
-    broadcast or reduce; 2: all-reduce) along a binomial tree. The vector is cut into k segments; each round starts one
-    more.
-
-    With a switch, the messages that a rank sends in one round, up to one per level of the tree, share its link.
-    """
+    """Return the closed form (function from `Inputs` to seconds) of a binomial-tree algorithm, pipelined over segments
+    of the vector. rounds_of_tree: number of passes over the tree, 1 for broadcast or reduce, 2 for all-reduce. With a
+    switch, the messages that a rank sends in one round, up to one per level of the tree, share its link."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -208,18 +205,18 @@ def _binomial_tree_form(rounds_of_tree: int) -> Form:
 
 
 def _binomial_scatter_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of a binomial-tree scatter or gather."""
+    """Compute the seconds of a binomial-tree scatter or gather by closed form. c: ranks, vector size and links."""
     return c.levels * c.link.alpha + (c.ranks - 1) * c.share * c.link.beta
 
 
 def _chain_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of a chain (pipelined ring) broadcast or reduce."""
+    """Compute the seconds of a chain broadcast or reduce by closed form. c: ranks, vector size, links, segments."""
     k = c.segments or max(1, c.ranks - 1)
     return c.link.time_rounds(c.ranks + k - 2, c.size / k)
 
 
 def _double_tree_all_reduce_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the double-binary-tree all-reduce."""
+    """Compute the seconds of the double-binary-tree all-reduce. c: ranks, vector size, links, segments."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
     return (2 * height + k - 1) * c.link.time_concurrent(
         [c.size / (2 * k)] * 4
@@ -227,8 +224,8 @@ def _double_tree_all_reduce_form(c: Inputs) -> float:
 
 
 def _double_tree_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of a double-binary-tree broadcast or reduce (trees over all ranks but the
-    root)."""
+    """Compute the seconds of a double-binary-tree broadcast or reduce (trees over all ranks but the root) by closed
+    form. c: ranks, vector size, links and segments."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
     return (height + k) * c.link.time_concurrent([c.size / (2 * k)] * 2)
 
@@ -237,15 +234,16 @@ def _double_tree_form(c: Inputs) -> float:
 
 
 def _hierarchical_all_reduce_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the hierarchical all-reduce (trees inside nodes, a ring between nodes)."""
+    """Compute the seconds of the hierarchical all-reduce (trees inside nodes, a ring between nodes) by closed form. c:
+    ranks, ranks per node, vector size, links."""
     nodes, each = c.get_node_shape()
     inside = c.inner.time_rounds(2 * (each - 1).bit_length(), c.size)
     return inside + c.link.time_rounds(2 * (nodes - 1), c.size / nodes)
 
 
 def _hierarchical_form(phases: int) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of rings inside nodes and between nodes.
-    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
+    """Return the closed form (function from `Inputs` to seconds) of a hierarchical algorithm with rings inside nodes
+    and between nodes. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -256,13 +254,13 @@ def _hierarchical_form(phases: int) -> Form:
 
 
 def _hierarchical_tree_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of a hierarchical broadcast or reduce."""
+    """Compute the seconds of a hierarchical broadcast or reduce. c: ranks, ranks per node, vector size, links."""
     nodes, each = c.get_node_shape()
     return c.link.time_rounds((nodes - 1).bit_length(), c.size) + c.inner.time_rounds((each - 1).bit_length(), c.size)
 
 
 def _hierarchical_all_to_all_form(c: Inputs) -> float:
-    """Return the seconds, for inputs `c`, of the hierarchical all-to-all."""
+    """Compute the seconds of the hierarchical all-to-all. c: ranks, ranks per node, vector size, links."""
     nodes, each = c.get_node_shape()
     return c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.size / nodes)
 
@@ -271,12 +269,12 @@ def _hierarchical_all_to_all_form(c: Inputs) -> float:
 
 
 def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of torus algorithms: axis after axis, in
-    both directions.
+    """Return the closed form (function from `Inputs` to seconds) of a torus algorithm, which runs one axis after the
+    other, each in both directions.
 
     phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
-    `dims`. turns: True if the vector is cut into one part per axis, and part i begins with axis i; False if it begins
-    with axis 0.
+    `dims`. turns: True if the vector is cut into one part per axis, and part i begins with axis i; False if the whole
+    vector begins with axis 0.
     """
 
     def form(c: Inputs) -> float:
@@ -293,10 +291,9 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of mesh algorithms: axis after axis, whole
-    blocks in each direction. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes
-    if the inputs have no `dims`. turns: True if the vector is cut into one part per axis, and part i begins with axis
-    i."""
+    """Return the closed form (function from `Inputs` to seconds) of a mesh algorithm, which runs one axis after the
+    other. Arguments as of `_torus_form`: phases (1 or 2), number of axes, and turns (True if part i of the vector
+    begins with axis i)."""
 
     def form(c: Inputs) -> float:
         """Return the seconds for inputs `c`."""
@@ -307,7 +304,7 @@ def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends in a grid reduce-scatter, axis after axis: in each round, along each axis.
+    """Return the bytes that a rank sends in a reduce-scatter on a grid, one axis after the other: [round][axis].
 
     shape: sides of the grid. size: bytes of the vector. turns: True if the vector is cut into one part per axis, and
     part i begins with axis i; False if the whole vector begins with axis 0.
@@ -326,8 +323,8 @@ def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> lis
 
 
 def _latency_form(rounds: Callable[[Inputs], float]) -> Form:
-    """Return the closed form, a function of `Inputs` that returns seconds, of rounds of messages without data. rounds:
-    function of `Inputs` that returns the number of rounds."""
+    """Return the closed form (function from `Inputs` to seconds) of an algorithm whose messages have no data, such as a
+    barrier. rounds: function from `Inputs` to the number of rounds."""
     return lambda c: c.link.alpha * rounds(c)
 
 

@@ -75,7 +75,7 @@ class Curves:
         library's order if several are equally fast."""
         return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
-    def crossovers(self) -> list[Crossover]:
+    def find_crossovers(self) -> list[Crossover]:
         """Return the sizes at which the fastest algorithm changes, found by bisection between adjacent sizes."""
         found: list[Crossover] = []
         for index in range(len(self.sizes) - 1):

@@ -18,11 +18,11 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a vector into segments; the program runs on one segment after another. Return a list with (index of the
-    segment's first element, elements per chunk) of each segment.
+    """Split a vector into segments, on which a collective program runs one after another; return [(index of the
+    segment's first element, elements per chunk)].
 
-    For operations in which ranks own no share of the vector, such as broadcast. numel: elements of the vector.
-    itemsize: bytes of an element. whole: True for a single segment.
+    Only for operations in which ranks own no share of the vector, such as broadcast. program: gives the number of
+    chunks per segment. numel: elements of the vector. itemsize: bytes of an element. whole: True for a single segment.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize
@@ -33,16 +33,16 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
 
 
 def find_first_chunks(program: CollectiveProgram) -> list[int]:
-    """Return the first chunk of the vector that each rank owns, followed by the number of chunks: a list of ranks + 1
-    indices `first`, where rank r owns the chunks first[r] to first[r + 1] - 1."""
+    """Return the first chunk that each rank owns, as a list `first` of ranks + 1 indices: rank r owns the chunks
+    first[r] to first[r + 1] - 1 of the vector."""
     owner = program.find_owner(np.arange(program.chunks))
     first: list[int] = np.searchsorted(owner, np.arange(program.ranks + 1)).tolist()
     return first
 
 
 def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
-    """Return the number of elements per chunk when the program runs on a vector of `numel` elements, of which every
-    rank owns an equal share; rounded up, as shares are padded to a whole number of chunks.
+    """Return the number of elements per chunk when a program runs on a vector of `numel` elements, of which every rank
+    owns an equal share. It is rounded up, as shares are padded to a whole number of chunks.
 
     Raises UserError if `numel` is not a multiple of the ranks, or if the program has fewer chunks than ranks.
     """

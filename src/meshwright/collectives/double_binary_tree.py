@@ -22,8 +22,8 @@ Tree: TypeAlias = list[tuple[Integers, Integers]]  # edges of each level, from t
 
 
 def compute_in_order_parents(n: int) -> Integers:
-    """Return the parent of each node 1 to n of a binary tree whose nodes are numbered in order: [n + 1]. Entry 0 is -1
-    (unused); the root's parent is 0.
+    """Return the parent of each node of a binary tree whose nodes 1 to n are numbered in order (left subtree, node,
+    right subtree): [n + 1]. Entry 0 is -1 (unused); the root's parent is 0.
 
     Odd nodes are leaves, even nodes inner; the height is log2 n, rounded down.
     """
@@ -123,7 +123,7 @@ def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
 def _run_in_segments(
     program: Builder, trees: tuple[Tree, Tree], travel: Callable[[Tree, int], Rounds]
 ) -> CollectiveProgram:
-    """Send the first half of the chunks through one tree and the second half through the other, as a pipeline: in every
+    """Send the first half of the chunks through one tree and the second half through the other, pipelined: in every
     round one more chunk of each half starts. Return the finished program.
 
     program: program under construction. trees: each as levels of edges (parents, children). travel: function (tree,

@@ -36,7 +36,7 @@ BANDWIDTH = 1e9  # bytes a second
 
 @dataclass(frozen=True)
 class NamedProgram:
-    """Collective program that a recipe selects for one operation on one mesh axis.
+    """Collective program that a recipe (job file) selects, by name or file, for one operation on one mesh axis.
 
     programs: the verified program alone, or for "auto" several, among which `choose_program` picks by the vector's
     size.
@@ -61,11 +61,11 @@ class NamedProgram:
         return self.programs[seconds.index(min(seconds))]
 
 
-def named_programs(
+def load_named_programs(
     collectives: CollectivesRecipe, layout: Layout, where: Callable[[str], str] = lambda key: "recipe"
 ) -> dict[tuple[str, str], NamedProgram]:
-    """Load and check the collective programs that a recipe selects; return (axis name, operation such as "all_reduce")
-    -> program. Operations not in the result use torch.distributed.
+    """Load and verify the collective programs that a recipe (job file) selects; return {(axis name, operation such as
+    "all_reduce"): program}. Operations not in the result use torch.distributed.
 
     layout: gives the number of ranks of the data, shard and replica axes. A program is used on every one of these axes
     whose number of ranks it accepts. Raises UserError if a program does not accept the axis on which its operation
@@ -90,8 +90,8 @@ def named_programs(
 
 
 def _find_main_axis(layout: Layout, key: str) -> str:
-    """Return the name of the axis ("data", "shard" or "replica") on which an operation moves gradients or parameters in
-    this layout. key: the operation, such as "all_reduce"."""
+    """Return the mesh axis ("data", "shard" or "replica") on which a collective operation moves gradients or parameters
+    in this layout. key: the operation, such as "all_reduce"."""
     if key != "all_reduce":
         return "shard"
     return "data" if layout.zero == 0 else "replica"
@@ -140,7 +140,8 @@ def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], mai
 
 @cache
 def _generate_programs(operation: str, algorithm: str, ranks: int) -> NamedProgram:
-    """Generate and check the program of an algorithm for `ranks` ranks; for "auto", of all algorithms that accept them.
+    """Generate and verify the program of an algorithm for `ranks` ranks; for "auto", those of all algorithms that
+    accept this number of ranks.
 
     operation: such as "all-reduce". Raises UserError if the named algorithm does not accept the number of ranks.
     """

@@ -30,7 +30,7 @@ def draw_picture(report: CollectiveReport) -> str:
     within = math.inf if report.checked.program.ranks <= _FEW_RANKS else 4.0
     curves = Curves.simulate(report.chooser, least, most, within)
     named = (report.checked.program.algorithm, report.timing.seconds)
-    return draw_crossovers(curves, curves.crossovers(), requested or None, named)
+    return draw_crossovers(curves, curves.find_crossovers(), requested or None, named)
 
 
 def draw_crossovers(

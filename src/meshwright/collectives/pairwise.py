@@ -60,7 +60,10 @@ def list_partners(n: int) -> list[Integers]:
 
 def merge_rounds(rounds: Rounds) -> Rounds:
     """Run a round generator to its end, so that all of its sends form a single round; yield once. No send may depend on
-    another. rounds: generator that adds one round's sends to a program before each yield."""
+    another.
+
+    rounds: generator that adds one round's sends to a program before each yield.
+    """
     for _ in rounds:
         pass
     yield
@@ -147,8 +150,8 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def _copy_own_block(program: Builder) -> Rounds:
-    """Generate the round of an all-to-all in which each rank copies its block for itself to its output: add the copies
-    to `program`, then yield."""
+    """Generate the round of an all-to-all in which each rank copies the block that stays on the rank to its output: add
+    the copies to `program`, then yield."""
     everyone = np.arange(program.ranks)
     program.copy(everyone, source=everyone, into=program.chunks + everyone)
     yield

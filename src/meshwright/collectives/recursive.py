@@ -51,9 +51,11 @@ def list_powers_of_two(n: int) -> list[int]:
 
 
 def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Split ranks [..., n] into a core of 2^k ranks, the largest power of two, and the extra ranks; return (extra
-    ranks, stand-in of each extra rank, core). A stand-in is a core rank that takes part in the algorithm on behalf of
-    its extra neighbour too."""
+    """Split ranks into a core of 2^k ranks, the largest power of two up to n, and the extra ranks. Return (extra ranks,
+    substitutes, core): the substitute of an extra rank is the core rank that runs the algorithm on its behalf.
+
+    ranks: [..., n], ranks of each of several independent groups; the results have the same leading shape.
+    """
     n = ranks.shape[-1]
     extra = n - (1 << n.bit_length() - 1)
     stand_in = ranks[..., 1 : 2 * extra : 2]
@@ -61,8 +63,9 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 
 def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Generate the first round for a number of ranks that is not a power of two: each extra rank sends its vector to
-    the core rank that acts for it, and the core rank adds this vector to its own. No round for a power of two.
+    """Generate the first round of an algorithm for a number of ranks that is not a power of two: each extra rank
+    (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. No round for a power of
+    two.
 
     program: receives the sends. ranks: all ranks of the algorithm, in order.
     """
@@ -73,8 +76,8 @@ def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
 
 
 def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Generate the last round for a number of ranks that is not a power of two: each extra rank gets the whole result
-    from the core rank that acts for it. No round for a power of two.
+    """Generate the last round of an algorithm for a number of ranks that is not a power of two: each extra rank (beyond
+    the largest power of two) receives the full result from its core rank. No round for a power of two.
 
     program: receives the sends. ranks: all ranks of the algorithm, in order.
     """
@@ -177,22 +180,22 @@ def all_gather(ranks: int) -> CollectiveProgram:
 
 
 def _compute_share_bounds(ranks: Integers) -> Integers:
-    """Return the bounds of the core ranks' slots (buffers for one chunk): [2^k + 1]; the i-th core rank has the
-    slots bounds[i] to bounds[i + 1] - 1.
+    """Return the bounds of the ranges of slots (buffers for one chunk) that the core ranks own: [2^k + 1]; the i-th
+    core rank owns the slots bounds[i] to bounds[i + 1] - 1.
 
-    ranks: all ranks of the algorithm, in order. A core rank that acts for an extra rank (beyond the largest power of
-    two 2^k) has the extra rank's slot too.
+    ranks: all ranks of the algorithm, in order. Core ranks are 2^k ranks, the largest power of two; a core rank that
+    acts for one of the other ranks owns that rank's slot too.
     """
     n, extra = ranks.shape[-1], split_extra_ranks(ranks)[0].shape[-1]
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])
 
 
 def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Generate the round that moves the shares of the extra ranks (beyond the largest power of two; their slots are 0,
-    2, 4 ...) between these ranks and the core ranks that act for them: add the sends to `program`, then yield.
+    """Generate the round that sends the shares of the extra ranks (beyond the largest power of two) between these ranks
+    and the core ranks that act for them: add the sends to `program`, then yield. These shares are the slots 0, 2, 4 ...
+    (a slot is the buffer for one chunk).
 
-    source, target: sending and receiving ranks, pairwise: extra ranks and their core ranks, or core ranks and their
-    extra ranks.
+    source, target: sending and receiving ranks, pairwise: extra ranks and their core ranks, or the reverse.
     """
     program.transfer(source, target, 2 * np.arange(source.shape[-1]))
     yield

@@ -30,7 +30,7 @@ _FEW_RANKS = 32  # limit for the search of crossovers
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Verified collective program with its simulated times on a network.
+    """Result of `meshwright collective`: a verified collective program with its simulated times on a network.
 
     checked: the verified program. settings: the algorithm's options. total_bytes: size of the full vector. timing:
     simulated times. closed_form_seconds: time by the algorithm's formula, None if it has none. chooser: simulator of
@@ -151,8 +151,8 @@ RANKING_HEAD = ("algorithm", "settings", "simulated", "closed form")
 
 
 def list_ranking_rows(choice: Choice) -> list[tuple[str, str, str, str]]:
-    """Return a ranking of algorithms as rows of text, fastest first, with the columns `RANKING_HEAD`; empty cells for
-    missing values."""
+    """Return a ranking of algorithms as table rows of text, fastest first; the columns are those of `RANKING_HEAD`.
+    Missing values are empty cells."""
     return [
         (
             one.algorithm,
@@ -268,7 +268,7 @@ def collective(
     timing = simulate_collective(checked, network, total_bytes, options.reduce_bytes_per_second)
     found = None
     if options.crossovers and choice is not None and ranks <= _FEW_RANKS and operation != "barrier":
-        found = Curves.simulate_promising(chooser).crossovers()
+        found = Curves.simulate_promising(chooser).find_crossovers()
     return CollectiveReport(checked, settings, total_bytes, timing, form, chooser, choice, found)
 
 

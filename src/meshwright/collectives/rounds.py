@@ -32,7 +32,7 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
-    """Merge round generators (each adds one round's sends to the program, then yields) side by side: round i of the
+    """Merge round generators (each adds one round's sends to the program, then yields) in parallel: round i of the
     result has the sends of round i of all of them."""
     active = list(parts)
     while active := [part for part in active if not _write_next_round(part)]:
@@ -40,8 +40,8 @@ def run_together(parts: Iterable[Rounds]) -> Rounds:
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: in round i the
-    generator `parts[i]` starts, and all generators that have started advance by one of their rounds."""
+    """Merge round generators (each adds one round's sends to the program, then yields) as a pipeline: round i starts
+    the generator `parts[i]` and advances all earlier ones by one of their rounds."""
     active: list[Rounds] = []
     for part in parts:
         active = [part for part in [*active, part] if not _write_next_round(part)]
@@ -56,8 +56,8 @@ def run_in_sequence(*parts: Rounds) -> Rounds:
 
 
 def _write_next_round(part: Rounds) -> bool:
-    """Run the round generator `part` up to its next `yield`, which adds the sends of its next round to the program.
-    Return False; or True, with nothing added, if the generator had no more rounds."""
+    """Advance the round generator `part` to its next `yield`, which adds the sends of one round to the program. Return
+    False; True if the generator had no more rounds, and nothing was added."""
     return next(part, part) is part
 
 

@@ -27,7 +27,7 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class _TopologySyntax:
-    """Syntax of one kind of topology in text form: the settings that may follow its name and shape.
+    """Syntax of one kind of topology, such as a torus, in text form: settings that may follow its name and shape.
 
     example: valid text. tiers: names of classes of links whose latency and bandwidth can be set. numbers: names of
     settings with a number, such as `spines` for `spines=2`. flags: words without a value, such as `rails`.

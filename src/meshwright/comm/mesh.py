@@ -236,8 +236,8 @@ class Mesh:
         """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same arguments.
 
         timeout_seconds: limit of one wait for a call. programs: (axis name, operation) -> collective program that
-            replaces the backend's call, as `collectives.named.named_programs` returns them. Raises UserError if the
-            layout needs another world size.
+            replaces the backend's call, as `collectives.named.load_named_programs` returns them. Raises UserError if
+            the layout needs another world size.
         """
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from meshwright.collectives.named import named_programs
+from meshwright.collectives.named import load_named_programs
 from meshwright.launcher.host_memory import machine_memory
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_threads import local_threads
@@ -36,7 +36,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
 
     # All checks run before a process is started, and data are prepared while no rank waits.
     check_recipe(recipe)
-    named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
+    load_named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
     RunDirectory(recipe.run_directory).create()
     check_resume(recipe)
     data = prepare(recipe.data, recipe.run.seed, log=print_message)

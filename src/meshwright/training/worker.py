@@ -110,7 +110,7 @@ def _run_as_rank(
     import torch
     import torch.distributed as dist
 
-    from meshwright.collectives.named import named_programs
+    from meshwright.collectives.named import load_named_programs
     from meshwright.comm.mesh import Mesh
     from meshwright.launcher.device_watch import watch_device_calls
 
@@ -143,7 +143,7 @@ def _run_as_rank(
             if store is not None and start.started_by != rendezvous.LAUNCHER:
                 calls = HostCalls.create(directory, start, store)
         layout = recipe.parsed_layout
-        programs = named_programs(recipe.collectives, layout, recipe.where)
+        programs = load_named_programs(recipe.collectives, layout, recipe.where)
         mesh = Mesh.create(layout, device, timeout, programs)
         with watch_device_calls(mesh.communicator, calls):
             return work(recipe, mesh, directory, **options)

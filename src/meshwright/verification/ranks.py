@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from meshwright.checkpoint import Checkpointer, SaveOptions
-from meshwright.collectives.named import named_programs
+from meshwright.collectives.named import load_named_programs
 from meshwright.comm.faults import Fault
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PreparedData
@@ -104,7 +104,7 @@ def run_rank(
     to run.
     """
     layout = Layout.parse(layout_text)
-    programs = named_programs(collectives or CollectivesRecipe(), layout)
+    programs = load_named_programs(collectives or CollectivesRecipe(), layout)
     backend = problem.compile_backend
     mesh = Mesh.create(layout, timeout_seconds=60.0 if backend is None else COMPILING_SECONDS, programs=programs)
     try:

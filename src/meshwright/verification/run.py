@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.collectives.named import named_programs
+from meshwright.collectives.named import load_named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -261,7 +261,7 @@ def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tupl
     for each in layouts:
         each.refuse_unbuilt()
         if recipe is not None:  # check before ranks are started
-            named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
+            load_named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
     models = [] if model is None else [_resolve_model(model)]
     return layouts, models, recipe
 
