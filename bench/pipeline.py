@@ -44,7 +44,7 @@ from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.step import ForwardBackward
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
-from meshwright.schedules.library import program_of
+from meshwright.schedules.library import generate_for_layout
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
@@ -106,7 +106,7 @@ def ours(problem: Problem) -> Callable[[], float | None]:
     )
     table = partition.table
     parallel = ZeroEngine(model, table, mesh, seed=SEED, parameter_dtype=torch.float32, partition=partition)
-    runtime = ForwardBackward(model, parallel, program_of(problem.layout))
+    runtime = ForwardBackward(model, parallel, generate_for_layout(problem.layout))
     optimizer = Optimizer(parallel.shards, problem.settings.train)
     micro_batches = [
         (tokens[None], targets[None], ONE_DOCUMENT)
@@ -196,7 +196,7 @@ def race(layout_text: str, pairs: int, small: bool) -> dict[str, Any]:
     settings, layout = recipe(shape, sequence), Layout.parse(layout_text)
     config = config_from_recipe(settings.model, sequence, shape["vocabulary"])
     mesh = Mesh.create(layout)
-    partition = Partition.of(program_of(layout), config, parameter_table(config), sequence)
+    partition = Partition.of(generate_for_layout(layout), config, parameter_table(config), sequence)
     random = torch.Generator().manual_seed(0)
     tokens, targets = (
         torch.randint(0, shape["vocabulary"], (layout.micro_batches, sequence), generator=random) for _ in range(2)

@@ -28,7 +28,7 @@ from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.program.timeline import build_pipeline_timeline
 from meshwright.program.trace import build_chrome_trace
 from meshwright.recipe import load_recipe
-from meshwright.schedules.library import generate, program_of
+from meshwright.schedules.library import generate, generate_for_layout
 from tests.training import training_cases as cases
 
 ROUNDING = 0.01  # microseconds
@@ -117,7 +117,7 @@ def test_profiled_steps_follow_simulated_program_on_one_clock(two, home, layout)
     }  # fmt: skip
     assert f"profile of steps 3 to 4: {directory / 'all-ranks.json.gz'} (opens in ui.perfetto.dev)" in outcome["said"]
     trace = Trace(read(directory / "all-ranks.json.gz"))
-    program = program_of(Layout.parse(layout))
+    program = generate_for_layout(Layout.parse(layout))
     timing = simulate_pipeline(program, Durations(1.0, 1.0, 1.0))
     simulated = Trace(build_chrome_trace(build_pipeline_timeline(program, timing)))
     title = f"{program.name}, simulated with the median times measured here, without transfer time"

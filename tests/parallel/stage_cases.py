@@ -19,7 +19,7 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.program.pipeline import Kind
 from meshwright.recipe import load_recipe_text
-from meshwright.schedules.library import program_of
+from meshwright.schedules.library import generate_for_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import resolve_model_config
@@ -218,7 +218,11 @@ def trainer_of_another_program(text: str) -> str:
     recipe = load_recipe_text(text, "recipe")
     layout = recipe.parsed_layout
     mesh = Mesh.create(layout)
-    read = program_of(dataclasses.replace(layout, schedule="gpipe")) if mesh.rank == 3 else program_of(layout)
+    read = (
+        generate_for_layout(dataclasses.replace(layout, schedule="gpipe"))
+        if mesh.rank == 3
+        else generate_for_layout(layout)
+    )
     data = prepare(recipe.data, recipe.run.seed)
     try:
         with mock.patch("meshwright.parallel.parallelize.program_for", lambda *arguments: read):

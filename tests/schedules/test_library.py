@@ -13,7 +13,7 @@ from meshwright.names import SCHEDULES as KNOWN
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline_text import format_pipeline
-from meshwright.schedules.library import generate, program_of
+from meshwright.schedules.library import generate, generate_for_layout
 from meshwright.schedules.named import SCHEDULES
 from meshwright.schedules.pytorch_csv import to_csv
 from meshwright.schedules.synchronous import one_f_one_b
@@ -107,7 +107,7 @@ def test_a_file_that_was_edited_is_read_again(tmp_path: Path):
     layout = Layout.parse(f"pp2:@{file} mb4")
     for name in ("gpipe", "1f1b", "gpipe"):
         file.write_text(format_pipeline(generate(name, 2, 4)) + "\n" * (name == "1f1b"))
-        assert program_of(layout).steps == generate(name, 2, 4).steps
+        assert generate_for_layout(layout).steps == generate(name, 2, 4).steps
     file.unlink()
     with pytest.raises(UserError, match=r"mine\.txt"):
-        program_of(layout)
+        generate_for_layout(layout)

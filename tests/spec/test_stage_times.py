@@ -14,7 +14,7 @@ from meshwright.planner.data_calls import Work
 from meshwright.planner.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.traffic import _Step
 from meshwright.program.simulate_pipeline import simulate_pipeline
-from meshwright.schedules.library import program_of
+from meshwright.schedules.library import generate_for_layout
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.presets import preset
 from meshwright.spec.stage_times import StageTimes, program_for
@@ -76,7 +76,7 @@ def test_program_for_model_beats_program_for_even_stages(name: str, layout: str)
     def makespan(program) -> float:
         return simulate_pipeline(program, stage_times(program.stages)).makespan
 
-    assert makespan(program_for(parsed, config, 1024)) < makespan(program_of(parsed))
+    assert makespan(program_for(parsed, config, 1024)) < makespan(generate_for_layout(parsed))
 
 
 def test_shallow_model_gets_at_most_one_stage_per_layer():
@@ -87,14 +87,14 @@ def test_shallow_model_gets_at_most_one_stage_per_layer():
 
 def test_named_schedules_are_independent_of_model():
     layout = Layout.parse("pp4:zb-v mb8")
-    assert program_for(layout, preset("gpt2"), 1024) is program_of(layout)
+    assert program_for(layout, preset("gpt2"), 1024) is generate_for_layout(layout)
 
 
 def test_byte_prediction_uses_program_of_model():
     layout, config = Layout.parse("pp4:auto mb8"), preset("gpt2")
     step = _Step(config, layout, Work(batch=8, sequence=1024), 0)
     assert step.program.steps == with_transfers(program_for(layout, config, 1024)).steps
-    assert step.program.steps != with_transfers(program_of(layout)).steps
+    assert step.program.steps != with_transfers(generate_for_layout(layout)).steps
 
 
 def test_modules_with_a_model_call_program_for(repository: Path):
@@ -104,5 +104,5 @@ def test_modules_with_a_model_call_program_for(repository: Path):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "meshwright.schedules.library":
                 place = path.relative_to(repository / "src" / "meshwright").as_posix()
-                asking |= {place for alias in node.names if alias.name == "program_of"}
+                asking |= {place for alias in node.names if alias.name == "generate_for_layout"}
     assert asking == {"spec/stage_times.py", "verification/cases.py", "training/module/passes.py"}

@@ -35,8 +35,7 @@ class StepDurations(TypedDict, total=False):
 
 
 def refuse_memory(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` if a memory limit is given with a schedule other than `auto`, the only one that can respect a
-    limit.
+    """Raise `UserError` if a memory limit is given with a schedule other than `auto`, which alone can respect one.
 
     name: name of the schedule. memory: the limit in micro-batches, None if not given. option: name of the option in the
     error message.

@@ -12,7 +12,7 @@ from meshwright.schedules.synchronous import generate_1f1b
 
 
 def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of PipeDream: 1F1B with an optimizer step after each backward, on stashed weights.
+    """Generate the PipeDream pipeline schedule: 1F1B with an optimizer step after each backward, on stashed weights.
 
     Narayanan et al., SOSP 2019, sections 3.2 and 3.3; first in Harlap et al. 2018, arXiv 1806.03377. A backward uses
     the weights of its forward, which are stashed until then; gradients on rank r are p - 1 - r updates stale.
@@ -27,8 +27,8 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of PipeDream-2BW: double-buffered weights, an update for each batch of at least p
-    micro-batches.
+    """Generate the PipeDream-2BW pipeline schedule: double-buffered weights, an optimizer step for each batch of at
+    least p micro-batches.
 
     Narayanan et al. 2021, arXiv 2006.09503, section 3.1, figure 2. All ranks run a batch with one version of the
     weights, which contains the gradients of all batches up to the one before last: gradients are one update stale. A

@@ -1,4 +1,4 @@
-"""Search of `auto`: a pipeline program for given durations and memory, at least as good as every feasible named
+"""Search of `auto`: a pipeline schedule for given durations and memory, at least as good as every feasible named
 schedule.
 
 Every named schedule is simulated. Then, for each placement, task orders are built in three ways: named schedules with
@@ -37,7 +37,7 @@ from meshwright.schedules.orders import (
 )
 from meshwright.schedules.steady_pattern import build_periodic_orders, compute_shortest_period
 
-Timed: TypeAlias = tuple[float, list[Order]]  # makespan and orders
+TimedOrders: TypeAlias = tuple[float, list[Order]]  # makespan and orders
 _get_makespan = itemgetter(0)
 
 EFFORT = 4_000_000
@@ -47,11 +47,11 @@ approximately: one to two seconds."""
 
 @dataclass(frozen=True)
 class Candidate:
-    """Simulated pipeline program that the search of schedule `auto` compares with others.
+    """Simulated pipeline schedule, one of those that the search for schedule `auto` compares.
 
     name: named schedule such as "1f1b", or kind of search. makespan: total time, in the unit of the durations. peak:
-        [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank. fits: True if all peaks
-        are within the memory limits.
+    [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank. fits: True if all peaks are
+    within the memory limits.
     """
 
     name: str
@@ -115,7 +115,7 @@ def search_schedule(
     weight_copies: int = 1,
     effort: int = EFFORT,
 ) -> SearchResult:
-    """Search for a synchronous pipeline program (steps of every rank) with a small makespan; durations may differ by
+    """Search for a synchronous pipeline schedule (steps of every rank) with a small makespan; durations may differ by
     rank or stage.
 
     durations: times of one micro-batch. A field that is one number, or one per rank, is for all stages of a rank
@@ -169,12 +169,11 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose the candidate with the smallest makespan among those within the memory limits; return the search result
-    with all candidates. Among candidates of equal makespan the smallest peak memory decides, then a named schedule
-    wins.
+    """Choose the candidate with the smallest makespan among those within the memory limits; return it with all
+    candidates as the search result.
 
-    refused: named schedule -> reason why it does not accept the sizes. bound: lower bound of the makespan, None if
-    unknown.
+    Among candidates of equal makespan the smallest peak memory decides, then a named schedule wins. refused: named
+    schedule -> reason why it does not accept the sizes. bound: lower bound of the makespan, None if unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -190,8 +189,8 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return {stages per rank: durations} for all numbers of stages per rank that the search tries: `chunks` if given,
-    else the number for which durations are listed by stage, else 1 and 2.
+    """Return {stages per rank: durations} for all numbers of stages per rank that the search tries: `chunks` if given;
+    else the number for which durations are listed by stage; else 1 and 2.
 
     durations: `Durations` whose fields each have one number, one per rank or one per stage; or a function that returns
     the `Durations` for a number of stages. Raises UserError for invalid or contradictory numbers.
@@ -273,7 +272,7 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
-    """Simulate a pipeline program; return it as the candidate `name`. durations: of its steps. limits: [ranks], memory
+    """Simulate a pipeline schedule; return it as the candidate `name`. durations: of its steps. limits: [ranks], memory
     limits in micro-batches on all stages of the rank."""
     timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())
@@ -284,7 +283,7 @@ def _simulate_candidate(
 # The search for one placement
 
 
-def _search_placement(problem: Problem, named: list[list[Order]], known: float, effort: int) -> Timed:
+def _search_placement(problem: Problem, named: list[list[Order]], known: float, effort: int) -> TimedOrders:
     """Search the best schedule for one placement of stages on ranks; return (makespan, task orders of all ranks). A
     task is one pass on one stage.
 
@@ -320,7 +319,7 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
     return min(starts, key=_get_makespan)
 
 
-def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
+def _try_greedy(problem: Problem, trials: int) -> list[TimedOrders]:
     """Build up to `trials` candidate schedules by greedy list scheduling, each with other parameters; return (makespan,
     task orders of all ranks) of each. A task is one pass on one stage.
 
@@ -341,7 +340,7 @@ def _try_greedy(problem: Problem, trials: int) -> list[Timed]:
     return found
 
 
-def _try_patterns(problem: Problem, trials: int) -> list[Timed]:
+def _try_patterns(problem: Problem, trials: int) -> list[TimedOrders]:
     """Build up to `trials` candidate schedules in which a fixed pattern of tasks repeats for each micro-batch, one
     period later; return (makespan, task orders of all ranks) of each that fits into memory. A task is one pass on one
     stage.

@@ -7,8 +7,8 @@ from meshwright.program.pipeline import Builder, Kind, PipelineProgram, place_cy
 
 
 def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> PipelineProgram:
-    """Generate the program of Chimera: two pipelines in opposite directions, each of which computes in the other's
-    bubbles.
+    """Generate the Chimera pipeline schedule: two pipelines in opposite directions, each of which computes in the
+    other's bubbles.
 
     Li, Hoefler, SC 2021, arXiv 2107.06925, section 3.1; more micro-batches than ranks: section 3.5. Replica 0 runs down
     the ranks, replica 1 up. Time is divided into slots of one forward or one backward: the i-th micro-batch of a

@@ -55,8 +55,8 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
 
 
 def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
-    """Split the whole steps of one group (steps that a rank runs together) into their layer components; yield the
-    groups that replace it.
+    """Split the whole steps of one group (steps that a rank runs together) into their layer components (attention,
+    dispatch, MLP, combine); yield the groups that replace it.
 
     group: steps (kind, stage, replica, micro-batch, component). The components of an overlapped forward and backward
     are paired, one of each in a group.
@@ -118,7 +118,7 @@ class ComponentDurations:
 
 @dataclass(frozen=True, eq=False)
 class ComponentTiming:
-    """Simulated times of a pipeline program whose steps are split into layer components (attention, dispatch, MLP,
+    """Simulated times of a pipeline schedule whose steps are split into layer components (attention, dispatch, MLP,
     combine), in the unit of the durations.
 
     timing: result of the simulation, in which all steps of a group (that run together on a rank) start and end
@@ -134,7 +134,7 @@ class ComponentTiming:
 
 
 def simulate_components(program: PipelineProgram, durations: ComponentDurations) -> ComponentTiming:
-    """Simulate a pipeline program on two streams per rank, one for computation and one for the all-to-alls of dispatch
+    """Simulate a pipeline schedule on two streams per rank, one for computation and one for the all-to-alls of dispatch
     and combine.
 
     durations: times of the layer components of one stage. Steps that are not split into components are split first.

@@ -9,7 +9,7 @@ from meshwright.schedules.phrases import Chunk, PhraseWriter
 
 
 def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of DualPipe: two pipelines in opposite directions, with overlapped forwards and backwards.
+    """Generate the DualPipe schedule: two pipelines in opposite directions, with overlapped forwards and backwards.
 
     DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5; steps 1 to 8 as its code numbers them. Replica 0 runs
     down the ranks with the first half of the micro-batches, replica 1 up with the second half; rank r has stage r of

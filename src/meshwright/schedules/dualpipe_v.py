@@ -9,7 +9,7 @@ from meshwright.schedules.phrases import Chunk
 
 
 def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of DualPipeV: DualPipe folded in half, so that one copy of the weights suffices.
+    """Generate the DualPipeV schedule: DualPipe folded in half, so that one copy of the weights suffices.
 
     Sea AI Lab: "DualPipe could be better without the Dual", 2025; second form in the DualPipe repository. The stages
         run down the ranks and up again; the first rank has the first and the last. A rank's order is DualPipe's on

@@ -7,7 +7,8 @@ from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclical
 
 
 def gems(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of GEMS-MAST: two replicas in opposite directions, at most two micro-batches in flight.
+    """Generate the GEMS-MAST pipeline schedule: two replicas in opposite directions, at most two micro-batches in
+    flight.
 
     Jain et al., SC 2020: GPU-Enabled Memory-Aware Model-Parallelism System, "memory-aware synchronized training".
     Replica 0 runs down the ranks, replica 1 up. A backward travels against the direction of its forward, and so in the

@@ -16,7 +16,7 @@ Order = list[tuple[int, int]]  # micro-batch and stage
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """Generate the program of interleaved 1F1B (virtual pipeline stages), depth first, with `chunks` stages per rank.
+    """Generate the interleaved 1F1B schedule (virtual pipeline stages), depth first, with `chunks` stages per rank.
 
     Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4. The micro-batches run in rounds: all
     micro-batches of a round pass through one chunk of a rank before the next chunk begins. If `ranks` divides
@@ -44,7 +44,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
 
 
 def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """Generate the program of interleaved ZB-H1, with `chunks` stages per rank and split backwards.
+    """Generate the interleaved ZB-H1 pipeline schedule, with `chunks` stages per rank and split backwards.
 
     PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241. Any number of ranks and
     micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of a rank's forward, full
@@ -74,8 +74,8 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
 
 
 def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgram:
-    """Generate the program of breadth-first GPipe: all micro-batches run through one of a rank's `chunks` stages before
-    its next.
+    """Generate the breadth-first GPipe schedule: all micro-batches run through one of a rank's `chunks` stages before
+    its next stage.
 
     Lamy-Poirier 2023, arXiv 2211.05953, section 4; backwards in PyTorch's order, last micro-batch first. A rank uses
     the weights of one chunk at a time: sharded weights are all-gathered once per chunk and pass, not once per round of
@@ -101,8 +101,7 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
 
 def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
     """Split the micro-batches 0 to micro_batches - 1 into the rounds of interleaved 1F1B; return the micro-batches of
-    each round. A round is a run of consecutive micro-batches that all pass through one chunk of a rank before the
-    rank's next chunk begins.
+    each round. All micro-batches of a round pass through one model chunk of a rank before the rank's next chunk begins.
 
     There are as many rounds of at least `ranks` micro-batches as possible, with sizes that differ by at most one,
     larger ones first. If `ranks` divides `micro_batches`, these are Megatron's rounds of `ranks`; if all rounds are

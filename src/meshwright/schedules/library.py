@@ -1,4 +1,4 @@
-"""Pipeline programs by the names of layouts and commands: generated schedules, `auto` and files (`@FILE`)."""
+"""Pipeline schedules by the names of layouts and commands: generated schedules, `auto` and files (`@FILE`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def generate(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> PipelineProgram:
-    """Return the pipeline program of a named schedule, or of a file (`@FILE`): compute steps of every rank, without
-    sends and receives.
+    """Return a pipeline schedule by its name, or from a file (`@FILE`): compute steps of every rank, without sends and
+    receives.
 
     chunks: stages per rank and replica (None: the schedule's default). durations, memory (maximum saved activations of
     a rank, in micro-batches on all its stages): only for `auto`. For a file, ranks, micro-batches and chunks may be
@@ -44,10 +44,9 @@ def generate(
     return generate_named(name, ranks, micro_batches, chunks)
 
 
-def program_of(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
-    """Return the pipeline program (steps of every rank) of the schedule that a layout names, with its ranks,
-    micro-batches and chunks. A layout with one pipeline rank runs forward and backward of one micro-batch after the
-    other.
+def generate_for_layout(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
+    """Return the pipeline schedule that a layout names, for the layout's ranks, micro-batches and chunks. With one
+    pipeline rank, each micro-batch runs its forward and backward before the next one.
 
     durations: function from a number of stages to the durations of the model's stages (None: all equal); used by the
     schedule `auto` only. For a model, use `spec.stage_times.program_for` instead. Raises UserError for numbers that the
@@ -84,7 +83,7 @@ def _generate_cached(
     durations: StageDurations | None,
     version: tuple[int, int] | None,
 ) -> PipelineProgram:
-    """Return the pipeline program of a named schedule or file (`@FILE`), from a cache if it was requested before.
+    """Return a pipeline schedule by its name, or from a file (`@FILE`); cached.
 
     chunks: stages per rank; None: the schedule's default. durations: function from a number of stages to their
     durations, for the schedule `auto`. version: (modification time in ns, size in bytes) of the file, so that it is
@@ -100,7 +99,8 @@ def search_auto(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> SearchResult:
-    """Search a pipeline program for the schedule `auto`; return the result with all candidates.
+    """Search for a pipeline schedule with a small makespan (schedule name `auto`); return the result with all
+    candidates.
 
     chunks: stages per rank (None: 1 and 2 are tried). durations: times of one micro-batch, one number per field, one
     per rank or one per stage, or a function from the number of stages to `Durations` (None: all equal). memory: maximum
@@ -112,7 +112,7 @@ def search_auto(
 
 
 def load_schedule(path: str) -> PipelineProgram:
-    """Load a pipeline program from a file: PyTorch's CSV if the path ends with `.csv`, else this project's text or JSON
+    """Load a pipeline schedule from a file: PyTorch's CSV if the path ends with `.csv`, else Meshwright's text or JSON
     form.
 
     Raises UserError for a file that cannot be read, with the invalid line.
@@ -126,7 +126,10 @@ def _check_agreement(
     program: PipelineProgram, name: str, ranks: int | None, micro_batches: int | None, chunks: int | None
 ) -> PipelineProgram:
     """Return `program`, loaded from a file, if it has the requested ranks, micro-batches and chunks (stages per rank;
-    None: any number); raise UserError if not. name: the file, for the message."""
+    None: any number); raise UserError if not.
+
+    name: the file, for the message.
+    """
     for what, requested, has in (
         ("ranks", ranks, program.ranks),
         ("micro-batches", micro_batches, program.micro_batches),

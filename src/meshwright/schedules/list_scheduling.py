@@ -44,9 +44,9 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
-    """Build the task orders of all ranks by asking `rule` for each rank's next task whenever the rank is free; return
-    (makespan, orders), where orders[rank] lists the rank's task numbers. The makespan is infinite if some tasks never
-    run.
+    """Build the task orders of all ranks: whenever a rank is free, ask `rule` for its next task (one pass on one
+    stage). Return (makespan, orders), where orders[rank] lists the rank's task numbers; the makespan is infinite if
+    some tasks never run.
 
     problem: ranks, placement, task durations and memory limits. rule: function (rank, time) -> (task, 0) to run the
     task now, or (-1, time at which to ask again); the rule is asked earlier if a task that produces an input for the

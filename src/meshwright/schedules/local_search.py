@@ -17,8 +17,8 @@ Block = tuple[int, int, int]  # rank, first and last position
 
 
 def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
-    """Return the blocks of one critical path (chain of tasks that determines the makespan), from the end to the start.
-    A block is (rank, first position, last position): tasks of a rank that run without idle time between them.
+    """Return the critical path (chain of tasks that determines the makespan) as blocks, from the end to the start. A
+    block is (rank, first position, last position): consecutive tasks of a rank without idle time between them.
 
     orders: for each rank, its task numbers in execution order (a task is one pass on one stage). clock: end times of
     the tasks under these orders.
@@ -90,8 +90,8 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
 
 
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """Draw a random move of one task within or out of a critical block; return (rank, new feasible order of that rank).
-    The order is None if ten draws in a row give no feasible new order.
+    """Draw a random move of one task within or out of a block of the critical path; return (rank, new feasible order of
+    that rank). The order is None if ten draws in a row give no feasible new order.
 
     orders: for each rank, its task numbers in execution order (a task is one pass on one stage). blocks: (rank, first
     position, last position) of the tasks on the critical path. draw: random-number generator.

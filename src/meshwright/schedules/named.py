@@ -41,7 +41,7 @@ MAX_STEPS = 4_000_000  # a few seconds and a gigabyte
 
 
 def generate_named(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> PipelineProgram:
-    """Generate the program of a named schedule, such as `1f1b`. chunks: stages per rank (None: the schedule's default).
+    """Generate a named pipeline schedule, such as `1f1b`. chunks: stages per rank (None: the schedule's default).
 
     Raises UserError for unknown names, missing numbers, and numbers that the schedule does not accept.
     """
@@ -67,7 +67,8 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
 def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
     """Return `number` if it is 1 or more, else raise UserError (also for None, a missing number).
 
-    name: schedule, for the message. what: quantity, such as `ranks`. preposition: word before the number, such as `on`.
+    The other arguments are for the message. name: the schedule. what: the quantity, such as `ranks`. preposition: word
+    before the number, such as `on`.
     """
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")

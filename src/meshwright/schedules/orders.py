@@ -95,8 +95,8 @@ class Problem:
 
     @cached_property
     def predecessor(self) -> tuple[int, ...]:
-        """Number of the task that produces the input of each task (one pass on one stage), for the same micro-batch:
-        [tasks]; 3 x stages, which is no task, for the forward of the first stage."""
+        """Task that produces the input of each task (one pass on one stage) for the same micro-batch: [tasks], task
+        numbers. For the first stage's forward, which has no predecessor: 3 x stages."""
         s = self.stages
         forwards = [3 * s, *range(s - 1)]
         return (*forwards, *range(s + 1, 2 * s), s - 1, *range(s, 2 * s))
@@ -245,7 +245,7 @@ def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
 
 
 def extract_orders(program: PipelineProgram) -> list[Order]:
-    """Return the task orders of a pipeline program with one replica: for each rank, its task numbers in execution
+    """Return the task orders of a pipeline schedule with one replica: for each rank, its task numbers in execution
     order. Task number: kind x stages + stage with kinds 0 forward, 1 input gradient, 2 weight gradient.
 
     A full backward becomes two tasks; groups and micro-batch numbers are dropped (each task runs the micro-batches in
@@ -267,9 +267,11 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
 
 
 def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """Build the pipeline program `name` from task orders. problem: gives the placement of stages on ranks. orders: for
-    each rank, its task numbers in execution order. Task number: kind x stages + stage with kinds 0 forward, 1 input
-    gradient, 2 weight gradient."""
+    """Build the pipeline schedule called `name` from task orders.
+
+    problem: gives the placement of stages on ranks. orders: for each rank, its task numbers in execution order. Task
+    number: kind x stages + stage with kinds 0 forward, 1 input gradient, 2 weight gradient.
+    """
     rows = []
     for rank, order in enumerate(orders):
         count = [0] * (3 * problem.stages)

@@ -17,7 +17,7 @@ def split_evenly(number: int, parts: int) -> list[range]:
 
 
 def format_placement(program: PipelineProgram, layers: int | None = None) -> str:
-    """Return a table of which layers are on which rank, as text: one line per rank, one column for each of its stages;
+    """Format the assignment of layers to ranks as a text table: one line per rank, one column for each of its stages;
     cells list the stage's layers, embedding and head.
 
     layers: number of layers of the model (None: one per stage). Raises UserError for fewer layers than stages.

@@ -27,7 +27,7 @@ from meshwright.program.pipeline import (
 )
 
 KINDS = {letters: kind for kind, letters in LETTERS.items() if kind != Kind.UPDATE}
-# All-gather of parameters and reduction of gradients: not steps of a pipeline program, so derived when written.
+# All-gather of parameters and reduction of gradients: not steps of a pipeline schedule, so derived when written.
 SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 CELL = re.compile(rf"(\d{{1,9}})({'|'.join([*KINDS, *SHARDING])})(\d{{0,9}})")
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -36,9 +36,10 @@ Step = tuple[Kind, int, int]  # kind, stage, micro-batch
 
 
 def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
-    """Parse a PyTorch schedule CSV into a program. Empty cells and cells about sharded parameters are ignored.
+    """Parse a PyTorch schedule CSV (one row of actions such as `2F5` per rank) into a pipeline schedule. Empty cells
+    and cells about sharded parameters are ignored.
 
-    where: prefix of errors; its file name becomes the program's name. The number of stages follows from the highest
+    where: prefix of errors; its file name becomes the schedule's name. The number of stages follows from the highest
     stage number, the number of micro-batches from the stage with the most forwards; `check_pipeline` finds
     inconsistencies. Raises UserError with row and cell for invalid text.
     """
@@ -119,7 +120,7 @@ def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -
 
 
 def to_csv(program: PipelineProgram) -> str:
-    """Format a pipeline program in PyTorch's schedule CSV format: `compute_only` or, if it has explicit sends and
+    """Format a pipeline schedule in PyTorch's schedule CSV format: `compute_only` or, if it has explicit sends and
     receives, `compute_comms`.
 
     The second form also has the cells that PyTorch requires for sharded parameters: UNSHARD before a stage's first

@@ -23,11 +23,12 @@ from meshwright.schedules.transfers import with_transfers
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """Checked pipeline schedule with its simulation; times are in the unit of the durations.
+    """Result of `meshwright schedule`: a checked pipeline schedule with its simulation. Times are in the unit of the
+    durations.
 
-    program: compute steps only, as generated or loaded. complete: the same program with sends and receives. timing:
-        simulated times. parts: simulation by layer component (attention, dispatch, MLP, combine), None if not
-        requested. found: search result of `auto`, else None.
+    program: compute steps only, as generated or loaded. complete: the same steps with sends and receives. timing:
+    simulated times. parts: simulation by layer component (attention, dispatch, MLP, combine), None if not requested.
+    found: search result of `auto`, else None.
     """
 
     program: PipelineProgram  # as generated or loaded

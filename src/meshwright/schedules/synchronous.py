@@ -9,7 +9,7 @@ from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclical
 
 
 def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of GPipe: all forwards, then all backwards.
+    """Generate the GPipe pipeline schedule: all forwards, then all backwards.
 
     Huang et al. 2019, arXiv 1811.06965, figure 2c; in PyTorch's order. Any number of ranks and micro-batches. Costs,
     for p ranks, m micro-batches, and F and B the times of a rank's forward and full backward:
@@ -28,7 +28,7 @@ def gpipe(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of 1F1B: after the warm-up each rank alternates one forward and one backward.
+    """Generate the 1F1B pipeline schedule: after the warm-up each rank alternates one forward and one backward.
 
     PipeDream-flush (Narayanan et al. 2021, arXiv 2006.09503, section 3.2) and DAPPLE (Fan et al. 2021, arXiv
     2007.01045, section 3). Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F and B the
@@ -42,8 +42,8 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def generate_1f1b(name: str, ranks: int, micro_batches: int, update_each: bool = False) -> PipelineProgram:
-    """Generate the pipeline program called `name` with the steps of 1F1B. update_each: True for an optimizer step after
-    each backward."""
+    """Generate a pipeline schedule with the steps of 1F1B. name: its name. update_each: True for an optimizer step
+    after each backward."""
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = min(ranks - 1 - rank.rank, micro_batches)

@@ -1,4 +1,4 @@
-"""Pass that adds explicit sends and receives to a pipeline program; generators omit them."""
+"""Pass that adds explicit sends and receives to a pipeline schedule; generators omit them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from meshwright.program.simulate_pipeline import Durations, analyze_program, sim
 
 
 def with_transfers(program: PipelineProgram, durations: Durations | None = None) -> PipelineProgram:
-    """Return the program with a send and a receive step for every activation and gradient that crosses ranks, in an
-    order that cannot deadlock even with synchronous sends.
+    """Return the pipeline schedule with a send and a receive step added for every activation and gradient that crosses
+    ranks, in an order that cannot deadlock even with synchronous sends.
 
     durations: step durations for the simulation that orders the steps (None: 1 for each forward, input gradient and
     weight gradient of a rank). A program with sends and receives is returned unchanged. Raises ProgramError for a

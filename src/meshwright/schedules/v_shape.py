@@ -24,7 +24,8 @@ Block = list[tuple[int, int, int, int]]  # slots of F0, F1, I1 and I0 by rank; d
 
 
 def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of V-Half: half of 1F1B's activations, half of its bubble; two stages per rank in a V shape.
+    """Generate the V-Half pipeline schedule: half of 1F1B's activations, half of its bubble; two stages per rank in a V
+    shape.
 
     arXiv 2405.15362, section 3. A micro-batch takes two time slots (of one step each) per rank down the ranks, and one
     slot per rank up.
@@ -46,8 +47,8 @@ def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of V-Min: a third of 1F1B's activations, two thirds of its bubble; two stages per rank in a
-    V shape.
+    """Generate the V-Min pipeline schedule: a third of 1F1B's activations, two thirds of its bubble; two stages per
+    rank in a V shape.
 
     arXiv 2405.15362, section 3. A micro-batch takes one time slot (of one step) per rank in both directions: no shorter
     activation lifetime is possible.
@@ -67,13 +68,12 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a pipeline program in which every micro-batch runs through the same pattern of steps, and starts a fixed
-    number of time slots (equal time units) after the previous micro-batch. Then remove idle slots as far as memory
-    allows.
+    """Build a pipeline schedule by repeating one pattern of steps for every micro-batch, each a fixed number of time
+    slots (equal time units) after the previous one. Idle slots are then removed as far as memory allows.
 
-    name: name of the program. block: [ranks], the four time slots in which micro-batch 0 runs its two forwards and two
-    input gradients on each rank. most_held: maximum saved activations of a rank, in stages; the pattern itself must not
-    need more. Each rank runs at most one step per slot.
+    name: name of the schedule. block: the pattern: [ranks], the four time slots in which micro-batch 0 runs its two
+    forwards and two input gradients on each rank. most_held: maximum saved activations of a rank, in stages; the
+    pattern itself must not need more. Each rank runs at most one step per slot.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
@@ -122,8 +122,9 @@ class _RankState:
         self.held = 0
 
     def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Append to the rank's program the next step that can run in this time slot. Return the micro-batch of the step
-        if it is a forward or input gradient, whose result the next stage needs; None for a weight gradient or no step.
+        """Choose the rank's next step that can run in this time slot, and append it to the schedule. Return the
+        micro-batch of the step if it is a forward or input gradient, whose result the next stage needs; None for a
+        weight gradient or no step.
 
         stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
         all ranks. most_held: maximum saved activations of the rank, in stages.

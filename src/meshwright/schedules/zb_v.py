@@ -7,8 +7,8 @@ from meshwright.schedules.phrases import Chunk, PhraseWriter
 
 
 def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of ZB-V: two stages per rank in a V shape, split backwards, near-zero bubble at 1F1B's
-    memory.
+    """Generate the ZB-V pipeline schedule: two stages per rank in a V shape, split backwards, near-zero bubble at
+    1F1B's memory.
 
     Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6 and its figure.
 

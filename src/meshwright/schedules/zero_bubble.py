@@ -10,7 +10,7 @@ from meshwright.program.pipeline import Builder, PipelineProgram, place_cyclical
 
 
 def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of ZB-H1: the memory of 1F1B and, for equal times, a third of its bubble.
+    """Generate the ZB-H1 pipeline schedule: the memory of 1F1B and, for equal times, a third of its bubble.
 
     Qi et al. 2024, arXiv 2401.10241, section 2.1, figure 3 top. Any number of ranks and micro-batches. Costs, for p
     ranks, m micro-batches, and F, I and W the times of a rank's forward, input gradient and weight gradient:
@@ -23,7 +23,7 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
-    """Generate the program of ZB-H2: no bubble for equal times, at twice the memory of 1F1B.
+    """Generate the ZB-H2 pipeline schedule: no bubble for equal times, at twice the memory of 1F1B.
 
     Qi et al. 2024, arXiv 2401.10241, section 2.2, figure 3 bottom. Rank r starts and ends r forwards after rank 0, so a
     single step still lasts m(F + I + W) + (p - 1)F: the bubble vanishes over many steps, when ranks do not synchronize
@@ -40,7 +40,7 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
-    """Generate the pipeline program called `name`: ZB-H1 with ahead=1, ZB-H2 with ahead=2.
+    """Generate the zero-bubble schedule ZB-H1 (ahead=1) or ZB-H2 (ahead=2). name: its name.
 
     ahead: before its first backward, a rank runs this many more forwards than the next rank, and it defers this many
     fewer weight gradients than the next rank. Thus all ranks hold the same number of activations. Once a rank has no

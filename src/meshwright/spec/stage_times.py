@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwright.layout import Layout
 from meshwright.program.durations import Durations
 from meshwright.program.pipeline import PipelineProgram
-from meshwright.schedules.library import program_of
+from meshwright.schedules.library import generate_for_layout
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import stages_of
 from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, layer_flops
@@ -62,4 +62,4 @@ def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineP
     """Return the pipeline program (each rank's order of forwards, backwards and transfers) of a layout's schedule, for
     a model and sequences of `sequence` tokens. Raises `UserError` if the schedule does not support the layout's numbers
     (such as stages or micro-batches), and for a schedule file that is not one synchronous training step."""
-    return program_of(layout, StageTimes(config, layout.pp, sequence, layout.recompute))
+    return generate_for_layout(layout, StageTimes(config, layout.pp, sequence, layout.recompute))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwright.layout import Layout
 from meshwright.model.preference import Preference
 from meshwright.model.tiled_attention import TILE_QUERIES
-from meshwright.schedules.library import program_of
+from meshwright.schedules.library import generate_for_layout
 from meshwright.spec.chunks import CHUNK_LOGITS
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
@@ -128,7 +128,7 @@ class CaseBuilder:
         """Return the model scaled down for the layout. layers: minimum number of layers; with pipeline stages there is
         at least one layer more than stages."""
         layout = self.layout
-        layers = max(layers, program_of(layout).stages + (layout.pp > 1))  # uneven: one stage has a layer more
+        layers = max(layers, generate_for_layout(layout).stages + (layout.pp > 1))  # uneven: one stage has a layer more
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
         return scale_down_config(self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 

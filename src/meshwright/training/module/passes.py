@@ -13,7 +13,7 @@ from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.pipeline import Compute, Key
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import Kind
-from meshwright.schedules.library import program_of
+from meshwright.schedules.library import generate_for_layout
 from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.spec import ModuleSpec
 
@@ -47,7 +47,7 @@ class ModulePasses:
         use."""
         self.module, self.parallel, self.mark = module, parallel, mark
         self._spec, self.seed = spec, seed
-        self.program = program_of(parallel.mesh.layout)
+        self.program = generate_for_layout(parallel.mesh.layout)
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is recorded: a wrapper of the `Compute` of a training step; None otherwise."""
         (self.stage,) = parallel.partition.stages
