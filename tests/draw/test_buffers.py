@@ -51,17 +51,6 @@ def test_ring_all_reduce_drawing_on_four_ranks_matches_textbooks() -> None:
     assert text.count("round ") == 6
 
 
-def test_drawing_can_be_limited_to_last_rounds() -> None:
-    whole = draw_buffers_text(check_collective(ring(4))).split("\n\n")
-    assert draw_buffers_text(check_collective(ring(4)), last_rounds=2).split("\n\n") == [
-        whole[0],
-        whole[-3],
-        whole[-2],
-        whole[-1],
-    ]
-    assert draw_buffers_text(check_collective(ring(4)), last_rounds=99).split("\n\n") == whole
-
-
 def shown(frame: Frame) -> list[list[str]]:
     return [[cell.label for cell in cells] for cells in frame.cells]
 

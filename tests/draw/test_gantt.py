@@ -188,14 +188,13 @@ def test_text_has_one_line_per_rank_with_timed_steps(timeline: Timeline):
 def test_text_chart_wraps_into_bands_at_terminal_width(timeline: Timeline):
     narrow = draw_text(timeline, width=29)
     assert narrow.count("rank 0") == 2 and "time 0 to" in narrow
-    assert "... and 1 more band" in draw_text(timeline, width=29, bands=1)
 
 
 def test_trace_holds_every_step_once_with_its_times(timeline: Timeline):
-    events = build_chrome_trace(timeline, seconds_per_unit=0.001)["traceEvents"]
+    events = build_chrome_trace(timeline)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert sorted((e["ts"], e["dur"]) for e in slices) == sorted(
-        (1e3 * span.start, 1e3 * (span.end - span.start)) for span in timeline.spans
+        (1e6 * span.start, 1e6 * (span.end - span.start)) for span in timeline.spans
     )
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert sorted(names.values()) == ["rank 0", "rank 1", "rank 1, overlapped"]
@@ -233,5 +232,3 @@ def test_collective_transfers_are_on_tracks_of_their_senders():
     flows = [event for event in build_chrome_trace(drawn)["traceEvents"] if event["ph"] in "sf"]
     found = sorted((e["ts"], e["tid"], e["ph"]) for e in flows)
     assert found == sorted((1e6 * (at + (ph == "f")), rank, ph) for at in (0, 1) for rank in (0, 1) for ph in "sf")
-    svg = ET.fromstring(draw_svg(drawn, arrows=True))
-    assert len([line for line in svg.iter(f"{SVG}line") if line.get("class") == "arrow"]) == 4

@@ -61,14 +61,14 @@ class Curves:
         return curves
 
     @classmethod
-    def simulate_promising(cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST) -> Curves:
-        """Simulate algorithms at sizes from `least` to `most` bytes, without those whose closed form (formula) is far
-        from the best. Enough to find the sizes at which the fastest algorithm changes.
+    def simulate_promising(cls, chooser: Chooser, most: float = LARGEST) -> Curves:
+        """Simulate algorithms at sizes from 1 KiB to `most` bytes, without those whose closed-form time is far from the
+        best. Enough to find the sizes at which the fastest algorithm changes.
 
         chooser: simulator of the operation's algorithms on the network.
         """
         inner, outer = chooser.network.tiers
-        return cls.simulate(chooser, least, most, within=1.1 if inner == outer else 2.5)
+        return cls.simulate(chooser, most=most, within=1.1 if inner == outer else 2.5)
 
     def find_fastest(self, index: int) -> str:
         """Return the name of the algorithm that is the fastest at the vector size `self.sizes[index]`; the first in the

@@ -61,17 +61,15 @@ def draw_stacked_bars(
     return picture.svg(WIDTH, height, label)
 
 
-def draw_grouped_bars(
-    names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str, *, height: int = 240
-) -> Markup:
+def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str) -> Markup:
     """Return an SVG chart of vertical bars: above each of `names` a cluster of bars, one bar for each group.
 
     groups: (group name, style-sheet colour such as "blue", bar height in data units at each of `names`). title: title
-    of the x axis. height: height of the picture in pixels.
+    of the x axis.
     """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]
-    plot = Plot(Axis(0, len(names), ticks, title), linear_axis(0, highest, most=4), right=744, bottom=height - 46)
+    plot = Plot(Axis(0, len(names), ticks, title), linear_axis(0, highest, most=4), right=744, bottom=194)
     share = 0.84 / len(groups)
     for number, (group, colour, values) in enumerate(groups):
         for place, value in enumerate(values):
@@ -80,4 +78,4 @@ def draw_grouped_bars(
                 "rect", title=f"{group}: {value:,}", x=x, y=y, width=share * (plot.x(1) - plot.left),
                 height=plot.bottom - y, style=f"fill:{paint(colour)}",
             )  # fmt: skip
-    return plot.picture.svg(760, height, title)
+    return plot.picture.svg(760, 240, title)

@@ -11,20 +11,16 @@ from meshwright.program.collective import CollectiveProgram
 _WIDTH = 110
 
 
-def draw_buffers_text(checked: CheckedCollective, last_rounds: int | None = None) -> str:
+def draw_buffers_text(checked: CheckedCollective) -> str:
     """Return all ranks' buffers after each round of transfers of a collective program, as text: the round's sends, then
     a table with a line for each rank and a column for each slot (buffer for one chunk of the vector). Slots written in
     the round are in brackets.
 
-    checked: the verified program. last_rounds: draw only this number of rounds at the end (None: all). Raises
-    `UserError` if the program has too many ranks, slots or rounds to draw.
+    checked: the verified program. Raises `UserError` if it has too many ranks, slots or rounds to draw.
     """
-    program, drawn = checked.program, build_frames(checked)
+    program, frames = checked.program, build_frames(checked)
     lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {format_legend(program)}"]
-    if last_rounds is not None and last_rounds < checked.rounds:
-        first = next(i for i, frame in enumerate(drawn) if frame.round > checked.rounds - last_rounds)
-        drawn = drawn[first - 1 :]
-    for frame in drawn:
+    for frame in frames:
         lines += ["", frame.title, *_format_arrows(program, frame), *_format_cell_table(program, frame)]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 

@@ -26,16 +26,13 @@ ROW, GAP, STRIP, MARGIN = 26, 6, 9, 14  # pixels; a strip below each row shows i
 _PAGE = 1160  # width of a page's content in a window of 1200 pixels
 
 
-def draw_svg(
-    timeline: Timeline, width: int = 1200, arrows: bool = False, alone: bool = True, until: float = 0.0
-) -> Markup:
+def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: float = 0.0) -> Markup:
     """Return the Gantt chart of a timeline (steps with start and end, on one track per rank) as SVG; hovering over a
     step shows its name and times.
 
-    width: in pixels; a chart with many steps is made wider, up to eight times that, so that labels are legible. arrows:
-    True to draw the transfers between tracks too. alone: True for an SVG file, with the title above the chart; False to
-    embed it in a page. until: time at which the axis ends, if later than the last step, so that several charts share
-    one scale.
+    width: in pixels; a chart with many steps is made wider, up to eight times that, so that labels are legible. alone:
+    True for an SVG file, with the title above the chart; False to embed it in a page. until: time at which the axis
+    ends, if later than the last step, so that several charts share one scale.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     notes = 10 + max(map(text_width, timeline.notes)) if timeline.notes else 0.0
@@ -59,21 +56,17 @@ def draw_svg(
     for span in spans:
         chart.draw_step(span)
     chart.draw_levels()
-    if arrows:
-        for arrow in timeline.arrows:
-            source, target = (chart.y(track) + ROW // 2 for track in (arrow.source, arrow.target))
-            chart.picture.line((chart.x(arrow.start), source), (chart.x(arrow.end), target), "arrow", arrow.name)
     return chart.picture.svg(total, chart.draw_axis(), timeline.title, alone=alone)
 
 
-def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> Markup:
+def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
     """Return a Gantt chart of a program with very many steps as SVG, with low rows and without labels.
 
-    width, height: in pixels; the height is approximate. All steps of one colour are one SVG path, so that 100,000 steps
-    can be shown.
+    width: in pixels; the height is about 800 pixels at most. All steps of one colour are one SVG path, so that 100,000
+    steps can be shown.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
-    pitch = max(4, min(ROW + GAP, height // max(1, len(timeline.tracks))))
+    pitch = max(4, min(ROW + GAP, 800 // max(1, len(timeline.tracks))))
     row = pitch - (GAP if pitch > 12 else 1)
     chart = _Chart(timeline, spans, width, pitch)
     chart.begin(width - MARGIN, 19)
@@ -92,13 +85,13 @@ def draw_overview(timeline: Timeline, width: int = 1200, height: int = 800) -> M
     return chart.picture.svg(width, chart.draw_axis(), timeline.title)
 
 
-def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "", arrows: bool = False) -> str:
+def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "") -> str:
     """Return an HTML page with the Gantt chart of a timeline, the paragraph `summary`, and a table. If the chart is
     wider than the page, an overview of the same steps without labels stands above it.
 
-    rows: cells of the table, header first; empty: no table. arrows: True to draw the transfers between tracks.
+    rows: cells of the table, header first; empty: no table.
     """
-    chart = draw_svg(timeline, width=_PAGE, arrows=arrows, alone=False)
+    chart = draw_svg(timeline, width=_PAGE, alone=False)
     overview = [draw_overview(timeline, _PAGE)] if read_size(chart)[0] > _PAGE else []
     return page(
         timeline.title,

@@ -10,13 +10,12 @@ from meshwright.program.timeline import Span, Timeline
 MOST_COLUMNS = 200_000
 
 
-def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) -> str:
+def draw_text(timeline: Timeline, width: int = 100) -> str:
     """Return the Gantt chart of a timeline as text: one line for each track (a rank), in sections of the time axis of
     at most `width` characters.
 
     A step is drawn as its label, padded with dashes to its duration (F3: forward of micro-batch 3; f3: of the rank's
-    second model chunk; F3': of the second replica). Idle time is blank; overlapping steps have a line each. bands:
-    maximum number of sections to draw, from time 0 (None: all).
+    second model chunk; F3': of the second replica). Idle time is blank; overlapping steps have a line each.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     if not spans:
@@ -40,21 +39,18 @@ def draw_text(timeline: Timeline, width: int = 100, bands: int | None = None) ->
         rows[span.track, span.lane][first:last] = list(cells)
     room = max(20, width - prefix - 1)
     lines = [timeline.title]
-    count = math.ceil(columns / room)
-    shown = count if bands is None else min(count, bands)
-    last = min(columns, shown * room) - (shown - 1) * room
+    bands = math.ceil(columns / room)
+    last = columns - (bands - 1) * room
     beside = prefix + 1 + last + 2 + max(map(len, timeline.notes), default=0) <= width  # else below
-    for band in range(shown):
+    for band in range(bands):
         begin, end = band * room, min(columns, (band + 1) * room)
-        lines.append("" if shown == 1 else f"\ntime {begin / scale:.4g} to {min(end / scale, timeline.end):.4g}")
+        lines.append("" if bands == 1 else f"\ntime {begin / scale:.4g} to {min(end / scale, timeline.end):.4g}")
         for (track, lane), row in rows.items():
             name = timeline.tracks[track] if lane == 0 else ""
-            note = f"  {timeline.notes[track]}" if timeline.notes and lane == 0 and band == shown - 1 and beside else ""
+            note = f"  {timeline.notes[track]}" if timeline.notes and lane == 0 and band == bands - 1 and beside else ""
             lines.append(f"{name:<{prefix}}|{''.join(row[begin:end]).rstrip()}{note}".rstrip())
     if timeline.notes and not beside:
         lines += ["", *(f"{name:<{prefix}} {note}" for name, note in zip(timeline.tracks, timeline.notes, strict=True))]
-    if shown < count:
-        lines.append(f"... and {count - shown} more bands of this width")
     return "\n".join(lines)
 
 

@@ -68,8 +68,8 @@ class Band:
 class Plot:
     """Line chart under construction; its methods append to an SVG picture.
 
-    x_axis, y_axis: axes with their ranges and ticks. left, right, top, bottom: edges of the plotting area in pixels.
-    For left = 0, the left edge is placed so that the labels of the y axis fit.
+    x_axis, y_axis: axes with their ranges and ticks. right, top, bottom: edges of the plotting area in pixels. The left
+    edge (attribute `left`) leaves space for the labels of the y axis.
     """
 
     x_axis: Axis
@@ -77,11 +77,10 @@ class Plot:
     right: float
     bottom: float
     top: float = 14.0
-    left: float = 0.0  # 0: width of the labels of the y axis
 
     def __post_init__(self) -> None:
         self.picture = Picture()
-        self.left = self.left or 20 + max((text_width(label) for _, label in self.y_axis.ticks), default=0.0)
+        self.left = 20 + max((text_width(label) for _, label in self.y_axis.ticks), default=0.0)
         for value, label in self.y_axis.ticks:
             self.picture.line((self.left, self.y(value)), (self.right, self.y(value)), "grid")
             self.picture.text(self.left - 8, self.y(value) + 4, label, "end", class_="dim")

@@ -21,8 +21,7 @@ Result = torch.Tensor | tuple[torch.Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class WrongTensor:
-    """Tensor of which a rank's copy, returned by an exercise's `distributed()`, differs from the one that
-    `one_device()` returns.
+    """Mismatch between a tensor that an exercise's `distributed()` returns and the same tensor of its `one_device()`.
 
     name: its key in the returned dictionary. rank: first rank that returns wrong values; None: no rank returns some of
     the elements. relative_error: ‖a-b‖ / ‖b‖ of the rank's tensor a and the single device's b; infinite if the shape is

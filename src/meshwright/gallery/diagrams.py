@@ -111,10 +111,10 @@ def draw_tensor_sequence() -> Markup:
     return picture.svg(980, bottom + 14, "transformer layer under tensor and sequence parallelism", alone=True)
 
 
-def draw_layout_axes(notation: str = "dp2 tp2 cp2 pp2") -> Markup:
-    """Return an SVG with one grid of all ranks for each axis (tp, cp, dp, pp) of a layout; ranks of one process group
-    of the axis have the same colour. notation: the layout, such as "dp2 tp2 cp2 pp2"."""
-    layout = Layout.parse(notation)
+def draw_layout_axes() -> Markup:
+    """Return an SVG with one grid of all ranks for each axis (tp, cp, dp, pp) of the layout "dp2 tp2 cp2 pp2"; ranks of
+    one process group of the axis have the same colour."""
+    layout = Layout.parse("dp2 tp2 cp2 pp2")
     meanings = {
         "tp": "split a layer's matrices", "cp": "split a sequence", "dp": "split the batch", "pp": "split the layers",
     }  # fmt: skip

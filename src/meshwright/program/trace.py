@@ -8,15 +8,15 @@ from meshwright.program.timeline import Timeline
 
 
 def build_chrome_trace(
-    timeline: Timeline, seconds_per_unit: float = 1.0, *, process: int = 0, first_thread: int = 0, start: float = 0.0
+    timeline: Timeline, *, process: int = 0, first_thread: int = 0, start: float = 0.0
 ) -> dict[str, Any]:
     """Return a timeline as a JSON object in Chrome's trace event format: tracks as threads, spans as slices, transfers
     as flow arrows, levels as counters.
 
-    seconds_per_unit: seconds in one time unit of the timeline. process, first_thread: process number, and thread number
-    of the first track, to combine several timelines. start: microseconds at which the timeline's time 0 lies.
+    One time unit of the timeline is shown as a second. process, first_thread: process number, and thread number of the
+    first track, to combine several timelines. start: microseconds at which the timeline's time 0 lies.
     """
-    scale = 1e6 * seconds_per_unit
+    scale = 1e6  # microseconds
     events: list[dict[str, Any]] = [make_process_event(process, timeline.title)]
     lanes: dict[int, int] = {}
     for span in timeline.spans:
