@@ -62,7 +62,7 @@ def draw_stacked_bars(
 
 
 def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str) -> Markup:
-    """Return an SVG chart of vertical bars: above each of `names` a cluster of bars, one bar for each group.
+    """Return an SVG chart of vertical bars in clusters: above each of `names`, one bar for each entry of `groups`.
 
     groups: (group name, style-sheet colour such as "blue", bar height in data units at each of `names`). title: title
     of the x axis.

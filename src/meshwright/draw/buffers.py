@@ -184,8 +184,8 @@ class _FramePicture:
             picture.add("use", href=f"#{_make_stripes_id(cell.origins)}", x=x, y=y)
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
-        """Draw one send into `picture`, as an arrow from slots of one rank's buffer to slots of another's. number:
-        index of the arrow in `self.frame.arrows`. arrow: the send."""
+        """Draw one send into `picture`, as an arrow from slots (buffers for one chunk) of one rank to slots of another.
+        number: index of the arrow in `self.frame.arrows`. arrow: the send."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target
@@ -217,8 +217,8 @@ class _FramePicture:
         picture.add("path", class_="head", style=hue, d=f"M{x2} {y2} L{tip} {y2 - 4.5} L{tip} {y2 + 4.5} Z")
 
     def _compute_slots_middle(self, slot: int, count: int) -> float:
-        """Return the y coordinate, in pixels, of the vertical middle of the `count` slot rows that begin with row
-        `slot`."""
+        """Return the y coordinate, in pixels, of the vertical middle of `count` rows of slots (buffers for one chunk),
+        from row `slot` on."""
         return (self.top[slot] + self.top[slot + max(count, 1) - 1] + _CELL) / 2
 
 

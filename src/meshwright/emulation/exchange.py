@@ -77,8 +77,8 @@ def compute_results(operation: str, calls: Sequence[RankCall], op: str, root: in
     """Compute the results of a collective call; return tensors [rank in group][output] that share no memory with the
     inputs.
 
-    operation: such as "all_reduce". calls: [rank in group], each rank's tensors. op: name of the reduction, such as
-    "SUM". root: rank in the group, for operations that have one.
+    operation: such as "all_reduce". calls: [rank in group], the calls of the process group's ranks with their tensors.
+    op: name of the reduction, such as "SUM". root: rank in the group, for operations that have one.
     """
     inputs = [[tensor.detach() for tensor in call.inputs] for call in calls]
     ranks = range(len(calls))

@@ -58,7 +58,8 @@ class Frame:
     """Snapshot of the buffers of all ranks at one point of a collective program, to be drawn.
 
     title: such as `start`, `round 3 of 6`, `before round 3: on each rank`. round: number of rounds completed. arrows:
-        transfers since the previous frame. cells: slot contents after them, indexed by rank, then by slot.
+    transfers since the previous frame. cells: contents after them of each slot (buffer for one chunk), indexed by rank,
+    then by slot.
     """
 
     title: str

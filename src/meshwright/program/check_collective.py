@@ -51,11 +51,12 @@ class CheckedCollective(MatchedCollective):
 
 
 def check_collective(program: CollectiveProgram) -> CheckedCollective:
-    """Verify that a collective program computes its operation and cannot deadlock; return it with its matched
-    transfers.
+    """Verify that a collective program computes its operation and cannot deadlock; return it with its matched sends and
+    receives.
 
     Raises `ProgramError` (rank, step, reason) at the first violation, and `UserError` for a program too large to check.
-    Time grows with the slots moved by all steps; memory is about ranks x slots x ranks / 8 bytes.
+    Time grows with the number of chunks moved by all steps; memory is about ranks x slots x ranks / 8 bytes, where a
+    slot is a buffer for one chunk.
     """
     p = program
     contract.check_header(p.operation, p.ranks, p.chunks, p.root, p.scratch, p.reduction, "program")
@@ -80,7 +81,8 @@ def _check_steps(program: CollectiveProgram) -> None:
     """Raise `ProgramError` for the first step that is invalid by itself: unknown kind, rank or slot (buffer for one
     chunk), or a field value that does not fit its kind.
 
-    Local steps (copy, combine) must be in groups without transfers; a barrier may have only signals.
+    Local steps (copy, combine) must not share a group (steps that a rank posts together) with transfers; a barrier may
+    have only signals.
     """
     s, ranks, slots = program.steps, program.ranks, program.slots
     across, inside = s.has_kind(SENDING + ARRIVING), s.has_kind(LOCAL)
@@ -122,10 +124,11 @@ def _check_steps(program: CollectiveProgram) -> None:
 
 
 def _match_steps(program: CollectiveProgram) -> CheckedCollective:
-    """Match each send with its receive, and compute the order in which all groups can be posted.
+    """Match each send with its receive, and compute an order in which all groups (steps that a rank posts together) can
+    be posted.
 
     Returns the program with both, not yet verified further. Raises `ProgramError` for a send or receive without a
-    counterpart, different slot counts at both ends, and a deadlock.
+    counterpart, different slot counts (numbers of chunks) at both ends, and a deadlock.
     """
     s = program.steps
     matched = MatchedCollective.from_program(program)
@@ -148,8 +151,8 @@ def _check_races(program: CollectiveProgram) -> None:
     """Raise `ProgramError` if a result depends on the order of steps within a group (steps that a rank posts together),
     which run concurrently.
 
-    If a receive or a copy writes a slot, no other step of the group may use it. If a combine (local addition) writes a
-    slot, no other local step may read it.
+    If a receive or a copy writes a slot (buffer for one chunk), no other step of the group may use it. If a combine
+    (local addition) writes a slot, no other local step may read it.
     """
     s = program.steps
     is_local = s.has_kind(LOCAL)
@@ -225,8 +228,8 @@ def _make_end_error(program: CollectiveProgram, rank: int, reason: str) -> Progr
 
 
 def _describe_last_write(program: CollectiveProgram, rank: int, slot: int) -> str:
-    """Return `; last written in step 3 (...)` or `; no step writes it` for slot `slot` of rank `rank`, to append to a
-    message."""
+    """Return text on the last step that writes a slot (buffer for one chunk) of a rank, to append to a message: `; last
+    written in step 3 (...)` or `; no step writes it`."""
     s = program.steps
     writes = (Kind.RECEIVE, Kind.REDUCE, *LOCAL)
     for step in reversed(s.of_rank(rank)):

@@ -119,13 +119,14 @@ class CollectiveProgram(StepProgram):
 
     @property
     def has_output(self) -> bool:
-        """True if the operation writes its result to separate `output` slots (all-to-all) instead of in place."""
+        """True if the operation writes its result to separate `output` slots (buffers for one chunk), as all-to-all
+        does, instead of in place."""
         return self.operation == "all-to-all"
 
     @property
     def output(self) -> int:
-        """Index of the first slot that holds the operation's result: 0 if it works in place, else the first `output`
-        slot."""
+        """Index of the first slot (buffer for one chunk) that holds the operation's result: 0 if it works in place,
+        else the first `output` slot."""
         return self.chunks if self.has_output else 0
 
     @property
@@ -144,8 +145,8 @@ class CollectiveProgram(StepProgram):
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
     def format_slots(self, slot: int, count: int = 1) -> str:
-        """Return the text of `count` slots from slot number `slot` on, such as `data[3]`, `data[0:4]`, `output[2]`,
-        `scratch[0]`.
+        """Return the text of `count` slots (buffers for one chunk each) from slot number `slot` on, such as `data[3]`,
+        `data[0:4]`, `output[2]`, `scratch[0]`.
 
         A negative number, which is invalid, gives `slot[-1]`.
         """
@@ -168,8 +169,8 @@ class CollectiveProgram(StepProgram):
     def format_step(self, kind: int, slot: int, count: int, peer: int, source: int) -> str:
         """Return the text of a step, such as `send data[3] to 1`, given its column values.
 
-        kind: a `Kind`. slot, count: slots read (send) or written. peer: other rank of a transfer. source: first slot
-            read by a local step.
+        kind: a `Kind`. slot, count: first slot (buffer for one chunk) read (send) or written, and number of slots.
+        peer: other rank of a transfer. source: first slot read by a local step.
         """
         form = STEP_FORMS.get(kind, "kind {kind}")
         slots = self.format_slots(slot, count)
@@ -293,8 +294,8 @@ class Builder:
     ) -> None:
         """Append steps of kind `kind`, one for each entry of the other arguments, which broadcast against each other.
 
-        rank: ranks that run them. slot: first slot read (send) or written. count: slots. peer: other rank, -1 for local
-            steps. source: first slot read by a local step, -1 for transfers.
+        rank: ranks that run them. slot: first slot (buffer for one chunk) read (send) or written. count: number of
+        slots. peer: other rank, -1 for local steps. source: first slot read by a local step, -1 for transfers.
         """
         assert self._open, "steps can only be added inside a round"
         columns = _broadcast_columns(rank, self._round, int(kind), slot, count, peer, source)

@@ -147,15 +147,15 @@ class _Parser(ProgramParser):
         self.memory["scratch"] = (chunks * (1 + has_output), self.numbers["scratch"])
 
     def _parse_step(self, text: str) -> tuple[int, int, int, int, int]:
-        """Parse one step such as `send data[3] to 1` into (kind, first slot, count, peer, source); cached, as most
-        steps recur."""
+        """Parse one step such as `send data[3] to 1` into (kind, first slot, number of slots, peer rank, source slot),
+        where a slot is a buffer for one chunk; cached, as most steps recur."""
         if text not in self.known:
             self.known[text] = self._parse_step_words(text.split())
         return self.known[text]
 
     def _parse_step_words(self, words: Sequence[str]) -> tuple[int, int, int, int, int]:
-        """Parse the words of one step into (kind, first slot, number of slots, peer rank, source slot); -1 for unused
-        fields."""
+        """Parse the words of one step into (kind, first slot, number of slots, peer rank, source slot), where a slot is
+        a buffer for one chunk; -1 for unused fields."""
         if not words:
             raise self.make_error('a step is missing before or after "|"')
         if words[0] not in _STEPS:
@@ -179,7 +179,8 @@ class _Parser(ProgramParser):
         return int(kind), target, count, -1, slot
 
     def _parse_slots(self, word: str) -> tuple[int, int]:
-        """Return (first slot number, number of slots) for a word such as `data[3]` or `data[0:4]`."""
+        """Parse a range of slots (buffers for one chunk each) such as `data[3]` or `data[0:4]` into (first slot number,
+        number of slots)."""
         found = _SLOTS.fullmatch(word)
         if not found:
             raise self.make_error(f'"{word}" should be slots such as data[3] or data[0:4]')

@@ -70,7 +70,8 @@ class StepProgram:
         raise NotImplementedError
 
     def locate(self, step: int) -> str:
-        """Return text such as `rank 2, step 7 (1F3)` for the step with index `step`: rank, group number, step."""
+        """Return text such as `rank 2, step 7 (1F3)` for the step with index `step`: its rank, the number of its group
+        (steps that run together), and the step itself."""
         return f"rank {self.steps.rank[step]}, step {self.steps.group[step]} ({self.describe(step)})"
 
     def make_error(self, step: int, reason: str) -> ProgramError:
@@ -100,7 +101,8 @@ def count_in_runs(starts: Mask) -> Integers:
 
 
 def renumber_groups(rank: Integers, group: Integers) -> Integers:
-    """Return the group number of each step [steps], renumbered so that each rank's groups count from 0 without gaps.
+    """Renumber groups (steps that a rank runs together) so that each rank's groups count from 0 without gaps; return
+    the group number of each step: [steps].
 
     rank, group: [steps], rank and old group number of each step, sorted by rank, with the steps of a group adjacent.
     """

@@ -56,7 +56,8 @@ class Memory:
     origins: NDArray[np.uint64]
 
     def list_contributors(self, rank: int, slot: int) -> list[int]:
-        """Return the ranks whose contributions are summed in slot `slot` of rank `rank`, ascending."""
+        """Return the ranks whose contributions are summed in slot `slot` (buffer for one chunk) of rank `rank`,
+        ascending."""
         return list_ranks(self.origins[rank, slot])
 
 

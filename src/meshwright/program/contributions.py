@@ -46,18 +46,19 @@ class SlotMoves:
     writer: Integers  # index of the step that writes
 
     def select(self, index: Integers | Mask | slice) -> SlotMoves:
-        """Return the subset of the slot moves that an index array, a mask or a slice selects."""
+        """Return the slot moves (one entry per column) that an index array, a mask or a slice selects."""
         return SlotMoves(**{name: column[index] for name, column in vars(self).items()})
 
 
 def build_transfer_moves(
     program: CollectiveProgram, sends: Integers, receives: Integers, order: PostingOrder, read_level: Integers
 ) -> SlotMoves:
-    """Return the slot moves (one for each chunk-sized buffer) of all transfers, sorted by read level and, within a
+    """Return the moves of single slots (buffers for one chunk) by all transfers, sorted by read level and, within a
     level, overwriting moves before reductions.
 
-    sends, receives: [transfers], step indices of the two ends. order: dependency level of each group. read_level:
-    [transfers], level at which each transfer runs. Each signal of a barrier is a move of its single slot.
+    sends, receives: [transfers], step indices of the two ends. order: dependency level of each group (steps that a rank
+    posts together). read_level: [transfers], level at which each transfer runs. Each signal of a barrier is a move of
+    its single slot.
     """
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
@@ -86,8 +87,8 @@ def build_transfer_moves(
 
 
 def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) -> Integers:
-    """Return, for each move that is a reduction, the number of earlier reductions of its group into its target slot; 0
-    for other moves: [moves].
+    """Return, for each reduction among the moves, the number of earlier reductions of its group (steps that a rank
+    posts together) into its target slot (buffer for one chunk); 0 for other moves: [moves].
 
     group: [moves], index of the group of the step that writes. target: [moves], slot written. reduces: [moves], True
     for reductions.
@@ -101,8 +102,8 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
-    """Return the slot moves of all local copies and combines (additions of a slot to another of the same rank), sorted
-    by level and, within a level, copies before combines.
+    """Return the moves of single slots (buffers for one chunk) by local copies and combines (additions of a slot to
+    another of the same rank), sorted by level and, within a level, copies before combines.
 
     order: dependency level of each group (steps that a rank posts together) of the program.
     """
@@ -231,7 +232,8 @@ class ContributionTracker:
         self._sets[moves.target] = held | sets
 
     def _format_slot(self, slot: np.int64) -> str:
-        """Return text such as `data[3]` for a slot, given its number over all ranks: rank x slots per rank + slot."""
+        """Return text such as `data[3]` for a slot (buffer for one chunk), given its number over all ranks: rank x
+        slots per rank + slot."""
         return self.program.format_slots(int(slot) % self.program.slots)
 
 

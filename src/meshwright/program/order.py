@@ -23,7 +23,8 @@ Reals: TypeAlias = NDArray[np.float64]
 class ProgramError(CheckFailed):
     """Error for a program that is incorrect or would deadlock; its message names rank, step and reason.
 
-    rank, group: rank of the step, and number of its group on that rank. step: text of the step. reason: what is wrong.
+    rank, group: rank of the step, and number of its group (steps that run together) on that rank. step: text of the
+    step. reason: what is wrong.
     """
 
     def __init__(self, rank: int, group: int, step: str, reason: str) -> None:
@@ -147,8 +148,8 @@ def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:
 
 
 def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
-    """Return the group indices of one cycle of dependencies: each group waits for the next one of the tuple, and the
-    last for the first.
+    """Return the indices of groups (steps posted together) that form a cycle of dependencies: each waits for the next
+    one of the tuple, and the last for the first.
 
     before, after: [edges], group that is waited for, and group that waits for it. stuck: [groups], True for groups that
     can never be posted.

@@ -205,8 +205,8 @@ class RankBuilder:
     """Builder of one rank's steps of a pipeline schedule, in execution order.
 
     rank: number of the rank. stages: stages on this rank, by replica. rows: appended steps, as (group, kind, stage,
-        replica, micro-batch, component).
-    In all methods `stage` may be omitted if the rank has one stage of the replica.
+    replica, micro-batch, component), where the steps of a group run together. In all methods `stage` may be omitted if
+    the rank has one stage of the replica.
     """
 
     rank: int
@@ -276,14 +276,16 @@ class RankBuilder:
         self._table = np.column_stack([group, kind, stage, replica, micro_batch, np.zeros(len(kind), np.int64)])
 
     def to_table(self) -> Integers:
-        """Return the rank's steps as a table [steps, 6]: group, kind, stage, replica, micro-batch, component."""
+        """Return the rank's steps as a table [steps, 6]: group (steps that run together), kind, stage, replica,
+        micro-batch, component."""
         if self._table is not None:
             return self._table
         return np.fromiter(chain.from_iterable(self.rows), np.int64, 6 * len(self.rows)).reshape(-1, 6)
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Context manager; steps appended inside it form one group, such as a forward and a backward that overlap."""
+        """Context manager; steps appended inside it run together (as one group), such as a forward and a backward that
+        overlap."""
         self._overlapping = True
         yield
         self._overlapping = False

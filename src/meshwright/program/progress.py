@@ -82,8 +82,8 @@ def find_transfers(
 
 
 def _check_order(program: PipelineProgram, earlier: Integers, later: Integers) -> None:
-    """Raise ProgramError unless, for each i, the step `earlier[i]` is in an earlier group than the step `later[i]` of
-    the same rank. earlier, later: [pairs], step indices."""
+    """Raise ProgramError unless, for each i, the step `earlier[i]` is in an earlier group (steps that run together)
+    than the step `later[i]` of the same rank. earlier, later: [pairs], step indices."""
     s = program.steps
     wrong = np.flatnonzero((s.rank[earlier] != s.rank[later]) | (s.group[earlier] >= s.group[later]))
     if len(wrong):

@@ -58,7 +58,8 @@ def simulate_collective(
     """Simulate a collective program on a network with shared links; return start and end of every transfer.
 
     checked: program with matched sends and receives. total_bytes: size of the operation's full vector.
-        reduce_bytes_per_second: rate of local reductions, which run at the end of a group (default: infinite).
+    reduce_bytes_per_second: rate of local reductions, which run at the end of a group, the steps that a rank posts
+    together (default: infinite).
     """
     return CollectiveSimulator(checked, network, reduce_bytes_per_second).run(total_bytes)
 
@@ -68,7 +69,8 @@ class CollectiveSimulator:
     and can then simulate several sizes.
 
     checked: program with matched sends and receives. network: network with links that messages share.
-    reduce_bytes_per_second: rate of local reductions, which run at the end of a group of steps (default: infinite).
+    reduce_bytes_per_second: rate of local reductions, which run at the end of a group, the steps that a rank posts
+    together (default: infinite).
     """
 
     def __init__(self, checked: MatchedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
@@ -161,7 +163,8 @@ class _SimulationState:
         self.bytes_left, self.rate = np.zeros(0), np.zeros(0)
 
     def simulate(self) -> tuple[Floats, Floats, float]:
-        """Run all events; return start and end of each message in seconds [messages], and the end of the last group."""
+        """Run all events; return start and end of each message in seconds [messages], and the end of the last group
+        (steps that a rank posts together)."""
         self._post_groups(self.plan._starts)
         while self.events or len(self.in_flight):
             lasts = self.bytes_left / self.rate
@@ -237,8 +240,8 @@ class _SimulationState:
         self._schedule_events(alone, self.local_seconds[alone], _EventKind.GROUPS_END)
 
     def _schedule_events(self, which: Integers, delay: Floats, kind: _EventKind) -> None:
-        """Schedule an event for each of the groups or messages `which`. Groups or messages with equal delay share one
-        event.
+        """Schedule an event for each of the groups (steps that a rank posts together) or messages `which`. Entries with
+        equal delay share one event.
 
         which: indices of groups (if kind is GROUPS_END) or of messages (if kind is BYTES_FLOW). delay: [len(which)],
         seconds from the current time.
@@ -253,7 +256,8 @@ class _SimulationState:
     def _push_event(self, delay: float, kind: _EventKind, which: Integers) -> None:
         """Add one event to the queue, `delay` seconds from now.
 
-        kind: GROUPS_END or BYTES_FLOW. which: indices of the groups or messages that it concerns.
+        kind: GROUPS_END or BYTES_FLOW. which: indices of the groups (steps that a rank posts together) or messages that
+        it concerns.
         """
         self.pushed += 1
         heapq.heappush(self.events, (self.now + delay, self.pushed, kind, which))

@@ -63,12 +63,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of the search of schedule `auto`; times are in the unit of the durations.
+    """Result of the search for schedule `auto`; times are in the unit of the durations.
 
-    winner: best candidate. program: its program, renamed `auto`. candidates: all of them, those within the memory
-    limits first, each group sorted by makespan. refused: named schedule -> reason why it does not accept these sizes.
-    lower_bound: lower bound of the makespan of any program with the searched placements and memory limits; None if some
-    candidates are not subject to it (two replicas, or overlap that saves time).
+    winner: best candidate. program: its schedule, renamed `auto`. candidates: all of them, first those within the
+    memory limits, then the others, each by increasing makespan. refused: named schedule -> reason why it does not
+    accept these sizes. lower_bound: lower bound of the makespan of any schedule with the searched placements and memory
+    limits; None if some candidates are not subject to it (two replicas, or overlap that saves time).
     """
 
     program: PipelineProgram

@@ -32,9 +32,9 @@ class PartialOrders:
     used: list[int]  # [ranks], activations held, in stages
 
     def find_input_time(self, task: int) -> float:
-        """Return the time at which the input of the next run of `task` arrives at the rank that runs `task`: the end of
-        the run that produces the input, plus the transfer time. Infinite if the producing run is not scheduled yet.
-        task: number of a task, as in `ends`."""
+        """Return the time at which the input of the next run of `task` (one pass on one stage) arrives at its rank: the
+        end of the run that produces the input, plus the transfer time. Infinite if the producing run is not scheduled
+        yet. task: number of a task, as in `ends`."""
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
 

@@ -246,7 +246,8 @@ def is_feasible(problem: Problem, rank: int, order: Order) -> bool:
 
 def extract_orders(program: PipelineProgram) -> list[Order]:
     """Return the task orders of a pipeline schedule with one replica: for each rank, its task numbers in execution
-    order. Task number: kind x stages + stage with kinds 0 forward, 1 input gradient, 2 weight gradient.
+    order. A task is one pass on one stage, numbered kind x stages + stage with kinds 0 forward, 1 input gradient, 2
+    weight gradient.
 
     A full backward becomes two tasks; groups and micro-batch numbers are dropped (each task runs the micro-batches in
     order).
@@ -267,7 +268,7 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
 
 
 def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """Build the pipeline schedule called `name` from task orders.
+    """Build the pipeline schedule called `name` from task orders. A task is one pass on one stage.
 
     problem: gives the placement of stages on ranks. orders: for each rank, its task numbers in execution order. Task
     number: kind x stages + stage with kinds 0 forward, 1 input gradient, 2 weight gradient.
