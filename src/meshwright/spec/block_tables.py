@@ -35,10 +35,10 @@ _BALANCED_FOR = 2048  # sequence length for which pipeline stages are balanced
 @dataclass(frozen=True, slots=True)
 class BlockTables:
     """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups). A block table
-    lists the KV blocks of each sequence for its layers, which have the same sliding window.
+    lists the KV blocks of each sequence for its layers.
 
     Attributes:
-        windows: For each block table, the sliding window of its layers in tokens; None: no window.
+        windows: For each block table, the largest sliding window of its layers in tokens; None: a layer has no window.
         layers: For each layer, (index of its block table, position of the layer within a block of that table).
         depths: For each pipeline stage, the number of layers whose keys and values fit in one block.
     """
