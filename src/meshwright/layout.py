@@ -116,8 +116,7 @@ class Layout:
         return self._find_hybrid_conflict() or self._find_expert_conflict() or self._find_pipeline_conflict()
 
     def _find_hybrid_conflict(self) -> str | None:
-        """Return why hybrid sharding (`hsN`) is impossible with the other fields, as an error text; None if it is
-        possible."""
+        """Return why hybrid sharding (`hsN`) is impossible here, as an error text; None if it is possible."""
         if self.hybrid is None:
             return None
         part, data = f"hs{self.hybrid}", self.dp * self.cp
@@ -132,8 +131,7 @@ class Layout:
         return None
 
     def _find_expert_conflict(self) -> str | None:
-        """Return why expert parallelism (`epN:etpM`) is impossible with the other fields, as an error text; None if it
-        is possible."""
+        """Return why expert parallelism (`epN:etpM`) is impossible here, as an error text; None if it is possible."""
         if self.etp < 1:
             return f"etp{self.etp}: etp must be at least 1"
         stage, experts = self.tp * self.cp * self.dp, self.ep * self.etp
@@ -149,8 +147,7 @@ class Layout:
         return None
 
     def _find_pipeline_conflict(self) -> str | None:
-        """Return why the pipeline schedule is impossible with the other fields, as an error text; None if it is
-        possible."""
+        """Return why the pipeline schedule is impossible here, as an error text; None if it is possible."""
         name = self.schedule
         if self.chunks > MAX_COUNT:
             return f"pp{self.pp}:{name}:{self.chunks}: chunks must be at most {MAX_COUNT:,}"
@@ -232,8 +229,7 @@ class Layout:
         return " ".join(parts) or "dp1"
 
     def _format_schedule(self) -> str:
-        """Format schedule and chunks as the text that follows `ppN` in the notation: `:zb-v` or `:interleaved:4`; ""
-        for defaults."""
+        """Format schedule and chunks as the text after `ppN`: `:zb-v` or `:interleaved:4`; "" for defaults."""
         if self.schedule in SCHEDULE_CHUNKS and self.chunks != SCHEDULE_CHUNKS[self.schedule][0]:
             return f":{self.schedule}:{self.chunks}"
         return "" if self.schedule == "1f1b" else f":{self.schedule}"
@@ -321,8 +317,7 @@ class Layout:
         return [tuple(group) for group in groups.values()]
 
     def refuse_unbuilt(self) -> None:
-        """Raise `UserError` if the layout, though valid, has a part that this version of Meshwright does not
-        implement."""
+        """Raise `UserError` if the layout, though valid, has a part that this version of Meshwright cannot run."""
         schedule = f"pp{self.pp}:{self.schedule}"
         unbuilt = [
             (self.schedule in ASYNCHRONOUS_SCHEDULES, schedule, "asynchronous pipelines"),
@@ -336,8 +331,7 @@ class Layout:
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 
     def with_(self, **changes: object) -> Layout:
-        """Return a copy with the fields in `changes` replaced, like `dataclasses.replace`; it is validated like any
-        other layout."""
+        """Return a copy with the fields in `changes` replaced; it is validated like any other layout."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -347,7 +341,7 @@ def _split_blocks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
 
 
 def _parse_part(part: str) -> dict[str, object]:
-    """Parse one part of the layout notation; return the `Layout` fields that it sets: {"pp": 4, "schedule": "zb-v"} for
+    """Parse one part of the notation; return the `Layout` fields that it sets: {"pp": 4, "schedule": "zb-v"} for
     `pp4:zb-v`."""
     if part in PRECISIONS:
         return {"precision": part}
