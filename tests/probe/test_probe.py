@@ -427,7 +427,7 @@ def test_other_torchrun_ranks_print_nothing(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(probe_ranks, "join", lambda *_: {"rank": 1})
+    monkeypatch.setattr(probe_ranks, "probe_on_rank", lambda *_: {"rank": 1})
     outcome = command_line("probe", "--output", tmp_path / "cluster.toml")
     assert (outcome.code, outcome.output, list(tmp_path.iterdir())) == (0, "", [])
     assert "leave it out" in command_line("probe", "--ranks", "2").errors
