@@ -98,9 +98,9 @@ def test_docstring_examples_run(function: Any, place: Path):
 def test_verify_example_runs_as_documented(monkeypatch: pytest.MonkeyPatch):
     from meshwright.verification import cases
 
-    every = cases.CaseBuilder.default
+    every = cases.CaseBuilder.make_default_cases
     monkeypatch.setattr(
-        cases.CaseBuilder, "default", lambda maker: every(maker)[:1]
+        cases.CaseBuilder, "make_default_cases", lambda maker: every(maker)[:1]
     )  # the others take most of the time
     run_examples(mw.verify)
 

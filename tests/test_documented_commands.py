@@ -48,8 +48,10 @@ def test_quick_commands_print_what_the_page_shows(
     from meshwright.cli.main import main
     from meshwright.verification import cases
 
-    every = cases.CaseBuilder.default
-    monkeypatch.setattr(cases.CaseBuilder, "default", lambda builder: every(builder)[:1])  # one of the cases is enough
+    every = cases.CaseBuilder.make_default_cases
+    monkeypatch.setattr(
+        cases.CaseBuilder, "make_default_cases", lambda builder: every(builder)[:1]
+    )  # one of the cases is enough
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     make_place(tmp_path)

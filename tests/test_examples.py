@@ -67,8 +67,10 @@ def test_train_and_generate_examples_print_what_the_tutorial_shows(run_example, 
 def test_verify_example_proves_a_layout(run_example, monkeypatch: pytest.MonkeyPatch):
     from meshwright.verification import cases
 
-    every = cases.CaseBuilder.default
-    monkeypatch.setattr(cases.CaseBuilder, "default", lambda builder: every(builder)[:1])  # the others take longer
+    every = cases.CaseBuilder.make_default_cases
+    monkeypatch.setattr(
+        cases.CaseBuilder, "make_default_cases", lambda builder: every(builder)[:1]
+    )  # the others take longer
     # Two ranks instead of eight.
     printed = run_example("verify.py", "dp2 zero1").replace("dp2 zero1", "dp2 zero1 tp2").splitlines()
     assert find_difference(SHOWN["examples/verify.py"], printed) is None

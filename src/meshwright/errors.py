@@ -8,17 +8,15 @@ import warnings
 
 
 class MeshwrightError(Exception):
-    """Base of every error that Meshwright raises deliberately. The text is one line for users; a command prints it and
-    exits with the code `exit_code`.
-    """
+    """Base class of the errors that Meshwright raises deliberately. The text is one line for the user; a command prints
+    it and exits with the code `exit_code`."""
 
     exit_code = 1
 
 
 class UserError(MeshwrightError):
-    """Mistake in the user's input; the text is one line with the reason, the location and a correction. Words of 1,000
-    or more characters are cut to 200; from a text of more than 8,000 characters the middle is removed.
-    """
+    """Error in the user's input. The text is one line with the reason, the location and a correction. Words of 1,000 or
+    more characters are cut to 200; from a text of more than 8,000 characters the middle is removed."""
 
     exit_code = 2
 
@@ -37,35 +35,37 @@ def ignore_model_warnings() -> None:
 
 
 class CheckFailed(MeshwrightError):
-    """Failure of a check: a layout's or collective's result differs from the reference, or too many training steps had
-    a loss or gradient that is nan or inf."""
+    """Error: a check failed. The result of a layout or collective differs from the reference, or too many training
+    steps had a loss or gradient that is nan or inf."""
 
     exit_code = 1
 
 
 class RankLost(MeshwrightError):
-    """Loss of a rank of a run: its process died or stopped responding."""
+    """Error: a rank of a run was lost. Its process died or stopped responding."""
 
     exit_code = 3
 
 
 class RanksDisagree(RankLost):
-    """Mismatch of collective calls between ranks: data received from a rank does not belong to this rank's call."""
+    """Error: ranks made different collective calls, so that data received from another rank does not belong to this
+    rank's call."""
 
 
 class Terminated(MeshwrightError):
-    """Shutdown by SIGTERM, after the state was saved; the exit code is 128 + 15, as in a shell."""
+    """Error: the process was stopped by SIGTERM, after its state was saved. The exit code is 128 + 15, as in a
+    shell."""
 
     exit_code = 143
 
 
 def error_reason(error: OSError) -> str:
-    """Return the text of an OSError, such as "no space left on device", in lower case."""
+    """Return the reason of an OSError as text in lower case, such as "no space left on device"."""
     return (error.strerror or str(error)).lower()
 
 
 def out_of_memory_message(error: BaseException) -> str | None:
-    """Return a one-line message if the exception is a failed allocation in Python, NumPy or torch; else None."""
+    """Return a one-line message if the exception is a failed memory allocation in Python, NumPy or torch; else None."""
     text = " ".join(str(error).split())
     # torch raises a plain RuntimeError for a failed CPU allocation.
     failed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

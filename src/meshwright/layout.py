@@ -95,7 +95,7 @@ class Layout:
             raise UserError(f"impossible layout: {reason}")
 
     def _find_conflict(self) -> str | None:
-        """Return the reason, as an error text, why no job can have this layout; None if one can."""
+        """Return why the combination of fields is impossible, as an error text; None if it is possible."""
         for part, field in _FIELD_BY_PART.items():
             if part not in ("zero", "hs") and getattr(self, field) < 1:
                 return f"{part}{getattr(self, field)}: {part} must be at least 1"
@@ -116,7 +116,7 @@ class Layout:
         return self._find_hybrid_conflict() or self._find_expert_conflict() or self._find_pipeline_conflict()
 
     def _find_hybrid_conflict(self) -> str | None:
-        """Return the reason, as an error text, why hybrid sharding (`hsN`) is impossible, or None."""
+        """Return why hybrid sharding (`hsN`) is impossible here, as an error text; None if it is possible."""
         if self.hybrid is None:
             return None
         part, data = f"hs{self.hybrid}", self.dp * self.cp
@@ -131,7 +131,7 @@ class Layout:
         return None
 
     def _find_expert_conflict(self) -> str | None:
-        """Return the reason, as an error text, why expert parallelism (`epN:etpM`) is impossible, or None."""
+        """Return why expert parallelism (`epN:etpM`) is impossible here, as an error text; None if it is possible."""
         if self.etp < 1:
             return f"etp{self.etp}: etp must be at least 1"
         stage, experts = self.tp * self.cp * self.dp, self.ep * self.etp
@@ -147,7 +147,7 @@ class Layout:
         return None
 
     def _find_pipeline_conflict(self) -> str | None:
-        """Return the reason, as an error text, why the pipeline schedule is impossible, or None."""
+        """Return why the pipeline schedule is impossible here, as an error text; None if it is possible."""
         name = self.schedule
         if self.chunks > MAX_COUNT:
             return f"pp{self.pp}:{name}:{self.chunks}: chunks must be at most {MAX_COUNT:,}"
@@ -229,7 +229,7 @@ class Layout:
         return " ".join(parts) or "dp1"
 
     def _format_schedule(self) -> str:
-        """Return schedule and chunks as text to follow `ppN`: `:zb-v` or `:interleaved:4`; "" for defaults."""
+        """Format schedule and chunks as the text after `ppN`: `:zb-v` or `:interleaved:4`; "" for defaults."""
         if self.schedule in SCHEDULE_CHUNKS and self.chunks != SCHEDULE_CHUNKS[self.schedule][0]:
             return f":{self.schedule}:{self.chunks}"
         return "" if self.schedule == "1f1b" else f":{self.schedule}"
@@ -245,7 +245,7 @@ class Layout:
         return self.ep > 1 or self.etp > 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate on each axis, by name: "tp", "cp", "dp", "pp" (inner to outer), "etp" and "ep"."""
+        """Return the coordinate of a rank on each axis: {"tp", "cp", "dp", "pp" (inner to outer), "etp", "ep": int}."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         place, position = rank, {}
         for axis in AXES:
@@ -308,7 +308,7 @@ class Layout:
         return {"expert_data": data, "expert_shard": shard, "expert_replica": data // shard}[axis]
 
     def _group_ranks(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that agree in every coordinate except `axes`, in rank order."""
+        """Return the groups of ranks whose coordinates are equal except on `axes`, in rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             coordinates = self.coordinates(rank)
@@ -331,17 +331,18 @@ class Layout:
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 
     def with_(self, **changes: object) -> Layout:
-        """Return a copy with the fields in `changes` replaced, validated like any other layout."""
+        """Return a copy with the fields in `changes` replaced; it is validated like any other layout."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
 def _split_blocks(ranks: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    """Split a list of ranks into consecutive blocks of `size` ranks; the last block may be shorter."""
+    """Split ranks into consecutive blocks of `size` ranks; the last block may be shorter."""
     return [ranks[start : start + size] for start in range(0, len(ranks), size)]
 
 
 def _parse_part(part: str) -> dict[str, object]:
-    """Return the `Layout` fields that one part of the notation sets: {"pp": 4, "schedule": "zb-v"} for `pp4:zb-v`."""
+    """Parse one part of the notation; return the `Layout` fields that it sets: {"pp": 4, "schedule": "zb-v"} for
+    `pp4:zb-v`."""
     if part in PRECISIONS:
         return {"precision": part}
     match = re.fullmatch(r"([A-Za-z]+)([^:]*)(?::(.*))?", part)
@@ -359,8 +360,8 @@ def _parse_part(part: str) -> dict[str, object]:
 
 
 def _parse_count(part: str, name: str, digits: str) -> int:
-    """Parse the number in a part such as `dp4`. digits: its text, "4". part, name: the part and its letters ("dp"), for
-    the error. Raises `UserError` above `MAX_COUNT`."""
+    """Parse the number of a part such as `dp4`. digits: the number's text, "4". part, name: the whole part and its
+    letters ("dp"), for the error. Raises `UserError` above `MAX_COUNT`."""
     digits = digits.lstrip("0") or "0"
     if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
         if name == "zero":
@@ -370,7 +371,7 @@ def _parse_count(part: str, name: str, digits: str) -> int:
 
 
 def _parse_options(part: str, name: str, options: str | None) -> dict[str, object]:
-    """Return the `Layout` fields set by `options`, the text after a part's colon (`ulysses` in `cp2:ulysses`); {} for
+    """Parse the text after a part's colon (`ulysses` in `cp2:ulysses`); return the `Layout` fields that it sets, {} for
     None. part: the whole part, for the error. name: its letters."""
     if options is None:
         return {}
@@ -388,8 +389,8 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
-    """Return the error text for an unknown part of the layout notation, with the most similar known part. name: the
-    part's letters; number: the text after the letters."""
+    """Return the error text for an unknown part of the layout notation, with the most similar known part. name: letters
+    of the part; number: text after them."""
     flags = [f"{word}:" for word in _FIELD_BY_WORD]
     close = nearest(part, PRECISIONS) or nearest(part, [*(f"{word}{number}" for word in _FIELD_BY_PART), *flags])
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Upper limit on an accepted size. most: largest accepted value, inclusive. reason: why it is enough, for the error
+    """Upper limit of an accepted size. most: largest accepted value. reason: why it is enough, for the error
     message."""
 
     most: int
@@ -65,13 +65,13 @@ LIMITS: dict[str, Limit] = {
 
 
 def limit_of(name: str) -> int:
-    """Return the largest accepted value of a size, by its name in `LIMITS`, such as "layers"."""
+    """Return the largest accepted value of the size called `name` in `LIMITS`, such as "layers"."""
     return LIMITS[name].most
 
 
 def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
-    """Return an error text if `value` is a number above the limit `name` of `LIMITS`, such as "layers 1000000000 is too
-    large: at most 1,024 (...)"; else None. called: name of the value in the text, `name` by default."""
+    """Return an error text, such as "layers 1000000000 is too large: at most 1,024 (...)", if `value` is a number above
+    the limit called `name` in `LIMITS`; else None. called: name of the value in the text, `name` by default."""
     limit = LIMITS[name]
     if not isinstance(value, (int, float)) or value <= limit.most:
         return None
@@ -80,23 +80,22 @@ def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
 
 
 def is_finite_number(value: object) -> bool:
-    """Return True for an int or float (no bool) that is finite as a float. An integer from JSON may exceed a float's
-    range, which gives False.
-    """
+    """Return True for an int or float (not a bool) whose value is finite as a float; False for an integer beyond a
+    float's range."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
         return False
 
 
-def shorten_repr(value: object, width: int = 60) -> str:
-    """Return the `repr` of a wrong value for an error message, shortened to about `width` characters; a huge integer is
-    replaced by its number of digits."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * width:
+def shorten_repr(value: object) -> str:
+    """Return the `repr` of a wrong value for an error message, cut to 60 characters; a huge integer is replaced by its
+    number of digits."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 240:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1:,} digits"
-    return shorten(repr(value), width)
+    return shorten(repr(value))
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """Return `text`; if it is longer than `width` characters, its beginning and "...", together `width` characters."""
+    """Return `text`, cut to `width` characters that end in "..." if it is longer."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

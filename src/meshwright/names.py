@@ -112,7 +112,8 @@ LISTED = '"meshwright plan --list" prints them'
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the most similar of the `known` names to a mistyped word, ignoring case; None if none is similar."""
+    """Return the one of the `known` names that is most similar to a mistyped word, ignoring case; None if none is
+    similar."""
     by_lower_case = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=0.6)
     return by_lower_case[matches[0]] if matches else None
@@ -122,8 +123,8 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
     """Return the error message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
     sgd)`.
 
-    kind: what the name stands for ("optimizer"). word: the unknown name. listed: hint at the command or page that
-    prints all known names; the message has this hint and only similar names if more than `MOST_LISTED` names are known.
+    kind: what the name stands for ("optimizer"). word: the unknown name. listed: command or page that lists all known
+    names; if there are more than `MOST_LISTED` of them, the message gives it and similar names only.
     """
     known = list(known)
     close = nearest(word, known)
@@ -136,9 +137,8 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
 
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:
-    """Raise `UserError` for the first of the names `given` that is not an option of `function`. Options are the
-    function's named parameters and the keys of `options`, the `TypedDict` that types its `**` parameter.
-    """
+    """Check that the names `given` are options of `function`: its named parameters, or keys of `options`, the
+    `TypedDict` that types its `**` parameter. Raises `UserError` for the first that is not."""
     parameters = signature(function).parameters.values()
     known = [*(each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD), *options.__annotations__]
     for name in given:

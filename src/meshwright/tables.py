@@ -21,14 +21,14 @@ from meshwright.toml import format_toml_value, parse_toml
 
 
 class Table(BaseModel):
-    """Base class of typed TOML tables. Values are not converted (a number in quotes is an error); unknown keys, nan and
-    inf are rejected."""
+    """Base class (pydantic) of typed TOML tables. Values are not converted (a number in quotes is an error); unknown
+    keys, nan and inf are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def at_most(name: str) -> AfterValidator:
-    """Return a pydantic validator that rejects a number above the limit `name` of `limits.LIMITS`."""
+    """Return a pydantic validator that rejects a number above the limit called `name` in `limits.LIMITS`."""
 
     def check(value: float) -> float:
         if problem := limit_error(name, value, ""):
@@ -40,8 +40,8 @@ def at_most(name: str) -> AfterValidator:
 
 @dataclass(frozen=True)
 class Size(GroupedMetadata):
-    """Pydantic constraint on an integer: at least `ge` (inclusive; default 1), at most the limit named `name`
-    ("layers") in `limits.LIMITS`."""
+    """Pydantic constraint on an integer: at least `ge`, and at most the limit called `name` ("layers") in
+    `limits.LIMITS`."""
 
     name: str
     ge: int = 1
@@ -73,7 +73,7 @@ def named(kind: str, known: Sequence[str]) -> AfterValidator:
 
 
 def match_pattern(pattern: str, meaning: str) -> AfterValidator:
-    """Return a pydantic validator that rejects strings that do not match the regular expression `pattern` as a whole.
+    """Return a pydantic validator that rejects strings that the regular expression `pattern` does not match completely.
     meaning: description of valid strings for the error."""
 
     def check(text: str) -> str:
@@ -89,10 +89,10 @@ Root = TypeVar("Root", bound=Table)
 
 @dataclass(frozen=True)
 class Schema(Generic[Root]):
-    """Schema of a TOML file format: its root table, known keys, and error messages for mistakes.
+    """Schema of a TOML file format: its keys, and the error messages for mistakes.
 
-    root: class of the root table. elsewhere: {name of a key in other programs: dotted key with this meaning here}, from
-    which the error for an unknown key suggests the key to use.
+    root: class of the root table. elsewhere: {key of another program: dotted key here with the same meaning}, from
+    which the error for an unknown key suggests the right one.
     """
 
     root: type[Root]
@@ -100,14 +100,13 @@ class Schema(Generic[Root]):
 
     @cached_property
     def keys(self) -> dict[str, FieldInfo]:
-        """Pydantic field of every dotted key, such as `train.steps`, tables included, in the order of definition."""
+        """The pydantic field of each dotted key, such as `train.steps`, including keys that hold tables, in the order
+        of definition."""
         return _list_keys(self.root, "")
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """Validate parsed TOML and return it as the typed root table. Raises `UserError` for the first mistake.
-
-        where: function that returns the location of a dotted key for the message, such as file and line.
-        """
+        """Validate parsed TOML; return it as the typed root table. Raises `UserError` for the first mistake. where:
+        function (dotted key) -> location for the message, such as file and line."""
         try:
             return self.root.model_validate(dict(tables))
         except ValidationError as error:
@@ -121,8 +120,7 @@ class Schema(Generic[Root]):
 
     def override(self, tables: dict[str, Any], text: str) -> str:
         """Apply an override such as `train.steps=100` to the parsed TOML `tables`, in place; return the dotted key that
-        was set. A value that is a bare word is a string. Raises `UserError`.
-        """
+        was set. A value that is a bare word is taken as a string. Raises `UserError`."""
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise UserError(f'override "{text}": an override is written table.key=value, as in train.steps=100')
@@ -135,9 +133,8 @@ class Schema(Generic[Root]):
         return key
 
     def parse_override_value(self, key: str, text: str) -> Any:
-        """Parse `text`, the value of an override of `key`, as TOML. Return `text` itself if it is no valid TOML value
-        (a bare word), or if the key takes strings and the parsed value is neither a string nor a list.
-        """
+        """Parse `text`, the value of an override of `key`, as TOML. Return `text` itself if it is not valid TOML (a
+        bare word), or if the key takes strings and the parsed value is neither a string nor a list."""
         try:
             value = parse_toml(f"value = {text}", key)["value"]
         except UserError:
@@ -146,10 +143,8 @@ class Schema(Generic[Root]):
         return text if takes_text and not isinstance(value, (str, list)) else value  # run.name=5 names a run "5"
 
     def _find_key(self, problem: Any) -> str:
-        """Return the dotted key that a pydantic error is about. It is the error's location up to the first key whose
-        value is no table; list indices and union members behind that key are left out. problem: one entry of
-        `ValidationError.errors()`.
-        """
+        """Return the dotted key of the TOML file that a pydantic error concerns, without list indices and union
+        members. problem: one entry of `ValidationError.errors()`."""
         key = ""
         for part in problem["loc"]:
             if key in self.keys and not is_table(self.keys[key].annotation):
@@ -158,10 +153,9 @@ class Schema(Generic[Root]):
         return key
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
-        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason]. For an error
-        inside a list of tables they are [key with the number of the table, key inside that table, reason]. key: dotted
-        key. problem: one entry of `ValidationError.errors()`.
-        """
+        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason], or inside a list
+        of tables [key with the number of the table, key inside that table, reason]. key: dotted key. problem: one entry
+        of `ValidationError.errors()`."""
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:
@@ -175,7 +169,7 @@ class Schema(Generic[Root]):
         return [f"{key} number {inside[0] + 1}", name, reason]
 
     def _explain_problem(self, key: str, problem: Any) -> str:
-        """Return the reason, as text, why pydantic rejected the value of the dotted key `key`. problem: one entry of
+        """Return why pydantic rejected the value of the dotted key `key`, as text. problem: one entry of
         `ValidationError.errors()`."""
         if problem["type"] == "extra_forbidden":
             return self._describe_unknown_key(key, is_table=isinstance(problem["input"], Mapping))
@@ -190,9 +184,8 @@ class Schema(Generic[Root]):
         return f"should be {_describe_type(field.annotation, field.metadata)}, not {_format_value(problem['input'])}"
 
     def _describe_unknown_key(self, key: str, is_table: bool) -> str:
-        """Return the message for an unknown dotted key, with the key that was probably meant. is_table: True if the
-        value of the unknown key is a table.
-        """
+        """Return the error message for an unknown dotted key, with the key that was probably meant. is_table: True if
+        the value of the unknown key is a table."""
         table, _, name = key.rpartition(".")
         inside = [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
         suggestion = nearest(name, inside)
@@ -208,12 +201,12 @@ class Schema(Generic[Root]):
 
 
 def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Return True if a type annotation is a class of TOML tables (a pydantic model)."""
+    """Return True if a type annotation is a pydantic class, that of a TOML table."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _find_list_item_table(kind: Any) -> type[Any] | None:
-    """Return the table class T if a type annotation is `list[T]`, also inside Annotated or a union; else None."""
+    """Return the table class T if a type annotation is `list[T]`, also within Annotated or a union; else None."""
     if get_origin(kind) is Annotated:
         return _find_list_item_table(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -224,8 +217,8 @@ def _find_list_item_table(kind: Any) -> type[Any] | None:
 
 
 def _list_keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
-    """Return dotted key -> pydantic field for all keys of a table class and its inner tables. prefix: start of each
-    key, such as `train.`."""
+    """Return the pydantic fields of all keys of a table class and its inner tables, by dotted key. prefix: start of
+    each key, such as `train.`."""
     keys: dict[str, FieldInfo] = {}
     for name, field in table.model_fields.items():
         key = prefix + (field.alias or name)
@@ -236,9 +229,8 @@ def _list_keys(table: type[BaseModel], prefix: str) -> dict[str, FieldInfo]:
 
 
 def _list_plain_types(kind: Any) -> list[Any]:
-    """Return the types that a value with this annotation may have, without Annotated and type arguments. `Name | None`,
-    with Name an annotated string, gives [str, NoneType].
-    """
+    """Return the types that a type annotation allows, without Annotated and type arguments: [str, NoneType] for `Name |
+    None`, with Name an annotated string."""
     if get_origin(kind) is Annotated:
         return _list_plain_types(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):

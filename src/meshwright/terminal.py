@@ -11,8 +11,8 @@ from typing import Any
 
 
 def escape_control_characters(text: str) -> str:
-    """Replace characters that could control a terminal by Python escape sequences, tabs by spaces; newlines are kept.
-    Text from user documents may contain any."""
+    """Replace control characters, which could control the terminal, with Python escape sequences, and tabs with spaces;
+    newlines are kept. For text from user documents, which may contain any."""
     return "".join(
         character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
         for character in text.expandtabs(4)
@@ -20,14 +20,13 @@ def escape_control_characters(text: str) -> str:
 
 
 def escape_on_terminal(text: str) -> str:
-    """Escape control characters if standard output is a terminal; files and pipes get the text unchanged."""
+    """Escape control characters if standard output is a terminal; text for files and pipes is returned unchanged."""
     return escape_control_characters(text) if sys.stdout.isatty() else text
 
 
 def wrap_on_terminal(text: str) -> str:
-    """Wrap lines of prose at words to the terminal's width. Text is left unchanged if standard output is a file or
-    pipe, and so are lines with runs of spaces or bars, which belong to tables and pictures.
-    """
+    """Wrap lines of prose at words to the terminal's width. Lines with runs of spaces or bars, which belong to tables
+    and pictures, are left unchanged, and so is all text if standard output is a file or pipe."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -41,9 +40,8 @@ def wrap_on_terminal(text: str) -> str:
 
 
 def wrap_items(text: str, width: int) -> str:
-    """Break a line of items separated by semicolons, if it is longer than `width` characters, into one line per item,
-    each wrapped at words. All lines but the first are indented. Semicolons in parentheses separate no items.
-    """
+    """Break a line of items separated by semicolons into one line per item, each wrapped at words and all but the first
+    indented, if it is longer than `width` characters. Semicolons in parentheses do not separate items."""
     if len(text) <= width:
         return text
     items = re.split(r"; (?![^(]*\))", text)
@@ -58,14 +56,13 @@ def wrap_items(text: str, width: int) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print text, which may quote untrusted files, on standard error, unbuffered, with control characters escaped."""
+    """Print text on standard error, unbuffered, with control characters escaped, as it may quote untrusted files."""
     print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 
 def render_tables(parts: Iterable[Any], width: int = 120) -> str:
-    """Render rich tables and texts as one string for standard output. On a terminal the string has colours and the
-    terminal's width; else it has no colours and is `width` characters wide.
-    """
+    """Render rich tables and texts as one string for standard output: on a terminal in colour and at the terminal's
+    width, else without colour and `width` characters wide."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()

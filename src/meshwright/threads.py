@@ -33,11 +33,11 @@ on the quiet machine and takes 1.46 times as long on the busy one, at 1,870 it s
 
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:
-    """Set OpenMP's spin policy (how long threads spin at barriers) for this process, unless the user has set one. Call
-    it before torch is imported.
+    """Set OpenMP's spin policy (how long threads spin at barriers) for this process, unless the user has set one. Must
+    be called before torch is imported.
 
-    environment: changed in place; default os.environ. Raises `UserError` for an OMP_NUM_THREADS above the limit of
-    `meshwright.limits`.
+    environment: environment variables to change in place; default os.environ. Raises `UserError` for an OMP_NUM_THREADS
+    above the limit of `meshwright.limits`.
     """
     environment = os.environ if environment is None else environment
     read_user_threads(environment)
@@ -47,9 +47,8 @@ def prepare_process(environment: MutableMapping[str, str] | None = None) -> None
 
 def build_child_environment(threads: int | None = None) -> dict[str, str]:
     """Return the environment variables for a child process that will import torch. threads: number of OpenMP threads of
-    the child; None: OMP_NUM_THREADS is inherited. Raises `UserError` for an OMP_NUM_THREADS above the limit of
-    `meshwright.limits`.
-    """
+    the child; None: it inherits OMP_NUM_THREADS. Raises `UserError` for an OMP_NUM_THREADS above the limit of
+    `meshwright.limits`."""
     environment = dict(os.environ)
     prepare_process(environment)
     if threads is not None:
@@ -58,10 +57,9 @@ def build_child_environment(threads: int | None = None) -> dict[str, str]:
 
 
 def read_user_threads(environment: Mapping[str, str] | None = None) -> int | None:
-    """Return the thread count in OMP_NUM_THREADS; None if the variable is not set, is no positive number, or has the 1
-    that torchrun sets by default. Raises `UserError` above the limit of `meshwright.limits`. environment: default
-    os.environ.
-    """
+    """Return the thread count in OMP_NUM_THREADS; None if the variable is not set, is not a positive number, or has the
+    value 1 that torchrun sets by default. Raises `UserError` above the limit of `meshwright.limits`. environment:
+    environment variables; default os.environ."""
     environment = os.environ if environment is None else environment
     # A list has one number for each nesting level.
     first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -73,10 +71,9 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
 
 
 def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if the user chose the thread count in OMP_NUM_THREADS. Return False if the variable has no positive
-    number or the 1 that torchrun sets by default, or if it was set by Meshwright in the process that started this one.
-    environment: environment variables; default os.environ.
-    """
+    """Return True if the user chose the thread count in OMP_NUM_THREADS; False if the variable is not a positive
+    number, has the value 1 that torchrun sets by default, or was set by the Meshwright process that started this one.
+    environment: environment variables; default os.environ."""
     environment = os.environ if environment is None else environment
     chosen = read_user_threads(environment)
     return chosen is not None and environment.get(THREADS_VARIABLE) != str(chosen)
@@ -94,8 +91,8 @@ def count_available_cores() -> int:
 
 
 def measure_busy_share(seconds: float = 0.2) -> float:
-    """Return the share in [0, 1] of this machine's CPU time that processes use while this one sleeps for `seconds`; 0.0
-    where the kernel does not count it (/proc/stat, Linux alone)."""
+    """Measure the fraction of this machine's CPU time, in [0, 1], that processes use while this one sleeps for
+    `seconds`. Return 0.0 if the kernel does not count it (Linux does, in /proc/stat)."""
 
     def read() -> tuple[int, int]:
         """Return (idle, all) ticks of all cores since the machine started."""
@@ -112,7 +109,7 @@ def measure_busy_share(seconds: float = 0.2) -> float:
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
-    """Return the number of OpenMP threads for each of `ranks` ranks on this machine: OMP_NUM_THREADS if it is set
+    """Choose the number of OpenMP threads of each of `ranks` ranks on this machine: OMP_NUM_THREADS if it is set
     (except to torchrun's default of 1), else an equal share of `cores` (default: those available), but at most one
     thread per `FLOPS_PER_THREAD` of `layer_flops`.
 
@@ -128,7 +125,7 @@ def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | No
 
 
 def check_local_threads(ranks: int, threads: int) -> None:
-    """Raise `UserError` if `ranks` ranks of this host with `threads` threads each are too many for one machine."""
+    """Raise `UserError` if `ranks` ranks with `threads` threads each are too many for one machine."""
     most = max(limit_of("local_threads"), 4 * count_available_cores())
     if ranks * threads > most:
         raise UserError(

@@ -18,8 +18,8 @@ PairsHook: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False) -> bytes:
     """Read a file and return its content. limit: name in `limits.LIMITS` of the largest accepted size in bytes.
 
-    pipe: True: accept a FIFO too, such as the shell's `<(...)`. Raises OSError if the file cannot be read, exceeds the
-    limit, or is a device (or a FIFO without `pipe`), which may be endless.
+    pipe: True to accept a FIFO too, such as the shell's `<(...)`. Raises OSError if the file cannot be read, exceeds
+    the limit, or is a device (or a FIFO without `pipe`), which may be endless.
     """
     largest = limit_of(limit)
     # O_NONBLOCK: opening a FIFO that nobody writes to must not wait.
@@ -40,7 +40,8 @@ def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False
 
 
 def _read_at_most(file: IO[bytes], count: int) -> bytes:
-    """Read up to `count` bytes, 1 MiB at a time: `file.read(count)` would allocate all of them for a small file too."""
+    """Read up to `count` bytes, 1 MiB at a time, since `file.read(count)` would allocate `count` bytes for a small file
+    too."""
     parts: list[bytes] = []
     while count and (part := file.read(min(count, 1 << 20))):
         parts.append(part)

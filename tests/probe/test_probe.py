@@ -121,7 +121,7 @@ def test_summary_and_document_cover_every_measurement(found: dict[str, Any]):
     assert document["cluster_file"] == "here.toml"
     assert {"devices", "device", "measured", "hosts", "ratios", "threshold", "slow", "seconds"} <= document.keys()
     busy = {**found, "measured": {**found["measured"], "disturbed": 0.204}}
-    text = format_summary(busy, tables, "here.toml")
+    text = format_summary(busy, "here.toml")
     for word in (
         "matmul fp32",
         "memory",
@@ -143,9 +143,7 @@ def test_slow_rank_is_reported(two_ranks: LocalRanks, tmp_path: Path):
         assert {(each["rank"], each["what"]) for each in found["slow"]} == {(1, "products"), (1, "memory")}
         assert found["ratios"]["products"][1] == pytest.approx(2, rel=0.35)
         assert found["ratios"]["memory"][1] == pytest.approx(2, rel=0.35)
-    assert "warning: rank 1 (on host-0) is slow" in format_summary(
-        results[0], make_cluster_tables(results[0], "cpu"), "here.toml"
-    )
+    assert "warning: rank 1 (on host-0) is slow" in format_summary(results[0], "here.toml")
 
 
 def test_hosts_are_measured_inside_and_across(tmp_path: Path):
@@ -329,9 +327,7 @@ def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
     )
     tables = make_cluster_tables(failed, "cpu")
     assert [
-        row
-        for row in format_summary(failed, tables, "here.toml").splitlines()
-        if line in row and row.startswith("warning: ")
+        row for row in format_summary(failed, "here.toml").splitlines() if line in row and row.startswith("warning: ")
     ]
     assert line in make_document(failed, tables, "here.toml")["failed"]["line"]
     assert make_document(found, tables, "here.toml")["failed"] is None
@@ -431,7 +427,7 @@ def test_other_torchrun_ranks_print_nothing(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(probe_ranks, "join", lambda *_: {"rank": 1})
+    monkeypatch.setattr(probe_ranks, "probe_on_rank", lambda *_: {"rank": 1})
     outcome = command_line("probe", "--output", tmp_path / "cluster.toml")
     assert (outcome.code, outcome.output, list(tmp_path.iterdir())) == (0, "", [])
     assert "leave it out" in command_line("probe", "--ranks", "2").errors

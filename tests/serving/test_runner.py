@@ -23,7 +23,7 @@ from meshwright.serving.request import Request
 from meshwright.serving.runner import KERNEL_DTYPES, Runner, build_runner
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.step_limits import StepLimits
-from meshwright.spec.block_tables import block_tables, most_held
+from meshwright.spec.block_tables import block_tables, max_blocks_held
 from tests.serving.pool_checks import check_scheduler
 from tests.serving.small_models import FAMILIES, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
@@ -151,7 +151,7 @@ def test_answers_are_independent_of_load_budget_and_prefix_hits(
     together = run_greedily(runner, prompts)
     assert all(result.logprob is not None and len(result.top) == 2 for answer in together for result in answer)
     assert together == run_greedily(runner, prompts, budget=9) == [run_greedily(runner, [each])[0] for each in prompts]
-    few = sum(most_held(len(long) + 8, block_tables(runner.config, 1).windows, 9))  # blocks of one of them
+    few = sum(max_blocks_held(len(long) + 8, block_tables(runner.config, 1).windows, 9))  # blocks of one of them
     assert run_greedily(runner, prompts, budget=9, blocks=few) == together
     engine = Engine(runner, build_scheduler(runner.config, LIMITS))
     request = Request("again", tuple(long), Sampling(max_tokens=5, logprobs=2))

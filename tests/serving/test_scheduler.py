@@ -17,7 +17,7 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
 from meshwright.serving.step_limits import StepLimits
-from meshwright.spec.block_tables import BLOCK_TOKENS, most_held
+from meshwright.spec.block_tables import BLOCK_TOKENS, max_blocks_held
 from tests.serving.pool_checks import check_scheduler
 
 VOCABULARY = 40
@@ -125,7 +125,7 @@ def test_every_answer_equals_isolated_request_and_blocks_are_conserved(
     max_sequences, more_tokens, more_blocks, groups = shape
     max_sequences = max(max_sequences, groups)
     longest = BLOCK_TOKENS * 7
-    blocks = sum(most_held(longest, windows, max_sequences + more_tokens)) + more_blocks
+    blocks = sum(max_blocks_held(longest, windows, max_sequences + more_tokens)) + more_blocks
     limits = StepLimits(blocks, max_sequences + more_tokens, max_sequences, max_length=longest)
     scheduler = Scheduler(limits, windows, groups)
     scheduler._answers.share = share  # with 0, more sequences are admitted and pause

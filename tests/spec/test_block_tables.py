@@ -6,7 +6,13 @@ import dataclasses
 
 import pytest
 
-from meshwright.spec.block_tables import block_tables, first_in_window, most_held, most_tokens, serving_stages
+from meshwright.spec.block_tables import (
+    block_tables,
+    first_block_in_window,
+    max_blocks_held,
+    max_sequence_tokens,
+    serving_stages,
+)
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 
@@ -59,17 +65,17 @@ def test_layers_share_one_table_if_windows_save_less_than_unused_slots():
 def test_most_held_blocks_are_reached_and_never_exceeded(window: int | None, chunk: int):
     """Checked for every chunk of a sequence of 200 tokens."""
     held = max(
-        (begin + chunk - 1) // 16 + 1 - first_in_window(begin, window)
+        (begin + chunk - 1) // 16 + 1 - first_block_in_window(begin, window)
         for begin in range(200 - chunk + 1)
         if begin + chunk <= 200
     )
-    assert most_held(200, [window], chunk) == (held,)
-    assert most_held(7, [window], chunk) == (1,)
+    assert max_blocks_held(200, [window], chunk) == (held,)
+    assert max_blocks_held(7, [window], chunk) == (1,)
 
 
 def test_most_tokens_is_the_longest_sequence_within_the_blocks():
     for windows in ((None,), (20,), (None, 20), (None, 20, 40)):
         for blocks in range(30):
-            found = most_tokens(blocks, windows, 8, 200)
-            fits = [tokens for tokens in range(1, 201) if sum(most_held(tokens, windows, 8)) <= blocks]
+            found = max_sequence_tokens(blocks, windows, 8, 200)
+            fits = [tokens for tokens in range(1, 201) if sum(max_blocks_held(tokens, windows, 8)) <= blocks]
             assert found == max(fits, default=0)

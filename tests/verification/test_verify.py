@@ -73,8 +73,8 @@ def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[Ran
             for step in range(reference.problem.steps)
         }
         optimizer = [piece for kind, entries in reference.optimizer.items() for piece in cut(kind, entries)]
-        parameters = cut("parameter", reference.parameters(reference.weights[-1]))
-        counters = {step: reference.counters(step) for step in range(reference.problem.steps + 1)}
+        parameters = cut("parameter", reference.round_to_parameters(reference.weights[-1]))
+        counters = {step: reference.expect_counters(step) for step in range(reference.problem.steps + 1)}
         results.append(RankResult(steps, optimizer, parameters, counters, [], reference.final_loss))
     return results
 
@@ -101,7 +101,7 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
     config = dataclasses.replace(scale_down_config(preset(name)), router_loss=0.0)
     problem = Problem(config, batch=4, steps=1)
     ours = Reference(problem)
-    batch = ours.samples(0)
+    batch = ours.make_batch(0)
     total = torch.zeros((), dtype=torch.float64)
     with wide():
         huggingface = transformers.AutoConfig.for_model(**dict(config_to_huggingface(config)))
@@ -308,8 +308,8 @@ def test_single_layout_model_makes_every_call_of_its_kind(notation: str):
 
 
 def test_layout_is_verified_with_one_model_or_thoroughly_three(monkeypatch: pytest.MonkeyPatch, two_layers: None):
-    monkeypatch.setattr(CaseBuilder, "default", lambda maker: [Case("plain", maker.plain())])
-    monkeypatch.setattr(CaseBuilder, "thorough", CaseBuilder.default)
+    monkeypatch.setattr(CaseBuilder, "make_default_cases", lambda maker: [Case("plain", maker.make_plain())])
+    monkeypatch.setattr(CaseBuilder, "make_all_cases", CaseBuilder.make_default_cases)
     for thorough, models in ((False, {"qwen3-0.6b"}), (True, {"llama-3-8b", "qwen3-0.6b", "gpt2"})):
         assert {entry["model"] for entry in run_verification("dp2", thorough=thorough)["layouts"]} == models
 
@@ -408,7 +408,7 @@ def test_gradient_of_wrong_layer_and_differing_shard_are_recognised(reference):
 
 def test_missing_contribution_names_its_rank(reference):
     results = ideal_results(reference, 4)
-    part = reference.share_gradients(0, 4)[3]
+    part = reference.split_gradient(0, 4)[3]
     for result in results:
         for piece in result.steps[0].gradients:
             piece.tensor.sub_(part[piece.name])
@@ -418,7 +418,7 @@ def test_missing_contribution_names_its_rank(reference):
 
 def test_unsummed_gradient_names_contributing_ranks(reference):
     results = ideal_results(reference, 2)
-    parts = reference.share_gradients(0, 2)
+    parts = reference.split_gradient(0, 2)
     for rank, result in enumerate(results):
         for piece in result.steps[0].gradients:
             piece.tensor.copy_(parts[rank][piece.name])

@@ -13,7 +13,7 @@ from meshwright.spec.presets import preset
 from meshwright.verification import mutations
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.compare import compare, list_copy_groups
-from meshwright.verification.mutations import plant_all
+from meshwright.verification.mutations import plant_all_faults
 from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config, scale_down_layout
 from meshwright.verification.ranks import run_rank
 from meshwright.verification.reference import Reference
@@ -81,7 +81,7 @@ def test_faults_between_stages_and_in_shared_parameters_are_caught(two, monkeypa
     monkeypatch.setattr(mutations, "LOCAL_FAULTS", {})
     layout = Layout.parse("pp2:zb-h1 mb2")
     maker = CaseBuilder(layout, preset("qwen3-0.6b"), batch=4)
-    report = plant_all(maker, reference, two, lambda line: None)
+    report = plant_all_faults(maker, reference, two, lambda line: None)
     assert report["missed"] == [] and report["neutral"] <= 2  # double: validation.loss, start.program
     struck = {fault["fault"].split(" ")[0] for fault in report["faults"]}
     assert {"pipeline.activations", "pipeline.gradients", "pipeline.gradients.shared", "step.verdict"} <= struck

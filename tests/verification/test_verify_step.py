@@ -27,7 +27,7 @@ from meshwright.verification.compare import TOLERANCES, Comparison, compare
 from meshwright.verification.local_faults import LOCAL_FAULTS, FaultCounter, LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, StepRange, run_rank
-from meshwright.verification.reference import Reference, learning_rate, shuffled_sample_index
+from meshwright.verification.reference import Reference, learning_rate, sample_index_of
 from meshwright.verification.samples import make_sequences
 from tests.verification.local_fault_names import NEEDS_RANKS
 
@@ -50,14 +50,18 @@ def run(problem: Problem, directory: Path, fault: LocalFault | None = None) -> t
     return result, compare(reference(problem), [result], LAYOUT)
 
 
-PROBLEMS = {"updates": maker().updates(layers=2), "dtypes": maker().dtypes(), "long sequences": maker().long()}
+PROBLEMS = {
+    "updates": maker().make_updates(layers=2),
+    "dtypes": maker().make_dtypes(),
+    "long sequences": maker().make_long(),
+}
 
 
 # --- correct training passes
 
 
 COMPILING = dataclasses.replace(maker(), compiled=True)
-CASES = [each.name for each in COMPILING.thorough() if each.resume_layout is None]
+CASES = [each.name for each in COMPILING.make_all_cases() if each.resume_layout is None]
 SLOW = ("loss chunks", "compiled by inductor")
 
 
@@ -66,7 +70,7 @@ SLOW = ("loss chunks", "compiled by inductor")
     [pytest.param(name, marks=[pytest.mark.exhaustive] if name in SLOW else []) for name in CASES],
 )
 def test_trainer_matches_one_device(case: str, tmp_path: Path):
-    (problem,) = (each.problem for each in COMPILING.thorough() if each.name == case)
+    (problem,) = (each.problem for each in COMPILING.make_all_cases() if each.name == case)
     _, found = run(problem, tmp_path)
     assert found.passed, found.failure
     assert found.worst_error < TOLERANCES[problem.dtype]
@@ -75,13 +79,13 @@ def test_trainer_matches_one_device(case: str, tmp_path: Path):
 
 def test_float32_case_passes(tmp_path: Path):
     """With SGD instead of AdamW, and a constant loss scale."""
-    problem = CaseBuilder(LAYOUT, preset("gpt2"), "float32").updates(layers=2)
+    problem = CaseBuilder(LAYOUT, preset("gpt2"), "float32").make_updates(layers=2)
     assert problem.training.optimizer == "sgd" and problem.training.loss_scale_every == 0
     assert run(problem, tmp_path)[1].failure is None
 
 
 def test_run_resumed_on_another_layout_matches_one_device(tmp_path: Path):
-    problem, other = maker().updates(), choose_other_layout(LAYOUT)
+    problem, other = maker().make_updates(), choose_other_layout(LAYOUT)
     assert other != LAYOUT and problem.resumed_at == (2, 3)
     for layout, span in ((LAYOUT, StepRange(0, 3)), (other, StepRange(3))):
         (result,) = run_rank(problem, str(layout), None, [None], str(tmp_path), span)
@@ -99,7 +103,7 @@ def test_resume_compares_every_key_of_the_state(key: str, tmp_path: Path, monkey
     monkeypatch.setattr(trainer.Trainer, "state", lambda self: {**right(self), key: f"changed {next(calls)}"})
     (result,) = run_rank(problem, str(LAYOUT), None, [None], str(tmp_path))
     assert [text.partition(" is ")[0] for text in result.not_restored] == [key, key]
-    result.counters = {steps: reference(problem).counters(steps) for steps in result.counters}
+    result.counters = {steps: reference(problem).expect_counters(steps) for steps in result.counters}
     assert str(compare(reference(problem), [result], LAYOUT).failure).startswith(f"{key} is changed")
 
 
@@ -113,9 +117,9 @@ def test_wrong_counters_in_checkpoint_are_detected(tmp_path: Path, monkeypatch: 
 
 def test_checkpoints_are_saved_with_every_counter_nonzero():
     right, problem = reference(PROBLEMS["updates"]), PROBLEMS["updates"]
-    saved = [right.counters(steps) for steps in problem.resumed_at]
+    saved = [right.expect_counters(steps) for steps in problem.resumed_at]
     assert any(each["skipped_in_a_row"] for each in saved) and any(each["loss_scale"]["finite_steps"] for each in saved)
-    assert right.counters(problem.steps)["loss_scale"]["value"] != saved[-1]["loss_scale"]["value"]
+    assert right.expect_counters(problem.steps)["loss_scale"]["value"] != saved[-1]["loss_scale"]["value"]
 
 
 def test_failed_or_missing_checkpoint_is_one_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -186,7 +190,7 @@ def test_fault_common_to_all_layouts_is_caught(
 ):
     """The reference shares no module with the engine, so a fault in a module affects the engine alone."""
     mixture = maker("mixtral-8x7b-v0.1")
-    problem = mixture.long() if owner is optimizer else mixture.updates(layers=2)
+    problem = mixture.make_long() if owner is optimizer else mixture.make_updates(layers=2)
     assert passes(problem)
     monkeypatch.setattr(owner, name, wrong)
     assert not run(problem, tmp_path)[1].passed
@@ -203,7 +207,7 @@ def test_fault_of_compiled_code_alone_is_found(tmp_path: Path, monkeypatch: pyte
         return wrong
 
     monkeypatch.setattr(torch, "compile", miscompile)
-    compiled = COMPILING.default()[-1].problem
+    compiled = COMPILING.make_default_cases()[-1].problem
     assert not run(compiled, tmp_path)[1].passed
     assert run(dataclasses.replace(compiled, compile_backend=None), tmp_path)[1].passed
 
@@ -214,31 +218,31 @@ def test_compiled_case_refuses_to_run_eagerly(tmp_path: Path):
 
     # Not monkeypatch, whose end deletes an attribute that it does not find in the module's __dict__.
     with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(Exception, match="recompile_limit"):
-        run(COMPILING.compiled_by("eager").problem, tmp_path)
+        run(COMPILING.make_compiled_case("eager").problem, tmp_path)
 
 
 # --- properties of the problems
 
 
 def test_clipping_is_active_in_exactly_one_case():
-    updates, long = reference(maker().updates()), reference(PROBLEMS["long sequences"])
+    updates, long = reference(maker().make_updates()), reference(PROBLEMS["long sequences"])
     assert all(norm > 2 * updates.problem.training.clip > 0 for norm in updates.norms)
     assert all(0 < norm < long.problem.training.clip for norm in long.norms)
 
 
 def test_steps_cross_epoch_end_and_change_loss_scale():
-    problem = maker().updates()
+    problem = maker().make_updates()
     assert 2 * problem.batch < problem.train_sequences < 3 * problem.batch
     assert len(set(reference(problem).scales)) > 1 and len(set(reference(problem).losses)) == problem.steps
 
 
 @pytest.mark.parametrize("layout", ["dp1", "cp2", "cp4", "dp2 tp2 cp2:ulysses"])
 def test_long_sequences_span_several_tiles_and_document_counts(layout: str):
-    problem = maker(layout=Layout.parse(layout)).long()
+    problem = maker(layout=Layout.parse(layout)).make_long()
     parsed = Layout.parse(layout)
     piece = problem.sequence // (2 * parsed.cp) if parsed.cp_method == "ring" and parsed.cp > 1 else problem.sequence
     assert piece > TILE_QUERIES
-    numbers = [shuffled_sample_index(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
+    numbers = [sample_index_of(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
     batch = make_sequences(problem, numbers)
     counted = [ids for ids, targets in zip(batch.document_ids, batch.targets, strict=True) if (targets >= 0).any()]
     documents = [int(ids.max()) + 1 for ids in counted]
@@ -247,21 +251,21 @@ def test_long_sequences_span_several_tiles_and_document_counts(layout: str):
 
 def test_large_vocabulary_loss_uses_several_chunks():
     for layout in (LAYOUT, Layout.parse("tp2"), Layout.parse("cp2 tp2")):
-        problem = maker(layout=layout).loss_chunks()
+        problem = maker(layout=layout).make_loss_chunks()
         tokens = problem.sequence // layout.cp
         assert len(loss_chunks(tokens, -(-problem.config.vocabulary // layout.tp), "cpu")) > 1
 
 
 def test_reference_order_and_learning_rates_match_documentation():
     order = SampleOrder(11, 19)
-    assert order.sample(range(60)).tolist() == [shuffled_sample_index(number, 19, 11) for number in range(60)]
+    assert order.sample(range(60)).tolist() == [sample_index_of(number, 19, 11) for number in range(60)]
     for schedule, warmup in (("constant", 0), ("linear", 2), ("cosine", 1)):
         training = dataclasses.replace(PROBLEMS["updates"].training, schedule=schedule, warmup=warmup)
-        recipe = dataclasses.replace(PROBLEMS["updates"], training=training, steps=7).recipe(LAYOUT)
+        recipe = dataclasses.replace(PROBLEMS["updates"], training=training, steps=7).make_recipe(LAYOUT)
         for step in range(7):
             assert learning_rate(step, 7, training) == pytest.approx(trainer.learning_rate(step, recipe.train))
 
 
 def test_every_case_has_unique_name():
-    cases: list[Case] = maker().thorough()
+    cases: list[Case] = maker().make_all_cases()
     assert len({case.name for case in cases}) == len(cases) == 7

@@ -16,8 +16,8 @@ _TEXT_BYTES = 2048
 
 
 class Agreement:
-    """Collective calls (all-reduces over all ranks of `mesh`) by which ranks agree on small values. All ranks call
-    every method, in the same order."""
+    """All-reduces of small values over all ranks of `mesh`. Every method is collective: all ranks call it, in the same
+    order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -27,15 +27,14 @@ class Agreement:
         return self._sum([int(not mine)]) == [0]
 
     def broadcast_numbers(self, values: Sequence[int], *, count: int) -> list[int]:
-        """Return, on every rank, the first `count` of rank 0's `values`, or all of them if they are fewer. values:
-        non-negative integers; those of other ranks are ignored. `count` must be equal on all ranks."""
+        """Broadcast rank 0's `values` (non-negative integers); return the first `count` of them, or all if they are
+        fewer. The values of other ranks are ignored. `count` must be equal on all ranks."""
         mine = [*values[:count], *[-1] * (count - len(values))] if self._mesh.rank == 0 else [0] * count
         return [value for value in self._sum(mine) if value >= 0]
 
-    def first_text(self, text: str | None) -> tuple[int, str] | None:
-        """Return, on every rank, (rank, text) of the lowest rank whose `text` is not None; None if there is none.
-        Texts are cut at 2048 bytes.
-        """
+    def broadcast_first_text(self, text: str | None) -> tuple[int, str] | None:
+        """Broadcast the text of the lowest rank whose `text` is not None; return (that rank, its text) on every rank,
+        or None if no rank has a text. A text is cut at 2048 bytes."""
         size, rank = self._mesh.world_size, self._mesh.rank
         has_text = self._sum([int(other == rank and text is not None) for other in range(size)])
         if not any(has_text):
@@ -45,19 +44,19 @@ class Agreement:
         received = bytes(self._sum([*sent.ljust(_TEXT_BYTES, b"\0")]))
         return sender, received.rstrip(b"\0").decode(errors="replace")
 
-    def of_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return, on every rank, `values` of the lowest rank whose `size` (not negative) is largest, with "rank", its
-        number. values: at most 2048 bytes as JSON."""
+    def broadcast_from_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Broadcast the `values` of the rank whose `size` (not negative) is largest, the lowest such rank in a tie;
+        return them with the added key "rank", that rank's number. values: at most 2048 bytes as JSON."""
         rank = self._mesh.rank
         sizes = self._sum([size if other == rank else 0 for other in range(self._mesh.world_size)])
         largest = sizes.index(max(sizes))
-        found = self.first_text(json.dumps({"rank": rank, **values}) if rank == largest else None)
+        found = self.broadcast_first_text(json.dumps({"rank": rank, **values}) if rank == largest else None)
         assert found is not None
         shared: dict[str, Any] = json.loads(found[1])
         return shared
 
     def _sum(self, values: list[int]) -> list[int]:
-        """Return `values` summed elementwise over all ranks: one integer for each entry."""
+        """All-reduce `values` by summation; return the sums, one for each entry."""
         tensor = torch.tensor(values, dtype=torch.int64, device=self._mesh.device)
         collectives.all_reduce(tensor, self._mesh.world, "checkpoint.agreement")
         return tensor.tolist()

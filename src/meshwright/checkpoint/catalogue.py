@@ -23,7 +23,7 @@ LAST_SAVE = ".last-saves.json"  # outcomes of the last saves, written by rank 0 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """A checkpoint directory (`path`) whose manifest and file sizes were correct when it was opened. step: optimizer
+    """Checkpoint directory (`path`) whose manifest and file sizes were verified when it was opened. step: optimizer
     steps done. validation_loss: in nats per token, None if not measured."""
 
     path: Path
@@ -39,8 +39,8 @@ class CheckpointPath:
         return str(self.path)
 
     def state(self) -> dict[str, Any]:
-        """Load and return the training loop's state of this checkpoint, the JSON object in `training/state.json`: step,
-        layout, recipe and more, by name. Raises `UserError` if it cannot be read."""
+        """Load the training loop's state of this checkpoint from `training/state.json`; return the JSON object (step,
+        layout, recipe and more, by name). Raises `UserError` if it cannot be read."""
         return read_state(self.path)
 
 
@@ -50,8 +50,8 @@ def step_name(step: int) -> str:
 
 
 def partial_name(step: int) -> str:
-    """Return the hidden directory name under which the checkpoint of `step` is written until it is complete, such as
-    ".step-000020.partial"."""
+    """Return the hidden directory name, such as ".step-000020.partial", under which the checkpoint of step `step` is
+    written until it is complete."""
     return f".{step_name(step)}.partial"
 
 
@@ -62,7 +62,8 @@ def parse_step(name: str) -> int | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Load `training/state.json` of the checkpoint directory `path`, a JSON object. Raises `UserError`."""
+    """Load `training/state.json` of the checkpoint directory `path` and return it as a dict. Raises `UserError` if it
+    cannot be read."""
     try:
         state = read_json(path / STATE, "checkpoint_bytes")
     except (OSError, ValueError) as error:
@@ -73,8 +74,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
-    """Read the manifest of the checkpoint directory `path` and check the files' sizes, and the hashes of all but tensor
-    files. Returns (checkpoint, manifest). Raises `Damaged`."""
+    """Open the checkpoint directory `path`; return (checkpoint, manifest). All file sizes and the hashes of small files
+    are verified, the hashes of tensor files are not. Raises `Damaged`."""
     manifest = read_manifest(path)
     if manifest.step != parse_step(path.name) and parse_step(path.name) is not None:
         raise Damaged(f"its manifest is that of step {manifest.step}")
@@ -83,22 +84,22 @@ def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
 
 
 def open_model(path: Path) -> CheckpointPath:
-    """Open the checkpoint at `path` for its model alone, without the optimizer state: the hash of every file outside
-    training/ is verified. Raises `Damaged`."""
+    """Open the checkpoint directory `path` to load the model without the optimizer state: the hash of every file
+    outside training/ is verified. Raises `Damaged`."""
     checkpoint, manifest = open_checkpoint(path)
     check_contents(path, manifest, (name for name in manifest.files if not name.startswith("training/")))
     return checkpoint
 
 
 def _open_unverified(path: Path) -> CheckpointPath:
-    """Open the checkpoint directory `path`; all file sizes and the hashes of small files are checked, the
-    hashes of tensor files are not. Raises `Damaged`."""
+    """Open the checkpoint directory `path` without verifying the hashes of tensor files; all file sizes and the hashes
+    of small files are verified. Raises `Damaged`."""
     return open_checkpoint(path)[0]
 
 
 def list_candidates(directory: Path) -> list[Path]:
-    """List the subdirectories of `directory` that are named like a checkpoint ("step-000020"), intact or not, highest
-    step first."""
+    """List the subdirectories of `directory` with a checkpoint's name ("step-000020"), intact or not, highest step
+    first."""
     if not directory.is_dir():
         return []
     found = [
@@ -107,18 +108,17 @@ def list_candidates(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def list_intact(directory: Path, log: Callable[[str], None] = lambda line: None) -> list[CheckpointPath]:
-    """List the checkpoints in `directory` with a valid manifest and correct file sizes, highest step first; `log` is
-    called with a line about each damaged one."""
-    return list(_iterate_intact(directory, log, _open_unverified))
+def list_intact(directory: Path) -> list[CheckpointPath]:
+    """List the checkpoints in `directory` with a valid manifest and correct file sizes, highest step first."""
+    return list(_iterate_intact(directory, lambda line: None, _open_unverified))
 
 
 def _iterate_intact(
     directory: Path, log: Callable[[str], None], open_it: Callable[[Path], CheckpointPath]
 ) -> Iterator[CheckpointPath]:
-    """Open the checkpoints in `directory` one after the other, highest step first, and yield the intact ones; `log` is
-    called with a line about each damaged one. open_it: opens and checks a checkpoint directory; raises
-    `Damaged` if it is not intact."""
+    """Open the checkpoints in `directory` one by one, highest step first, and yield the intact ones. log: called with
+    one line for each damaged checkpoint. open_it: function that opens and checks a checkpoint directory; it raises
+    `Damaged` if the checkpoint is not intact."""
     for path in list_candidates(directory):
         try:
             yield open_it(path)
@@ -131,23 +131,21 @@ def newest(
     log: Callable[[str], None] = lambda line: None,
     open_it: Callable[[Path], CheckpointPath] = _open_unverified,
 ) -> CheckpointPath | None:
-    """Return the intact checkpoint of the highest step in `directory` (the checkpoints/ of a run), or None; `log` is
-    called with a line about each damaged one of a higher step.
-
-    open_it: opens and checks a checkpoint directory; raises `Damaged` if it is not intact.
-    """
+    """Return the intact checkpoint of the highest step in `directory` (the checkpoints/ of a run); None without one.
+    log: called with one line for each damaged checkpoint of a higher step. open_it: function that opens and checks a
+    checkpoint directory; it raises `Damaged` if the checkpoint is not intact."""
     return next(_iterate_intact(Path(directory), log, open_it), None)
 
 
 def find_checkpoint(
     path: os.PathLike[str] | str, log: Callable[[str], None] = lambda line: None, *, check_hashes: bool = True
 ) -> Path:
-    """Return the Hugging Face model directory that `path` refers to: `path` itself if it is a checkpoint or has a
-    config.json; for a run directory (or its checkpoints/) the newest intact checkpoint. `log` is called with a line
-    about each newer damaged one.
+    """Find the Hugging Face model directory that `path` refers to: `path` itself if it is a checkpoint or has a
+    config.json; the newest intact checkpoint if it is a run directory or its checkpoints/.
 
-    check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. Raises `UserError` if
-    there is no checkpoint, or if one given by its own path is damaged.
+    check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. log: called with one
+    line for each damaged checkpoint that is newer. Raises `UserError` if there is no checkpoint, or if `path` itself is
+    a damaged one.
     """
     path, open_it = Path(path), open_model if check_hashes else _open_unverified
     if not path.is_dir():
@@ -169,14 +167,14 @@ def find_checkpoint(
 
 
 def best(directory: Path | str) -> CheckpointPath | None:
-    """Return the intact checkpoint in `directory` with the lowest validation loss (of equal losses the one of the
-    higher step); None if none has a validation loss."""
+    """Return the intact checkpoint in `directory` with the lowest validation loss (in a tie, the one of the highest
+    step); None if no checkpoint has a validation loss."""
     return _best(list_intact(Path(directory)))
 
 
 def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
-    """Return the checkpoint with the lowest finite validation loss (of equal losses the one of the higher step), or
-    None."""
+    """Return the checkpoint with the lowest finite validation loss (in a tie, the one of the highest step); None
+    without one."""
 
     def loss(checkpoint: CheckpointPath) -> float:
         value = checkpoint.validation_loss
@@ -190,9 +188,8 @@ def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = 
     """Delete the intact checkpoints in `directory`, except the newest `keep` and, with `keep_best`, the one with the
     lowest validation loss.
 
-    saved: step of the checkpoint just saved, or None. Checkpoints of higher steps than `saved` are neither deleted nor
-    counted: the run found them damaged, resumed from an earlier checkpoint, and will overwrite them. None: all
-    checkpoints count.
+    saved: step of the checkpoint just saved; checkpoints of higher steps are neither deleted nor counted, because the
+    run found them damaged, resumed from an earlier one, and will overwrite them. None: all checkpoints count.
     """
     checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
     kept = {checkpoint.step for checkpoint in checkpoints[:keep]}
@@ -218,9 +215,9 @@ def move_into_place(partial: Path, final: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what interrupted saves left in `directory`: hidden directories of unfinished, replaced or deleted
-    checkpoints, and the file of save outcomes. If a save was killed after it moved an old checkpoint away and before
-    the new one took its place, the old one is restored. To be called only while no rank saves."""
+    """Remove the files of interrupted saves from `directory`: hidden directories of unfinished, replaced or deleted
+    checkpoints, and the file in which rank 0 records how saves ended. A checkpoint that an interrupted save had moved
+    away is restored. Must be called only while no rank saves."""
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]
         if not final.exists():

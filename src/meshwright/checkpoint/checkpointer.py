@@ -48,10 +48,10 @@ _locks: weakref.WeakValueDictionary[Path, DirectoryLock] = weakref.WeakValueDict
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """Model description and small files that all checkpoints of a run share.
+    """Model description and small files that all checkpoints of a run have in common.
 
     table: the model's parameter table (name, shape ... of each tensor). small_files: file name -> content of
-    configuration and tokenizer files. check: called with a checkpoint directory; raises `UserError` if it holds another
+    configuration and tokenizer files. check: function that raises `UserError` if a checkpoint directory holds another
     model.
     """
 
@@ -61,10 +61,10 @@ class CheckpointContents:
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. Every rank makes one and makes the same calls in the same order
-    (collective).
+    """Saves and loads the checkpoints of one run. Collective: every rank creates one and calls the same methods in the
+    same order.
 
-    directory: checkpoints/ of the run, on a filesystem shared by all ranks (checked: `UserError`). contents: the
+    directory: checkpoints/ of the run, on a filesystem shared by all ranks (`UserError` if it is not). contents: the
     model's configuration, or `CheckpointContents` for a user's own module. log: called with lines for the user.
     """
 
@@ -112,15 +112,15 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host memory that snapshots will need, so that the first `save` need not. slices: the master
-        weights and optimizer state that this rank saves."""
+        """Allocate the host memory of snapshots before the first `save`. slices: the master weights and optimizer state
+        that this rank saves."""
         self._buffers.reserve(slices)
 
     def save(
         self, step: int, slices: Sequence[TensorSlice], state: dict[str, Any], *, validation_loss: float | None = None
     ) -> None:
-        """Copy `slices` to host memory and write the checkpoint of `step`, in a background thread if
-        `options.background`. Waits for an earlier save first. The outcome is reported by `failed`.
+        """Copy `slices` to host memory and write the checkpoint of step `step`, in a background thread if
+        `options.background`. Waits for an earlier save first. A failure is reported by `failed`.
 
         slices: master weights and optimizer state that this rank owns; the slices of all ranks together are the whole
         state. state: content of training/state.json (rank 0's is written). validation_loss: nats per token, None if not
@@ -143,7 +143,7 @@ class Checkpointer:
         self.stall_seconds = time.perf_counter() - begun
 
     def _run(self, save: Save) -> None:
-        """Run `save` to its end and store its failure, if any, for `failed` to report."""
+        """Run `save` to its end and store its error message, if it fails, for `failed` to return."""
         try:
             save.run()
         except SaveFailed as failure:
@@ -193,8 +193,8 @@ class Checkpointer:
         return catalogue.best(self.directory)
 
     def load_newest(self, slices: Sequence[TensorSlice]) -> tuple[CheckpointPath, dict[str, Any]] | None:
-        """Load the newest checkpoint that is intact on all ranks into the tensors of `slices`; return it and the
-        content of its training/state.json, or None if there is no checkpoint. All ranks call this together.
+        """Load the newest checkpoint that is intact on all ranks into the tensors of `slices`. Return (checkpoint,
+        content of its training/state.json), or None if there is no checkpoint. Collective.
 
         Each damaged checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that none
         is overwritten.
@@ -211,7 +211,7 @@ class Checkpointer:
                 problem = str(damage)
             if self._agreement.all_true(problem is None):
                 return checkpoint, state
-            first = self._agreement.first_text(problem)
+            first = self._agreement.broadcast_first_text(problem)
             rank, reason = first if first is not None else (0, "a rank could not read it")
             on_rank = f" (found by rank {rank})" if rank else ""
             self._log_once(f"checkpoint {path} is damaged and skipped: {reason}{on_rank}")
@@ -241,9 +241,9 @@ class Checkpointer:
     # --- the start
 
     def _prepare_directory(self) -> int:
-        """Lock the directory and remove files of interrupted saves (rank 0), and check that all ranks see it; raise
-        `UserError` on all ranks if that fails. Returns a random number, equal on all ranks, that identifies the saves
-        of this run. Collective."""
+        """Lock the directory and remove files of interrupted saves (on rank 0), and check that all ranks see the
+        directory. Return a random number, equal on all ranks, that identifies this run's saves. Collective; raises
+        `UserError` on all ranks if a rank fails."""
         rank, agreement = self._mesh.rank, self._agreement
         token, problem = secrets.randbits(48), None
         if rank == 0:
@@ -262,14 +262,14 @@ class Checkpointer:
                 marker.touch()
             except OSError as error:
                 problem = f"{self.directory} cannot be written: {error_reason(error)}"
-        failure = agreement.first_text(problem)
+        failure = agreement.broadcast_first_text(problem)
         if failure is None:
             if not self._wait_for_file(marker):
                 problem = (
                     f"rank {rank} on {socket.gethostname()} does not see the checkpoint directory that rank 0 sees: "
                     f"{self.directory.absolute()} must be on a filesystem shared by all machines"
                 )
-            failure = agreement.first_text(problem)
+            failure = agreement.broadcast_first_text(problem)
         if rank == 0:
             marker.unlink(missing_ok=True)
         if failure is not None:
@@ -277,8 +277,8 @@ class Checkpointer:
         return token
 
     def _wait_for_file(self, marker: Path) -> bool:
-        """Wait for the file `marker`, which rank 0 writes; return True as soon as this rank sees it, False after
-        `_SHARED_SECONDS`."""
+        """Wait until this rank sees the file `marker`, which rank 0 writes. Return True if it appears, False after
+        `_SHARED_SECONDS` without it."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not marker.exists():
             if time.monotonic() > deadline:
@@ -290,9 +290,9 @@ class Checkpointer:
 
 
 def _lock_directory(directory: Path) -> DirectoryLock:
-    """Return the lock of a checkpoint directory. All `Checkpointer`s of this process share the lock; it is released
-    with the last of them. While it is held, no other process removes the files of a running save as leftovers.
-    `UserError` if another process holds the lock."""
+    """Lock a checkpoint directory against other processes, which could remove the files of a running save as leftovers;
+    return the lock. It is shared by all `Checkpointer`s of this process and released with the last of them. `UserError`
+    if another process holds the lock."""
     place = directory.resolve()
     lock = _locks.get(place)
     if lock is None:
@@ -302,8 +302,8 @@ def _lock_directory(directory: Path) -> DirectoryLock:
 
 
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
-    """Return parameter table, small files and model check for the checkpoints of a model with the architecture
-    `config`, built by Meshwright."""
+    """Return the parameter table, small files and model check for checkpoints of a model with the architecture
+    `config`."""
     small_files = make_small_files(config, options.dtype, options.tokenizer_directory)
     return CheckpointContents(parameter_table(config), small_files, lambda path: _check_config(config, path))
 
@@ -328,9 +328,9 @@ def _check_config(config: ModelConfig, path: Path) -> None:
 def make_small_files(
     config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
 ) -> dict[str, bytes]:
-    """Return file name -> content of the configuration and tokenizer files of a Hugging Face directory. dtype: of the
-    exported weights. tokenizer_directory: directory of tokenizer files, None for none. tokenizer_files: names of those
-    to copy; names that the directory lacks are left out."""
+    """Return the configuration and tokenizer files of a Hugging Face directory, as file name -> content. dtype: dtype
+    of the exported weights. tokenizer_directory: directory of the tokenizer files; None: no tokenizer. tokenizer_files:
+    names of the files to copy from there; missing ones are left out."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

@@ -25,12 +25,12 @@ RESTART_COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 class DirectoryLock:
-    """Exclusive lock of a directory, held until `release` or the end of this process and of all that inherited it.
+    """Exclusive lock of a directory. It is held until `release`, or until this process and all children that inherited
+    it have ended; the kernel (or the server of a network file system) then releases it.
 
-    The kernel (or the server of a network file system) releases it when the holding processes end, however they end.
-    The lock file remains without effect; the process id in it is only for messages. path: an existing
-    directory. what: its name in errors, such as "run directory". advice: what a user can do instead of waiting, for the
-    error. Raises `UserError` if another process holds the lock or the directory is not writable.
+    path: an existing directory. what: its name in errors, such as "run directory". advice: alternative to waiting, for
+    the error. Raises `UserError` if another process holds the lock or the directory is not writable. The lock file
+    stays in the directory; the process id in it serves error messages only.
     """
 
     def __init__(self, path: Path, what: str, advice: str) -> None:
@@ -56,14 +56,17 @@ class DirectoryLock:
             raise
 
     def release(self) -> None:
-        """Release the lock, so that another run can use the directory; to be called once."""
+        """Release the lock, so that another run can use the directory. Must be called only once."""
         os.close(self.descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try repeatedly to take an exclusive flock on the open file `descriptor`; return True if it was taken, False on
-    timeout. The time limit is `RESTART_SECONDS` if torchrun or SLURM has restarted this run; else `ORPHAN_SECONDS` if
-    the process named in the lock file has ended (its children may still hold the lock); else `PATIENCE_SECONDS`."""
+    """Try repeatedly to take an exclusive flock on the open file `descriptor`; return True on success, False on
+    timeout.
+
+    The time limit is `RESTART_SECONDS` if torchrun or SLURM has restarted this run; else `ORPHAN_SECONDS` if the
+    process named in the lock file has ended (its children may still hold the lock); else `PATIENCE_SECONDS`.
+    """
     restarted = any(os.environ.get(name, "0") not in ("", "0") for name in RESTART_COUNTERS)
     begun = time.monotonic()
     while True:
@@ -78,7 +81,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _has_holder_ended(descriptor: int) -> bool:
-    """Return True if the lock file behind `descriptor` was written by a process of this host that has ended."""
+    """Return True if the lock file open as `descriptor` names a process of this host that has ended."""
     try:
         holder: Any = parse_json(os.pread(descriptor, 4096, 0))
         if holder["host"] == socket.gethostname():
@@ -91,7 +94,7 @@ def _has_holder_ended(descriptor: int) -> bool:
 
 
 def _read_holder(descriptor: int) -> str:
-    """Return text on the process that holds the lock (id, host, since when), which it wrote into the lock file behind
+    """Describe the process that holds the lock (id, host, since when), as written in the lock file open as
     `descriptor`."""
     try:
         holder: Any = parse_json(os.pread(descriptor, 4096, 0))

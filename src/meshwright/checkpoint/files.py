@@ -14,8 +14,8 @@ CHUNK_BYTES = 16 * 2**20
 
 
 def write_at(descriptor: int, data: memoryview, offset: int, keep_going: Callable[[], None] = lambda: None) -> None:
-    """Write all of `data` to an open file (`descriptor`) from byte `offset` on. keep_going: called between chunks;
-    raises an exception to stop."""
+    """Write all of `data` to the open file `descriptor` at byte offset `offset`, in chunks. keep_going: called between
+    chunks; it stops the write by raising an exception."""
     written = 0
     while written < len(data):
         keep_going()
@@ -40,8 +40,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace the content of the file at `path` by `data` atomically: readers see either the old or the new content,
-    even after a crash. sync: flush to disk."""
+    """Replace the content of the file at `path` with `data` atomically: readers see either the old or the new content,
+    even after a crash. sync: True to flush to disk."""
     fresh = path.with_name(f".{path.name.lstrip('.')}.new-{os.getpid()}")
     try:
         with open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:

@@ -22,7 +22,7 @@ from meshwright.checkpoint.files import open_descriptor
 from meshwright.checkpoint.manifest import BLOCK_BYTES, Damaged, FileRecord, block_count
 from meshwright.checkpoint.model_files import DTYPE_CODES
 from meshwright.checkpoint.slices import (
-    Range,
+    MatrixRange,
     Read,
     check_bounds,
     intersect_ranges,
@@ -39,12 +39,12 @@ _THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """One block of a file to read and verify, with the elements to copy from it.
+class _BlockTask:
+    """Task to read and verify one block of a file, and to copy elements from it.
 
-    file: file name. block: number of the block (from 0, `BLOCK_BYTES` each). copies: tuples (planned read of the file,
-    first element within the read, number of elements, byte in the block at which these elements begin); empty if the
-    block is only verified.
+    file: file name. block: number of the block, from 0, of `BLOCK_BYTES` each. copies: elements to copy, tuples
+    (planned read that contains them, index of the first within the read, number of elements, byte in the block at which
+    they begin); empty if the block is only verified.
     """
 
     file: str
@@ -53,11 +53,11 @@ class _Task:
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
-    """Load the checkpoint directory `path` into the tensors of `slices`. Verifies the hash of each file block that this
-    rank reads, and of a part of the exported model files' blocks, which are only verified, by all ranks together.
+    """Load the checkpoint in the directory `path` into the tensors of `slices`. Every block that is read is verified by
+    its hash. The blocks of the exported model files, which are not needed, are verified too, divided among all ranks.
 
-    rank, ranks: this rank's number, and the number of ranks. Raises `Damaged` (the tensors may then be partly
-    overwritten), and `UserError` for a kind of state, such as "momentum", that the checkpoint lacks.
+    rank, ranks: number of this rank, and number of ranks. Raises `Damaged` (the tensors may then be partly
+    overwritten), and `UserError` if the checkpoint lacks a kind of state, such as "momentum".
     """
     _, manifest = open_checkpoint(path)
     index = read_index(path)
@@ -72,7 +72,7 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
     wanted = [(item.kind, item.name, item.start, item.stop, item.columns) for item in slices]
     reads = plan_reads(index, wanted)
     tasks = [
-        _Task(file, block, copies)
+        _BlockTask(file, block, copies)
         for file, parts in reads.items()
         for block, copies in sorted(split_reads(parts, BLOCK_BYTES).items())
     ]
@@ -82,10 +82,10 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
         if name.endswith(".safetensors") and not name.startswith("training/")
         for block in range(block_count(record.size))
     ]
-    tasks += [_Task(name, block, ()) for name, block in unread[rank::ranks]]
+    tasks += [_BlockTask(name, block, ()) for name, block in unread[rank::ranks]]
     buffers = threading.local()
 
-    def run(task: _Task) -> None:
+    def run(task: _BlockTask) -> None:
         """Read and verify one block and copy its elements into the slices."""
         if not hasattr(buffers, "memory"):
             buffers.memory = np.empty(BLOCK_BYTES, dtype=np.uint8)
@@ -100,9 +100,9 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
             pass
 
 
-def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wants: Range) -> None:
-    """Copy from `source` to `destination` the matrix elements that both hold. Both are 1-D tensors that hold a part of
-    the same matrix: `source` the range `has`, `destination` the range `wants`."""
+def copy_common(source: torch.Tensor, has: MatrixRange, destination: torch.Tensor, wants: MatrixRange) -> None:
+    """Copy the elements of a matrix that two of its parts have in common from `source` to `destination`. Both are 1-D
+    tensors; `has` is the part of the matrix in `source`, `wants` the part in `destination`."""
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))
@@ -110,9 +110,10 @@ def copy_common(source: torch.Tensor, has: Range, destination: torch.Tensor, wan
         destination.as_strided(size, (wants.width, 1), here).copy_(there)
 
 
-def _read_block(path: Path, task: _Task, record: FileRecord, memory: np.ndarray) -> np.ndarray:
-    """Read the task's block of a file into `memory` (uint8 [BLOCK_BYTES]) and verify its hash; return the bytes read.
-    path: checkpoint directory. record: expected hashes of the file. Raises `Damaged`."""
+def _read_block(path: Path, task: _BlockTask, record: FileRecord, memory: np.ndarray) -> np.ndarray:
+    """Read one block of a file into `memory` (uint8 [BLOCK_BYTES]) and verify its hash; return the bytes read, a view
+    of `memory`. path: checkpoint directory. task: names the file and the block. record: expected hashes of the file.
+    Raises `Damaged`."""
     start = task.block * BLOCK_BYTES
     size = min(BLOCK_BYTES, record.size - start)
     view = memory.data[:size]

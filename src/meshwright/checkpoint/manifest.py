@@ -25,7 +25,7 @@ _READ_BYTES = 4 * 2**20
 
 
 class Damaged(Exception):
-    """Error: a checkpoint cannot be used, as a file is missing or altered; the message names the file and the
+    """Error: a checkpoint cannot be used because a file is missing or altered; the message names the file and the
     reason."""
 
 
@@ -49,7 +49,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def to_json(self) -> bytes:
-        """Serialize the manifest to JSON, with a SHA-256 over its own content."""
+        """Serialize the manifest to JSON, including a SHA-256 of its own content."""
         content = {
             "format": FORMAT,
             "step": self.step,
@@ -64,8 +64,8 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Load the manifest of the checkpoint directory `path`. Raises `Damaged` if the manifest is missing, invalid, or
-    does not match the SHA-256 that it contains of its content."""
+    """Load the manifest of the checkpoint directory `path`. Raises `Damaged` if it is missing or invalid, or if its
+    content does not match the SHA-256 stored in it."""
     try:
         content = read_json(path / MANIFEST, "checkpoint_bytes")
     except FileNotFoundError:
@@ -119,16 +119,16 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read the files `names` of the checkpoint directory `path` and compare their hashes with its manifest; raise
-    `Damaged` for the first file that differs."""
+    """Verify the hashes of the files `names` of the checkpoint directory `path` against its manifest, reading every
+    byte. Raises `Damaged` for the first file that differs."""
     for name in names:
         if (problem := _find_damage(path, name, manifest.files[name], whole=False)) is not None:
             raise Damaged(problem)
 
 
 def verify_checkpoint(path: Path | str) -> list[str]:
-    """Read every byte of the checkpoint directory `path` and compare hashes; return one line of text per problem, an
-    empty list if it is intact."""
+    """Verify every byte of the checkpoint directory `path` by its hashes; return one line for each problem, an empty
+    list if the checkpoint is intact."""
     path = Path(path)
     try:
         manifest = read_manifest(path)
@@ -139,8 +139,9 @@ def verify_checkpoint(path: Path | str) -> list[str]:
 
 
 def _find_damage(path: Path, name: str, record: FileRecord, *, whole: bool) -> str | None:
-    """Compare size and block hashes of the file `name` of the checkpoint directory `path` with its record; return the
-    first difference as one line of text, None if there is none. whole: compare the hash of the whole file too."""
+    """Compare size and block hashes of the file `name` in the checkpoint directory `path` with its record. Return the
+    first difference as one line of text; None if there is none. whole: True to compare the hash of the whole file
+    too."""
     try:
         if (size := (path / name).stat().st_size) != record.size:
             return f"{name} has {size} bytes instead of {record.size}"
@@ -159,8 +160,8 @@ def block_count(size: int) -> int:
 
 
 def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> FileRecord:
-    """Return size and hashes of a file and of its blocks, read in one pass. keep_going: called between reads; raises an
-    exception to stop."""
+    """Compute the size of a file, its hash, and the hashes of its blocks, in one pass. keep_going: called between
+    reads; it stops the hashing by raising an exception."""
     size = path.stat().st_size
     whole, blocks = hash_blocks(path, True, range(block_count(size)), keep_going)
     assert whole is not None
@@ -170,11 +171,9 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Compute hashes of a file, reading no more of it than needed. Returns a pair: the hex SHA-256 of the whole file,
-    None unless `whole`; and a dict of block number -> hex SHA-256 of the block, for the block numbers in `blocks`.
-
-    keep_going: called between reads; raises an exception to stop.
-    """
+    """Compute hashes of a file, reading no more of it than needed. Return (hex SHA-256 of the whole file, None unless
+    `whole`; {block number: hex SHA-256 of the block} for the block numbers in `blocks`). keep_going: called between
+    reads; it stops the hashing by raising an exception."""
     size = path.stat().st_size
     everything = hashlib.sha256() if whole else None
     wanted = set(blocks)
@@ -196,11 +195,11 @@ def hash_blocks(
 
 
 def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, tuple[bool, list[int]]]]:
-    """Distribute the hashing of files over `ranks` ranks. sizes: bytes by file name. Returns for each rank a dict {file
-    name: (True if the rank hashes the whole file, numbers of the blocks that it hashes)}.
+    """Distribute the hashing of files over `ranks` ranks. Return for each rank {file name: (True if the rank hashes the
+    whole file, numbers of the blocks that it hashes)}. sizes: file name -> bytes.
 
-    A whole file is hashed by one rank, its blocks by any ranks. Tasks are assigned in order of size, largest first,
-    each to the rank with the fewest bytes so far.
+    A whole file is hashed by one rank, its blocks by any ranks. Tasks are assigned largest first, each to the rank with
+    the fewest bytes so far.
     """
     tasks: list[tuple[int, str, int]] = []  # bytes, file, block (-1: the whole)
     for name, size in sizes.items():

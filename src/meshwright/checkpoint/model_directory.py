@@ -28,10 +28,11 @@ def save_huggingface(
     tokenizer_from: str | Path | None = None,
     largest_file_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write an unsharded model as a Hugging Face directory that transformers loads. Each file is replaced atomically.
+    """Save an unsharded model as a Hugging Face directory that transformers can load. Each file is replaced atomically.
 
-    dtype: of the weights on disk, None for the model's. tokenizer_from: directory whose tokenizer files are copied,
-    None for none. largest_file_bytes: maximum tensor bytes per file; larger models get several files and an index.
+    dtype: dtype of the weights on disk; None: that of the model. tokenizer_from: directory whose tokenizer files are
+    copied; None: no tokenizer. largest_file_bytes: maximum tensor bytes per file; a larger model gets several files and
+    an index.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

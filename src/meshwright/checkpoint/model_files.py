@@ -31,8 +31,8 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One planned safetensors file. name: its name in the checkpoint directory. header: complete header, length prefix
-    included. size: size of the file in bytes."""
+    """Planned safetensors file. name: file name in the checkpoint directory. header: the complete header, including its
+    length prefix. size: size of the file in bytes."""
 
     name: str
     header: bytes
@@ -41,8 +41,8 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Location of a parameter entry (an exported tensor) in the model files. file: file name. offset: byte in the file
-    at which its elements begin. entry: name and shape of the tensor."""
+    """Position of an exported tensor in the model files. file: file name. offset: byte of the file at which its
+    elements begin. entry: parameter entry that describes the tensor (name, shape)."""
 
     file: str
     offset: int
@@ -51,8 +51,8 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Plan of the model's safetensors files. files: one plan per file. places: name of a parameter entry (exported
-    tensor) -> its location. index: content of `model.safetensors.index.json`, None if there is only one file."""
+    """Plan of a model's safetensors files. files: one plan per file. places: name of an exported tensor -> its
+    position. index: content of `model.safetensors.index.json`; None if there is only one file."""
 
     files: tuple[ModelFile, ...]
     places: dict[str, Location]
@@ -65,9 +65,10 @@ class ModelFiles:
 
 
 def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
-    """Build the header of a safetensors file that holds `tensors`, tuples (name, dtype code, shape), in this order.
+    """Build the header of a safetensors file. tensors: (name, dtype code, shape) of each tensor, in the order in the
+    file.
 
-    Returns the header, {tensor name: byte in the file at which it begins}, and the file's size in bytes. Source: the
+    Returns (header, {tensor name: byte of the file at which it begins}, size of the file in bytes). Source: the
     format's description in huggingface/safetensors.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -87,9 +88,9 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
 def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES) -> ModelFiles:
     """Plan the safetensors files that hold all parameter entries (exported tensors) of `table`.
 
-    dtype: of the trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
-    keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. Entries
-    are ordered by dtype, wider dtypes first (for alignment), and within a dtype as in the table.
+    dtype: dtype of trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
+    keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. Tensors
+    are ordered by dtype, wider dtypes first (for alignment), then as in the table.
     """
     codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in table.entries}
     in_order = sorted(table.entries, key=lambda entry: -ITEM_BYTES[codes[entry.name]])
@@ -121,13 +122,13 @@ def plan_model_files(table: ParameterTable, dtype: str, shard_bytes: int = SHARD
 def split_disk_runs(
     entry: ParameterEntry, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Cut a slice of a parameter entry (exported tensor) into runs that are contiguous on disk. Yields (index of the
-    run's first element among the tensor's elements on disk, values of the run).
+    """Split a slice of an exported tensor into runs of elements that are contiguous on disk. Yield (index of the run's
+    first element in the tensor on disk, values of the run).
 
-    values: elements [start, start + len(values)) of the flattened entry; a matrix is flattened row-major as [outputs,
-    inputs], and with `columns` it is reduced to these input columns first. If the matrix is stored in this order, the
-    slice is one run, or with `columns` one run per matrix row. If it is stored transposed, [inputs, outputs], the slice
-    is one run per row on disk, or a single run if it has all elements.
+    values: elements [start, start + len(values)) of the flattened tensor. A matrix is flattened row-major as [outputs,
+    inputs]; with `columns` it is first reduced to these input columns. On disk it may be transposed: then there is one
+    run per row on disk, unless the slice is the whole matrix. Otherwise there is one run, or with `columns` one per
+    matrix row.
     """
     stop = start + len(values)
     if not entry.transposed:
@@ -163,12 +164,12 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write a slice of one exported tensor to its model file: one call `write(file name, bytes, byte offset)` for each
-    run of elements that is contiguous on disk.
+    """Write a slice of an exported tensor to its model file by calling `write(file name, bytes, byte offset)` once for
+    each run of elements that is contiguous on disk.
 
-    place: file and position of the tensor. values: the slice's elements, in the dtype on disk. start: index of the
-    first of them in the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: if given, the
-    matrix is reduced to these input columns before it is flattened.
+    place: position of the tensor. values: the slice's elements, in the dtype on disk. start: index of the first of them
+    in the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: input columns to which the
+    matrix is reduced before it is flattened; None: all.
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)

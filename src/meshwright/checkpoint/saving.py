@@ -32,8 +32,8 @@ from meshwright.checkpoint.manifest import (
     hash_blocks,
     hash_file,
 )
-from meshwright.checkpoint.meeting import SaveMarkers
 from meshwright.checkpoint.model_files import DTYPE_CODES, make_safetensors_header, write_slice
+from meshwright.checkpoint.save_markers import SaveMarkers
 from meshwright.checkpoint.settings import SaveTarget
 from meshwright.checkpoint.slices import Slice, slice_file_name, slice_tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
@@ -45,16 +45,16 @@ _CAST_ELEMENTS = 4 * 2**20
 
 
 class SaveFailed(Exception):
-    """Error: the save failed on this rank; the message is shown to the user."""
+    """Error: the save failed on this rank. The message is for the user."""
 
 
 class SaveCancelled(Exception):
-    """Error: the save on this rank was cancelled by another rank's failure or by the training loop; the message says
-    why."""
+    """Error: the save was cancelled on this rank, by the failure of another rank or by the training loop. The message
+    says which."""
 
 
 class Save:
-    """One save of a checkpoint, as executed by one rank; `run` returns when the checkpoint is complete on all ranks.
+    """Save of one checkpoint on one rank; `run` executes it and returns when the checkpoint is complete on all ranks.
 
     target: directory, parameter table and settings of the run's saves. attempt: unique id of the save. step: optimizer
     steps done. snapshot: copy of this rank's training state in host memory. state: content of training/state.json.
@@ -79,8 +79,8 @@ class Save:
         self._writing = ""  # file being written, named in errors
 
     def run(self) -> None:
-        """Write the checkpoint, together with the other ranks. Raises `SaveFailed` or `SaveCancelled`; the files of the
-        unfinished checkpoint are then removed."""
+        """Write the checkpoint together with the other ranks. If it fails, remove the unfinished files and raise
+        `SaveFailed` or `SaveCancelled`."""
         try:
             self._begin()
             self._write()
@@ -101,8 +101,8 @@ class Save:
     # --- the four phases
 
     def _begin(self) -> None:
-        """Rank 0: create the hidden directory into which the checkpoint is written. Other ranks: wait until
-        it exists."""
+        """Create the hidden directory into which the checkpoint is written (rank 0), or wait until it exists (other
+        ranks)."""
         target = self.target
         if target.rank == 0:
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -113,8 +113,8 @@ class Save:
         self._wait_for(self.markers.begun_ranks, {0}, "created the directory")
 
     def _write(self) -> None:
-        """Write this rank's slices of the training state and its part of the exported model files, announce that by a
-        marker file, and wait until all ranks have done so."""
+        """Write this rank's slices of the training state and of the exported model files, mark that by a file, and wait
+        until all ranks have done the same."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()
@@ -126,8 +126,8 @@ class Save:
         self._wait_for(lambda: self.markers.ranks_with("written"), set(range(self.target.ranks)), "written its part")
 
     def _write_slices(self) -> list[Slice]:
-        """Write this rank's file of master weights and optimizer state (its slices in the snapshot); return where in
-        the file each slice is."""
+        """Write this rank's file of master weights and optimizer state; return the position of each slice in the
+        file."""
         file = slice_file_name(self.target.rank, self.target.ranks)
         slices = self.snapshot.slices
         codes = [DTYPE_CODES[str(item.tensor.dtype).removeprefix("torch.")] for item in slices]
@@ -186,8 +186,8 @@ class Save:
             write_file(self.partial / name, data)
 
     def _hash(self) -> None:
-        """Hash this rank's slice file and its share of the model files, and announce the hashes by a marker file; rank
-        0 waits for all ranks."""
+        """Hash this rank's slice file and the part of the model files assigned to it, and write the hashes to a marker
+        file. Rank 0 then waits for all ranks."""
         target = self.target
         records: dict[str, Any] = {}
         own = hash_file(self.partial / slice_file_name(target.rank, target.ranks), self._check_cancelled)
@@ -200,8 +200,8 @@ class Save:
             self._wait_for(lambda: self.markers.ranks_with("hashed"), set(range(target.ranks)), "hashed its part")
 
     def _finish(self) -> None:
-        """Rank 0: write index and manifest, rename the hidden directory to its final name, and delete old checkpoints.
-        Other ranks: wait until rank 0 has done that."""
+        """Write index and manifest, rename the hidden directory to its final name, and delete old checkpoints (rank 0),
+        or wait until that is done (other ranks)."""
         target = self.target
         if target.rank:
             self._wait_for_outcome()
@@ -232,7 +232,7 @@ class Save:
             self.markers.record_outcome("done")
 
     def _collect_records(self) -> dict[str, FileRecord]:
-        """Combine the hashes that all ranks computed; return file name -> record of size and hashes."""
+        """Combine the hashes that all ranks computed; return file name -> size and hashes."""
         sizes: dict[str, int] = {}
         whole: dict[str, str] = {}
         blocks: dict[str, dict[int, str]] = {}
@@ -253,15 +253,15 @@ class Save:
     # --- synchronization with other ranks
 
     def _mark(self, what: str, content: Any) -> None:
-        """Write this rank's marker file that it has completed the phase `what` of the save, "written" or "hashed".
-        content: JSON value for rank 0 to read."""
+        """Write the marker file which shows that this rank has completed a phase of the save. what: the phase,
+        "written" or "hashed". content: JSON value for rank 0 to read."""
         self._writing = self.markers.marker_name(what)
         self.markers.mark(what, content)
 
     def _wait_for(self, there: Callable[[], set[int]], all_of_them: Iterable[int], what: str) -> None:
-        """Wait for other ranks: poll until the set of ranks that `there()` returns contains all ranks of `all_of_them`.
-        Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or failed on another rank.
-        what: verb phrase for the time-out message "rank 3 has not ...", such as "written its part"."""
+        """Wait for other ranks: poll `there()`, which returns a set of ranks, until the set contains all ranks in
+        `all_of_them`. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or failed
+        on another rank. what: verb phrase for the time-out message "rank 3 has not ...", such as "written its part"."""
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
         while missing := set(all_of_them) - there():
@@ -299,8 +299,8 @@ class Save:
         return None if outcome in (None, "done") else outcome
 
     def _wait_for_reason(self) -> str:
-        """Return the reason of failure that rank 0 records after it has removed the directory; waits up to
-        about 2 s."""
+        """Wait up to about 2 s for the reason of failure that rank 0 records once it has removed the directory; return
+        the reason."""
         for _ in range(100):
             if (outcome := self.markers.read_outcome()) is not None:
                 return outcome
@@ -310,8 +310,8 @@ class Save:
     # --- failure
 
     def _clean_up(self, line: str) -> None:
-        """Rank 0: remove the whole unfinished checkpoint and record the failure `line` for the other ranks. Other
-        ranks: remove their slice file and write a failure marker with `line`."""
+        """Remove the files of the failed save. Rank 0 removes the whole unfinished checkpoint and records the failure
+        `line`; another rank removes its slice file and writes a failure marker with `line`."""
         if self.target.rank:
             with suppress(
                 OSError
@@ -341,8 +341,8 @@ class Save:
             )
 
     def _needed_bytes(self) -> int:
-        """Return the size of the whole checkpoint in bytes: the model files, and master weights and optimizer state of
-        all elements."""
+        """Return the size of the whole checkpoint in bytes: model files, master weights and optimizer state of all
+        ranks."""
         widths = {item.kind: item.tensor.element_size() for item in self.snapshot.slices}
         return sum(self.target.files.sizes.values()) + self.target.table.numel * sum(widths.values())
 
@@ -355,7 +355,7 @@ class Save:
         return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) if disk.f_blocks else None
 
     def _format_error(self, error: OSError) -> str:
-        """Return a line for the user about an `OSError`: rank, file, reason, needed and free space, newest intact
+        """Format an `OSError` as one line for the user: rank, file, reason, needed and free space, newest intact
         checkpoint."""
         where = f"rank {self.target.rank} could not write {self.partial / self._writing}"
         space = ""
@@ -368,12 +368,12 @@ class Save:
         return f"checkpoint of step {self.step} not written: {reason}; {self._describe_newest()}"
 
     def _describe_newest(self) -> str:
-        """Return a clause for error messages that names the newest intact checkpoint, or says that there is none."""
+        """Return a clause for error messages that names the newest intact checkpoint or says that there is none."""
         newest = catalogue.newest(self.target.directory)
         return f"the newest intact checkpoint is {newest.name}" if newest else "there is no intact checkpoint yet"
 
     def _format_unexplained(self, rank: int) -> str:
-        """Return the error message for the failure of rank number `rank`, if it left no reason."""
+        """Return the error message for a failure of rank `rank` that left no reason."""
         return f"checkpoint of step {self.step} not written: rank {rank} failed; {self._describe_newest()}"
 
 
@@ -383,8 +383,8 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """Return an iterable of the chunks of a 1-D slice, as (index of the chunk's first element, elements), so that a
-    chunk converted to another dtype takes little memory. whole: True for a single chunk; used for tensors that are
-    stored transposed, as a small chunk of them would be many short runs on disk."""
+    """Split a 1-D slice into chunks, so that converting one to another dtype takes little memory; return an iterable of
+    (index of the chunk's first element, elements). whole: True for a single chunk, for tensors that are stored
+    transposed: a small chunk of them would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

@@ -14,11 +14,11 @@ from meshwright.spec.parameters import ParameterTable
 class SaveOptions:
     """Settings of all checkpoint saves of a run.
 
-    dtype: of the exported model weights ("float32", "bfloat16"). keep: number of newest checkpoints to retain.
-    keep_best: retain the one with the lowest validation loss too. background: True to write in a thread while training
-    continues. tokenizer_directory: directory whose tokenizer files each checkpoint includes, None for none.
-    shard_bytes: maximum bytes of tensors per model file. timeout_seconds: maximum time that a save waits for other
-    ranks.
+    dtype: dtype of the exported model weights ("float32", "bfloat16"). keep: number of newest checkpoints to retain.
+    keep_best: True to retain the one with the lowest validation loss too. background: True to write in a thread while
+    training continues. tokenizer_directory: directory of tokenizer files to include in each checkpoint; None: no
+    tokenizer. shard_bytes: maximum tensor bytes per model file. timeout_seconds: maximum time that a save waits for
+    other ranks.
     """
 
     dtype: str = "float32"
@@ -34,10 +34,10 @@ class SaveOptions:
 class SaveTarget:
     """Destination and shared settings of all saves of a run, on one rank.
 
-    directory: the run's checkpoints/. rank, ranks: this rank's number, and the number of ranks. table: parameter table.
-    files: plan of the model files. small_files: name -> content of configuration and tokenizer files. options:
-    settings. log: called with lines for the user. outcomes: on rank 0, save id -> "done" or the error of each save so
-    far.
+    directory: the run's checkpoints/. rank, ranks: number of this rank, and number of ranks. table: the model's
+    parameter table. files: plan of the model files. small_files: file name -> content of configuration and tokenizer
+    files. options: settings. log: called with lines for the user. outcomes: on rank 0, save id -> "done" or the error
+    of each save so far.
     """
 
     directory: Path

@@ -24,9 +24,9 @@ INDEX = "training/index.json"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Location on disk of a slice of the training state: elements [start, stop) of the parameter entry (exported
-    tensor) `name`, after it is flattened. A matrix is flattened row-major as [outputs, inputs]; if `columns` is given,
-    it is reduced to these input columns first.
+    """Location on disk of a slice of the training state: elements [start, stop) of the flattened tensor `name`. A
+    matrix is flattened row-major as [outputs, inputs]; if `columns` is given, it is first reduced to these input
+    columns.
 
     kind: "master" (fp32 master weights), "exp_avg", "exp_avg_sq" or "momentum". file: file name. offset: byte of the
     file at which the elements begin. code: safetensors dtype of the elements, such as "F32".
@@ -43,9 +43,9 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Part of a matrix: the matrix is cut to its columns [first, first + width), the cut matrix is flattened row-major,
-    and the range has the elements [start, stop) of the flattened matrix. All indices count from 0."""
+class MatrixRange:
+    """Range of the elements of a matrix: elements [start, stop) of the flattened (row-major) submatrix that consists of
+    the columns [first, first + width). All indices count from 0."""
 
     start: int
     stop: int
@@ -53,8 +53,8 @@ class Range:
     width: int
 
     def to_rectangles(self) -> list[tuple[int, int, int, int]]:
-        """Decompose the range into at most three rectangles of the whole matrix: the end of its first row, full rows,
-        and the start of its last row. Return tuples (row, end row, column, end column) with exclusive ends."""
+        """Decompose the range into at most three rectangles of the matrix: the end of its first row, full rows, and the
+        start of its last row. Return (first row, end row, first column, end column) of each, with exclusive ends."""
         begin, head = divmod(self.start, self.width)
         end, tail = divmod(self.stop, self.width)
         if begin == end:
@@ -69,36 +69,35 @@ class Range:
         ]
 
     def index_of(self, row: int, column: int) -> int:
-        """Return the position of the matrix element (row, column) within this range: 0 for the element with index
-        `start`."""
+        """Return the index within this range of the matrix element at (row, column); 0 for the range's first
+        element."""
         return row * self.width + column - self.first - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One planned read from a file, to fill a part of one destination slice.
+    """Planned read from a file to fill a part of one destination slice.
 
     offset: byte of the file at which the read begins. code: safetensors dtype of the elements, such as "F32".
-    destination: index of the slice to fill. source: range of the matrix that is read. wanted: range of the matrix that
-    the slice holds. Elements that are in both ranges are copied.
+    destination: index of the slice to fill. source: matrix range that is read. wanted: matrix range that the slice
+    holds. Elements that are in both ranges are copied.
     """
 
     offset: int
     code: str
     destination: int
-    source: Range
-    wanted: Range
+    source: MatrixRange
+    wanted: MatrixRange
 
     @property
     def count(self) -> int:
         """Number of elements that this read takes from the file."""
         return self.source.stop - self.source.start
 
-    def subrange(self, first: int, count: int) -> Range:
-        """Return the matrix range of only those elements of this read with the numbers `first` to `first` + `count` -
-        1, counted from 0 within the read."""
+    def subrange(self, first: int, count: int) -> MatrixRange:
+        """Return the matrix range of `count` elements of this read, beginning with element number `first` (from 0)."""
         start = self.source.start + first
-        return Range(start, start + count, self.source.first, self.source.width)
+        return MatrixRange(start, start + count, self.source.first, self.source.width)
 
 
 def slice_file_name(rank: int, ranks: int) -> str:
@@ -108,18 +107,18 @@ def slice_file_name(rank: int, ranks: int) -> str:
 
 
 def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
-    """Return the tensor name of a slice in its safetensors file: "exp_avg:model.norm.weight[0:64]", or with columns
+    """Return the name of a slice as a tensor in a safetensors file: "exp_avg:model.norm.weight[0:64]", or with columns
     "exp_avg:NAME[:, 8:16][0:64]".
 
-    kind: kind of state. name: parameter entry (exported tensor). start, stop: range of the entry's flattened elements.
-    columns: if given, input columns to which the matrix is reduced before it is flattened.
+    kind: kind of state. name: name of the exported tensor. start, stop: range of its flattened elements. columns: input
+    columns to which a matrix is reduced before it is flattened; None: all.
     """
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
 
 
 def serialize_index(slices: Iterable[Slice]) -> bytes:
-    """Serialize the index of a checkpoint's training state, the locations of all ranks' slices, to JSON."""
+    """Serialize the index of a checkpoint's training state to JSON. slices: locations of all ranks' slices."""
     files: dict[str, list[Any]] = {}
     for part in slices:
         entry = [part.kind, part.name, part.start, part.stop, part.code, part.offset, *(part.columns or ())]
@@ -129,7 +128,8 @@ def serialize_index(slices: Iterable[Slice]) -> bytes:
 
 
 def read_index(path: Path) -> list[Slice]:
-    """Load the locations of all slices of training state in the checkpoint directory `path`. Raises `Damaged`."""
+    """Load the index of the training state in the checkpoint directory `path`; return the locations of all slices.
+    Raises `Damaged`."""
     try:
         files = read_json(path / INDEX, "checkpoint_bytes")["files"]
         return [_parse_slice(file, *row) for file, rows in files.items() for row in rows]
@@ -164,9 +164,9 @@ def check_bounds(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
 
 
 def check_coverage(table: ParameterTable, slices: Iterable[Slice]) -> None:
-    """Raise `AssertionError` unless, for each kind of state (master weights, each optimizer moment), the slices cover
-    every element of every parameter entry of `table` exactly once. Buffers and frozen parameters need slices of the
-    kind "master" only."""
+    """Check that for each kind of state (master weights, each optimizer moment) the slices cover every element of every
+    tensor of `table` exactly once. Buffers and frozen parameters need slices of the kind "master" only. Raises
+    `AssertionError`."""
     parts: dict[str, dict[str, list[Slice]]] = {"master": {}}
     for part in slices:
         parts.setdefault(part.kind, {}).setdefault(part.name, []).append(part)
@@ -197,8 +197,8 @@ def plan_reads(
 ) -> dict[str, list[Read]]:
     """Plan the reads from files that fetch the wanted elements; return file name -> reads.
 
-    slices: locations on disk. wanted: (kind, name of the parameter entry, start, stop (exclusive), columns) of each
-    destination. Raises `Damaged` if an element is in no file.
+    slices: locations on disk. wanted: (kind of state, name of the exported tensor, start, stop (exclusive), columns) of
+    each destination. Raises `Damaged` if an element is in no file.
     """
     by_entry: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
@@ -208,7 +208,7 @@ def plan_reads(
         found = 0
         for others, parts in by_entry.get((kind, name), {}).items():
             source, target = _align_columns(others, columns)
-            destination = Range(start, stop, *target)
+            destination = MatrixRange(start, stop, *target)
             # Matrix rows of the destination as element range of the stored slices; exact if both have the same columns.
             begin, end = start // target[1] * source[1], -(-stop // target[1]) * source[1]
             index = max(0, bisect.bisect_right(parts, begin, key=lambda part: part.start) - 1)
@@ -218,7 +218,7 @@ def plan_reads(
                 low, high = max(begin, part.start), min(end, part.stop)
                 if low < high:
                     offset = part.offset + (low - part.start) * ITEM_BYTES[part.code]
-                    read = Read(offset, part.code, number, Range(low, high, *source), destination)
+                    read = Read(offset, part.code, number, MatrixRange(low, high, *source), destination)
                     boxes = intersect_ranges(read.source, destination)
                     common = sum((bottom - top) * (right - left) for top, bottom, left, right in boxes)
                     if common:
@@ -229,9 +229,9 @@ def plan_reads(
     return reads
 
 
-def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
-    """Return the elements that two `Range`s of the same matrix have in common, as rectangles of the matrix: tuples
-    (row, end row, column, end column) with exclusive ends."""
+def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int, int]]:
+    """Intersect two ranges of the same matrix; return the common elements as rectangles (first row, end row, first
+    column, end column) with exclusive ends."""
     found = []
     for top, bottom, left, right in a.to_rectangles():
         for above, below, from_, to in b.to_rectangles():
@@ -242,9 +242,9 @@ def intersect_ranges(a: Range, b: Range) -> list[tuple[int, int, int, int]]:
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) for each of two column ranges of one matrix; None stands for all columns. If both
-    ranges are equal, return (0, 1) twice: the flattened elements then correspond one to one, so they are treated as a
-    matrix with a single column."""
+    """Return (first column, width) for each of two column ranges of one matrix; None stands for all columns. For equal
+    column ranges, return (0, 1) twice: equal indices in the flattened elements then mean equal elements, so that both
+    can be treated as a matrix with a single column."""
     if a == b:
         return (0, 1), (0, 1)
     of = (a or b or Columns(0, 1, 1)).of
@@ -258,9 +258,9 @@ def list_kinds(slices: Iterable[Slice]) -> set[str]:
 
 
 def split_reads(reads: Iterable[Read], block_bytes: int) -> Mapping[int, list[tuple[Read, int, int, int]]]:
-    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Returns block number -> parts
-    of reads in this block, tuples (read, first element within the read, number of elements, byte in the block at which
-    these elements begin)."""
+    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return block number -> parts
+    of reads in this block: (read, index of the part's first element within the read, number of elements, byte in the
+    block at which they begin)."""
     cut: dict[int, list[tuple[Read, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0

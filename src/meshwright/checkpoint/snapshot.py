@@ -13,9 +13,9 @@ from meshwright.parallel.flat_buffers import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copy of slices of the training state in host memory. slices: like the originals, but with tensors that are views
-    of `buffers`. buffers: the copied elements, one buffer per dtype, wider dtypes first. ready: on CUDA the event after
-    the last copy, which must have passed before the buffers are read; None on CPUs."""
+    """Copy of slices of the training state in host memory. slices: the copied slices, whose tensors are views of
+    `buffers`. buffers: one buffer per dtype, wider dtypes first. ready: on CUDA, the event that follows the last copy
+    and must have completed before the buffers are read; None on CPUs."""
 
     slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
@@ -28,15 +28,14 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Host buffers that are reused for all snapshots of a run, since the allocation of new memory pages takes longer
-    than the copy itself."""
+    """Host buffers that all snapshots of a run reuse, because allocating memory takes longer than the copy itself."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host buffers for snapshots of `slices` and write to every memory page once, so that `take`
-        causes no page faults."""
+        """Allocate the host buffers for snapshots of `slices` and touch every memory page, so that `take` causes no
+        page faults."""
         for dtype, group in _group_by_dtype(slices).items():
             self._get_buffer(dtype, group).fill_(0)  # the first write allocates the pages
 
@@ -62,9 +61,8 @@ class SnapshotBuffers:
         return Snapshot(tuple(copied), tuple(used), None if stream is None else stream.record_event())
 
     def _get_buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
-        """Return the host buffer for all slices of one dtype (`group`), allocated or enlarged if needed; pinned for
-        CUDA.
-        """
+        """Return the host buffer for all slices of one dtype, allocating or enlarging it if needed; pinned memory for
+        CUDA. group: these slices."""
         pinned = any(item.tensor.is_cuda for item in group)
         size = sum(item.stop - item.start for item in group)
         buffer = self._buffers.get((dtype, pinned))
@@ -76,7 +74,7 @@ class SnapshotBuffers:
 
 
 def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:
-    """Return the slices by dtype, wider dtypes first, so that elements are aligned in the file."""
+    """Group slices by dtype; return dtype -> slices, wider dtypes first, so that elements are aligned in the file."""
     groups: dict[torch.dtype, list[TensorSlice]] = {}
     for item in sorted(slices, key=lambda item: -item.tensor.element_size()):
         groups.setdefault(item.tensor.dtype, []).append(item)
@@ -84,8 +82,8 @@ def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[Ten
 
 
 def _merge_adjacent(slices: Sequence[TensorSlice]) -> list[torch.Tensor]:
-    """Return the slices' tensors; tensors that are adjacent in memory are merged into one view, for fewer and longer
-    copies."""
+    """Merge the slices' tensors that are adjacent in memory into single views, for fewer and longer copies; return the
+    list of tensors and views."""
     joined: list[torch.Tensor] = []
     for item in slices:
         tensor = item.tensor.detach()

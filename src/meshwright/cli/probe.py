@@ -42,7 +42,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
         from meshwright.launcher.rendezvous import is_started_by_others, read_place
         from meshwright.planner.cluster import this_machine
         from meshwright.probe import report
-        from meshwright.probe.ranks import join, probe
+        from meshwright.probe.ranks import probe, probe_on_rank
 
         path = this_machine() if output is None else output
         if not directory.is_dir():
@@ -53,12 +53,12 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
             _check_writable(path, make=output is None)
         if joining and ranks is not None:
             raise UserError("--ranks: torchrun or SLURM has started the ranks; leave it out")
-        found = join(device, directory) if joining else probe(ranks, device, directory)
+        found = probe_on_rank(device, directory) if joining else probe(ranks, device, directory)
         if not first:  # rank 0 prints the result
             return
         tables = report.make_cluster_tables(found, found["kind"])
         write_file(path, report.format_cluster_file(tables, _format_file_header(found["seconds"])))
-        answer(report.make_document(found, tables, str(path)), report.format_summary(found, tables, str(path)))
+        answer(report.make_document(found, tables, str(path)), report.format_summary(found, str(path)))
 
 
 def _check_writable(path: Path, make: bool) -> None:

@@ -9,11 +9,11 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that must make the same calls in the same order: all ranks of a process group, or two of them that exchange
-    point-to-point messages.
+    """Ranks that must make the same calls in the same order: all ranks of a process group, or the two ranks of a
+    point-to-point channel.
 
-    ranks: global ranks of the process group. pair: (sender, receiver) of the messages as global ranks; None for
-    collectives.
+    ranks: global ranks of the process group. pair: for point-to-point messages, (sender, receiver) as global ranks;
+    None for collectives.
     """
 
     ranks: tuple[int, ...]
@@ -21,19 +21,20 @@ class Group:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Global ranks that take part in a call: a message's sender and receiver, or all ranks of the process group."""
+        """Global ranks that take part in each call: sender and receiver of messages, or all ranks of the process
+        group."""
         return self.ranks if self.pair is None else self.pair
 
     def to_text(self) -> str:
-        """Return the group as text, `0-3`, `0-6/2` (every second rank), `1,5,6` or, for messages from rank 2 to 3,
-        `0-3:2>3`; `from_text` parses it."""
+        """Format the group as `0-3`, `0-6/2` (every second rank), `1,5,6` or, for messages from rank 2 to rank 3,
+        `0-3:2>3`. The inverse is `from_text`."""
         pair = "" if self.pair is None else f":{self.pair[0]}>{self.pair[1]}"
         return f"{format_ranks(self.ranks)}{pair}"
 
     @classmethod
     def from_text(cls, text: str) -> Group:
-        """Parse the text of a group, such as `0-3` or, for messages from rank 2 to 3, `0-3:2>3`. Invalid text gives a
-        group without ranks."""
+        """Parse the text of a group, such as `0-3` or, for messages from rank 2 to rank 3, `0-3:2>3`. For invalid text,
+        return a group without ranks."""
         ranks, _, pair = text.partition(":")
         try:
             first, _, second = pair.partition(">")
@@ -43,7 +44,7 @@ class Group:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as brief text: `0-3`, `0-6/2` (every second one), `1,5,6`."""
+    """Format ranks as brief text: `0-3`, `0-6/2` (every second one), `1,5,6`."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step > 0 and all(b - a == step for a, b in pairwise(ranks)):
@@ -62,12 +63,12 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Collective call or message of a rank. Times are seconds of the machine's monotonic clock, which all its processes
-    share.
+    """One call of a rank: a collective, or the sending or receiving of a message. Times are seconds of the machine's
+    monotonic clock, which all its processes share.
 
     Attributes:
         number: Position among all calls of the rank, counted from 1.
-        site: Label of the line of code that makes the call, such as "data.gradients".
+        site: Label of the calling line of code, such as "data.gradients".
         operation: Name of the collective, such as "all_reduce".
         axis: Mesh axis, such as "data".
         group: Ranks that take part in the call.
@@ -75,7 +76,7 @@ class Call:
         payload_bytes: Size of its data on this rank in bytes.
         form: Dtype and shape of its data, such as "float32[128, 64]".
         place: File, line and function of the code that makes the call.
-        posted: Time at which the rank entered the call, the same for messages that are posted as one group.
+        posted: Time at which the rank entered the call; all messages posted as one group have the same time.
         waited: Time at which the process began to wait for its completion; None before.
         done: Time of completion; None before.
     """
@@ -95,13 +96,12 @@ class Call:
 
     @property
     def what(self) -> str:
-        """Text with operation, site (label of the calling line) and mesh axis: `all_reduce data.gradients over
-        data`."""
+        """Operation, site (label of the calling line) and mesh axis as text: `all_reduce data.gradients over data`."""
         return f"{self.operation} {self.site} over {self.axis}"
 
     @property
     def name(self) -> str:
-        """Text that identifies the call in its group: `call 57 (all_reduce data.gradients over data)`."""
+        """Text that identifies the call within its group: `call 57 (all_reduce data.gradients over data)`."""
         return f"call {self.index} ({self.what})"
 
     @property
@@ -112,15 +112,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RankCalls:
-    """Latest calls of a rank, as read from its ring buffer.
+    """Latest calls of one rank, read from its ring buffer.
 
     Attributes:
         rank: Global rank.
         ranks: World size.
-        process: Process id, 0 if none has opened the ring.
+        process: Process id; 0 if no process has opened the ring buffer.
         calls: Latest recorded calls, oldest first, with consecutive numbers.
         counts: Number of calls that the rank has made so far in each group.
-        torn: Number of records that could not be read, as they were just being written.
+        torn: Number of records that were being written while they were read, and are left out.
         gave_up: True if the rank recorded that a call timed out.
     """
 
@@ -134,16 +134,16 @@ class RankCalls:
 
     @property
     def last(self) -> Call | None:
-        """Latest call that the rank entered, None without one."""
+        """Latest call that the rank entered; None without one."""
         return self.calls[-1] if self.calls else None
 
     @property
     def waiting(self) -> Call | None:
-        """Oldest incomplete call that the process has begun to wait for; None if there is none. On a GPU, which runs
-        calls in order, this is the call that is running."""
+        """Oldest incomplete call for which the process has begun to wait; None without one. On a GPU, which runs calls
+        in order, this is the call that is running."""
         return next((call for call in self.calls if call.waiting), None)
 
     @property
     def last_done(self) -> Call | None:
-        """Latest completed call, None without one."""
+        """Latest completed call; None without one."""
         return next((call for call in reversed(self.calls) if call.done is not None), None)

@@ -45,19 +45,19 @@ _INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "fl
 
 
 def _compute_records_offset(groups: int) -> int:
-    """Return the byte offset of the call records in a ring's file: behind the header and `groups` counters, one per
-    registered group."""
+    """Return the byte offset of the call records in a ring buffer file. They follow the header and `groups` counters,
+    one for each registered group."""
     return _COUNTS + 8 * groups
 
 
-def compute_file_bytes(capacity: int = CAPACITY) -> int:
-    """Return the size in bytes of the file that holds one rank's ring buffer of `capacity` calls."""
-    return _compute_records_offset(GROUPS) + capacity * _RECORD_BYTES + HEAP_BYTES
+def compute_file_bytes() -> int:
+    """Return the size in bytes of the file that holds one rank's ring buffer of `CAPACITY` calls."""
+    return _compute_records_offset(GROUPS) + CAPACITY * _RECORD_BYTES + HEAP_BYTES
 
 
 def create_memory_file(rank: int, ranks: int) -> int:
-    """Create the ring buffer file of one rank in anonymous memory (memfd), which exists as long as a process holds it
-    open; return its file descriptor. rank: global rank. ranks: world size."""
+    """Create the ring buffer file of one rank in anonymous memory (memfd); return its file descriptor. The file exists
+    as long as a process holds it open. rank: global rank. ranks: world size."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("meshwright-calls", os.MFD_CLOEXEC)
     else:
@@ -94,11 +94,9 @@ def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
 
 
 class CallWriter:
-    """Recorder of this process's collective calls in a ring buffer. descriptor: open file of the rank's ring buffer
-    (`create_memory_file`, `create_named_file`); None: private memory that no other process can read.
-
-    Recording one call by `post`, `wait` and `done` takes one to three microseconds in all.
-    """
+    """Records this process's collective calls in a ring buffer, in one to three microseconds per call. descriptor: open
+    file of the rank's ring buffer (`create_memory_file`, `create_named_file`); None: private memory that no other
+    process can read."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
@@ -132,8 +130,8 @@ class CallWriter:
         return self._number
 
     def _add_name(self, text: str) -> int:
-        """Store a text (site, group, code location, shape) in the file's text area; return the number by which call
-        records refer to it, 0 (the empty text) if the area is full."""
+        """Store a text (call site, group, code location or shape) in the text area of the file. Return the number by
+        which call records refer to it; 0, the empty text, if the area is full."""
         if (known := self._numbers.get(text)) is not None:
             return known
         data = text.encode()[:60_000]
@@ -148,8 +146,8 @@ class CallWriter:
         return number
 
     def _add_form(self, dtype: Any, shape: Any) -> int:
-        """Store dtype and shape as text, such as "float32[128, 64]", in the file's text area; return the number by
-        which call records refer to it, 0 if the space for such texts is full."""
+        """Store dtype and shape as one text, such as "float32[128, 64]", in the text area of the file. Return the
+        number by which call records refer to it; 0 if the space for such texts is full."""
         text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
             self._form_bytes = FORM_BYTES  # permanently: else shapes with shorter text would still be stored
@@ -159,11 +157,11 @@ class CallWriter:
         return number
 
     def group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
-        """Return the number by which `post` refers to a group (ranks that all make the same calls in the same order).
-        The first use of a group registers it.
+        """Register a group (ranks that make the same calls in the same order) at its first use; return the number by
+        which `post` refers to it.
 
-        ranks: global ranks of the process group. pair: (sender, receiver), global ranks in the group, for
-        point-to-point messages; None for collectives.
+        ranks: global ranks of the process group. pair: for point-to-point messages, (sender, receiver) as global ranks;
+        None for collectives.
         """
         key = (tuple(ranks), pair)
         if key not in self._groups:
@@ -173,16 +171,16 @@ class CallWriter:
         return self._groups[key]
 
     def count(self, group: int) -> int:
-        """Return how many calls this rank has made so far in a group. group: number returned by the method `group`."""
+        """Return the number of calls that this rank has made so far in a group. group: number returned by `group`."""
         return self._counts[group]
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
-        """Record that this rank enters a call; return the call's number, which `wait` and `done` take.
+        """Record that this rank enters a call; return the number of the call for `wait` and `done`.
 
-        group: number that the method `group` returned. site: label of the calling line, such as "data.gradients".
-        operation: such as "all_reduce". axis: mesh axis. payload_bytes, dtype, shape: size, dtype and shape of the
-        call's data on this rank. The file stores each distinct text once and frees none, so a dim that differs from
-        call to call must be given as "..." in `shape`.
+        group: number returned by `group`. site: label of the calling line, such as "data.gradients". operation: such as
+        "all_reduce". axis: mesh axis. payload_bytes, dtype, shape: size, dtype and shape of the call's data on this
+        rank. A dim that varies from call to call must be given as "...", because the file stores each distinct text
+        once and frees none.
         """
         self._number = number = self._number + 1
         index = self._counts[group] = self._counts[group] + 1
@@ -207,7 +205,7 @@ class CallWriter:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Context manager for sends and receives that are posted as one group (between `ncclGroupStart` and
-        `ncclGroupEnd`): all calls posted within it are recorded with the time at which it was entered."""
+        `ncclGroupEnd`): all of them are recorded with the time at which it was entered."""
         self._time_of_group = monotonic_ns()
         try:
             yield
@@ -215,17 +213,18 @@ class CallWriter:
             self._time_of_group = None
 
     def wait(self, number: int) -> None:
-        """Record that the process now waits for the completion of a call, given by the number that `post` returned."""
+        """Record that the process begins to wait for the completion of a call. number: the call's number, returned by
+        `post`."""
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _WAITED] = monotonic_ns()
 
     def done(self, number: int) -> None:
-        """Record the completion of a call, given by the number that `post` returned."""
+        """Record the completion of a call. number: the call's number, returned by `post`."""
         if self._number - number < self._capacity:
             self._words[(self._records >> 3) + number % self._capacity * _WORDS + _DONE] = monotonic_ns()
 
     def give_up(self) -> None:
-        """Record that a call of this rank timed out and that the process is about to end because of it."""
+        """Record that a call of this rank timed out, which ends the process."""
         self._words[_GAVE_UP] = 1
 
     def read(self) -> RankCalls:
@@ -233,9 +232,9 @@ class CallWriter:
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:
-        """Find the program's code location (file, line, function) that makes the current call: the innermost stack
-        frame outside comm/, flight_recorder/ and torch. Return its number in the file's text area, 0 if there is no
-        such frame or the area is full."""
+        """Find the line of the program that makes the current call: the innermost stack frame outside comm/,
+        flight_recorder/ and torch. Store file, line and function as text in the file; return the number of the text, 0
+        if there is no such frame or no space."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = id(frame.f_code)
@@ -255,14 +254,14 @@ class CallWriter:
 
 
 def _is_internal_file(file: str) -> bool:
-    """Return True if a source file belongs to comm/, flight_recorder/, torch or generated code, whose stack frames are
-    skipped in the search for the code that makes a call."""
+    """Return True if stack frames of this source file are skipped in the search for the code that makes a call: files
+    of comm/, flight_recorder/, torch and generated code."""
     return file.startswith((*_INTERNAL, "<")) or "/torch/" in file or "torchinductor" in file
 
 
 def read_calls(descriptor: int) -> RankCalls | None:
-    """Return the calls recorded in the file of a rank's ring buffer, given by its open descriptor; None if it is not
-    such a file or no process has opened it for recording."""
+    """Read the calls recorded in a rank's ring buffer file. descriptor: the open file. Return None if the file is no
+    ring buffer or no process has recorded in it."""
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
             data = bytes(memory)
@@ -275,9 +274,9 @@ def read_calls(descriptor: int) -> RankCalls | None:
 
 
 def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
-    """Parse the calls in `data`, a copy of the bytes of a ring buffer's file.
+    """Parse the calls in the bytes of a ring buffer file.
 
-    again: second copy of the same file, taken later; records that were overwritten between the two copies are dropped,
+    data: copy of the file. again: second copy, taken later; records that were overwritten between the two are dropped,
     because their times may be wrong.
     """
     _, rank, ranks, capacity, groups, process = _HEADER.unpack_from(data)
@@ -322,11 +321,9 @@ def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
 
 
 def _parse_names(data: bytes, start: int) -> list[str]:
-    """Return the texts stored in a ring file's text area (sites, groups, shapes ...), indexed by the numbers by which
-    call records refer to them, up to the first incomplete one.
-
-    data: bytes of the file. start: byte offset of the text area.
-    """
+    """Parse the text area of a ring buffer file; return its texts (sites, groups, shapes ...), indexed by the numbers
+    in the call records, up to the first incomplete one. data: bytes of the file. start: byte offset of the text
+    area."""
     names = []
     while start + _NAME.size <= len(data):
         length, check = _NAME.unpack_from(data, start)
@@ -344,14 +341,14 @@ _of_process: list[CallWriter] = []  # at most one; a forked process that attache
 
 
 def get_process_writer() -> CallWriter:
-    """Return the call recorder of this process. It writes to the file given to `attach_process_writer` or, if none was
-    given, to private memory."""
+    """Return the call recorder of this process, which writes to the file given to `attach_process_writer`, or to
+    private memory if none was given."""
     if not _of_process:
         _of_process.append(CallWriter())
     return _of_process[0]
 
 
 def attach_process_writer(descriptor: int) -> CallWriter:
-    """Make this process record its calls in the open file behind `descriptor` from now on; return the recorder."""
+    """Make this process record its calls in the open file `descriptor` from now on; return the recorder."""
     _of_process[:] = [CallWriter(descriptor)]
     return _of_process[0]

@@ -15,21 +15,21 @@ LOOK_SECONDS = 0.1  # between checks of the device
 
 
 class Event(Protocol):
-    """Interface of a device's event, such as `torch.cuda.Event`."""
+    """Interface of a device event, such as `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Queue the event on the device's current stream, behind all work queued before."""
+        """Queue the event on the device's current stream, after all work queued so far."""
 
     def query(self) -> bool:
-        """Return True if the device has completed the work before the event."""
+        """Return True if the device has completed all work queued before the event."""
 
 
 class DeviceCalls:
-    """Wrapper of the call recorder `calls` for a device on which the host's wait for a call returns before the call is
+    """Wrapper of the call recorder `calls` for a device, on which the host's wait for a call returns before the call is
     complete. It records when the device completes each call, and marks the call that the device is running as the one
-    that the process waits for.
+    waited for.
 
-    make_event: makes an event of the device. seconds: time limit of one call, counted from when the device begins it.
+    make_event: function that makes a device event. seconds: time limit of one call, from when the device begins it.
     overdue: function called at most once, in the watching thread, with the number of the first call that exceeds the
     limit.
     """
@@ -47,16 +47,16 @@ class DeviceCalls:
         return getattr(self._calls, name)
 
     def done(self, number: int) -> None:
-        """Queue an event on the device's current stream, behind the call with this number and all work queued before.
-        The call is recorded as complete once a later check finds that the device has passed the event."""
+        """Queue an event on the device's current stream, after the call with this number. A later check that finds the
+        event passed records the call as complete."""
         event = self._passed.popleft() if self._passed else self._make_event()
         event.record()
         self._queued.append((number, event))
 
     def find_overdue(self, now: float) -> int | None:
-        """Record the completion of the calls that the device has completed since the last check. Return the number of
-        the call that the device is running if the call has exceeded the time limit, else None. now: seconds of any
-        clock, the same one for all checks."""
+        """Record the calls that the device has completed since the last check. If the call that it is running has
+        exceeded the time limit, return the call's number, else None. now: seconds of any clock, the same one for all
+        checks."""
         while self._queued and self._queued[0][1].query():
             number, event = self._queued.popleft()
             self._calls.done(number)
@@ -71,8 +71,7 @@ class DeviceCalls:
         return number if now - self._since > self.seconds else None
 
     def watch(self) -> None:
-        """Check the device every `LOOK_SECONDS`. Return after `close`, after one overdue call has been reported, or on
-        a device error."""
+        """Check the device every `LOOK_SECONDS`, until `close`, a device error, or the report of one overdue call."""
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 number = self.find_overdue(time.monotonic())

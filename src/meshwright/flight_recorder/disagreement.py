@@ -29,13 +29,11 @@ _Signature = tuple[str, ...]
 
 
 def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
-    """Diagnose a hang: return the verdict that says which ranks caused it and why.
+    """Diagnose a hang: return which ranks caused it and why, or None if no cause is found. seen: state of each rank,
+    read at time `now` (seconds of the monotonic clock).
 
-    Causes are searched for in this order: ranks made different calls; ranks wait in a call; a rank has made fewer calls
-    than others and some process has died, timed out or been stopped; a process is stopped (SIGSTOP). Returns None if
-    none of these is found.
-
-    seen: state of each rank, read at time `now` (seconds of the monotonic clock).
+    Causes, in the order of search: ranks made different calls; ranks wait in a call; a rank has made fewer calls than
+    others, and some process has died, timed out or been stopped; a process is stopped (SIGSTOP).
     """
     ranks = {each.rank: each for each in seen if each.calls is not None}
     return (
@@ -47,10 +45,10 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
 
 
 def _find_mismatch(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Find the calls in which the ranks of a group differ by operation, site, dtype or shape; return the verdict on the
-    earliest of them, None if all calls agree. ranks: rank -> its state. now: seconds of the monotonic clock."""
+    """Find the earliest call in which the ranks of a group differ by operation, site, dtype or shape; return the
+    verdict on it, or None if all calls agree. ranks: rank -> its state. now: seconds of the monotonic clock."""
     found = [divergence for group in _list_groups(ranks) if (divergence := _find_divergence(ranks, group)) is not None]
-    return min(found, key=lambda divergence: divergence.began).make_verdict(ranks, now) if found else None
+    return min(found, key=lambda divergence: divergence.began).make_verdict(now) if found else None
 
 
 def _list_groups(ranks: Mapping[int, RankState]) -> list[Group]:
@@ -80,12 +78,12 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
-    """Complete the calls whose operation, site or shape is missing because the recorder's memory for texts was full.
-    These are copied from the signature (operation, site, dtype and shape) most common among the other ranks' complete
-    calls with the same operation and site, as far as known.
+    """Complete the calls that lack operation, site or shape because the recorder's space for texts was full. They are
+    copied from the most common call among other ranks' complete calls with the same operation and site, as far as these
+    are known.
 
-    here: rank -> its call at one index of a group. Returns the same mapping with completed calls, without calls for
-    which no signature is most common.
+    here: rank -> its call at one index of a group. Return the same mapping with completed calls; calls without a unique
+    most common candidate are left out.
     """
     if all(call.form and call.operation != "?" for call in here.values()):
         return here
@@ -103,10 +101,11 @@ def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
 
 
 def _make_signature(call: Call) -> _Signature:
-    """Return (operation, site, text of dtype and shape) of a call, which must be equal on all ranks of the group.
+    """Return the properties of a call that must be equal on all ranks of the group: (operation, site, dtype and shape
+    as text).
 
-    The first dim of all-to-all and reduce-scatter may differ between ranks and is replaced by "..."; for reduce-scatter
-    the total bytes, which must be equal, are added.
+    For all-to-all and reduce-scatter, whose first dim may differ between ranks, that dim is replaced by "..."; for
+    reduce-scatter the total bytes, which must be equal, are added.
     """
     form = call.form
     if call.operation in ("all_to_all", "reduce_scatter"):
@@ -123,7 +122,7 @@ class _Divergence:
     """First call of a group in which its ranks differ.
 
     group: ranks that must make equal calls. index: position of the differing call among the group's calls, from 1.
-    here: rank -> its call at `index`. calls: rank -> index -> call, all recorded calls of the group.
+    here: rank -> its call at `index`. calls: rank -> index -> call, for all recorded calls of the group.
     """
 
     group: Group
@@ -136,9 +135,9 @@ class _Divergence:
         """Time at which the first rank entered the differing call, in seconds of the monotonic clock."""
         return min(call.posted for call in self.here.values())
 
-    def make_verdict(self, ranks: Mapping[int, RankState], now: float) -> Verdict:
-        """Return the verdict on the ranks whose call differs from the expected one, or that the ranks disagree if no
-        call can be expected. ranks: rank -> its state. now: seconds of the monotonic clock."""
+    def make_verdict(self, now: float) -> Verdict:
+        """Return the verdict that blames the ranks whose call differs from the expected one; if no call can be
+        expected, it says that the ranks disagree. now: seconds of the monotonic clock."""
         expected = self._find_expected()
         of_group = f" of ranks {format_ranks(self.group.members)}"
         if expected is None:
@@ -176,8 +175,8 @@ class _Divergence:
         return Verdict(line, kind, odd, self.group, self.index)
 
     def _find_expected(self) -> _Signature | None:
-        """Return the signature (operation, site, dtype and shape) that the call should have: that of most ranks or, in
-        a tie, the tied signature that the group's earlier calls predict. None if a tie cannot be decided this way."""
+        """Return the signature (operation, site, dtype and shape) that the differing call should have: that of most
+        ranks or, in a tie, the one that the group's earlier calls predict. None if the tie cannot be decided."""
         votes = Counter(map(_make_signature, self.here.values())).most_common()
         if votes[0][1] > votes[1][1]:
             return votes[0][0]
@@ -190,13 +189,13 @@ class _Divergence:
         return [_make_signature(longest[at]) for at in sorted(longest) if at < self.index]
 
     def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
-        """Predict the group's next call from its earlier calls, which repeat from training step to training step. Find
-        the longest run of calls in the past that equals the most recent calls; return the signature (operation, site,
-        dtype and shape) of the call that followed this run.
+        """Predict the signature (operation, site, dtype and shape) of the group's next call, as training repeats its
+        calls from step to step: find the longest earlier run of calls equal to the most recent calls, and return the
+        call that followed it.
 
-        then: signatures of calls assumed to have been made after those before the divergence; they count as the most
-        recent. among: signatures that may be returned (None: all). Returns None if there is no such run, or if equally
-        long runs were followed by different calls.
+        then: signatures of calls assumed to follow those before the divergence; they count as the most recent. among:
+        signatures that may be returned (None: all). Returns None if there is no such run, or if equally long runs were
+        followed by different calls.
         """
         history = [*self._list_common_calls(), *then]
         best, follower = 0, None
@@ -212,8 +211,9 @@ class _Divergence:
         return follower
 
     def _is_made_later(self, rank: int, expected: _Signature) -> bool:
-        """Return True if `rank` skipped the `expected` call (signature: operation, site, dtype and shape): other ranks
-        make the call that `rank` made instead at most `LOOK_AHEAD` calls later, or are predicted to make it by then."""
+        """Return True if `rank` left out the `expected` call (signature: operation, site, dtype and shape). That is so
+        if the call it made instead is made by other ranks at most `LOOK_AHEAD` calls later, or is predicted for them by
+        then."""
         wrong = _make_signature(self.here[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))
@@ -233,7 +233,7 @@ class _Divergence:
         return False
 
     def _has_extra_call(self, rank: int, expected: _Signature) -> bool:
-        """Return True if the rank made one call more than the others: its call after the differing one has the
-        `expected` signature (operation, site, dtype and shape)."""
+        """Return True if `rank` made one call too many: its next call after the differing one has the `expected`
+        signature (operation, site, dtype and shape)."""
         after = self.calls[rank].get(self.index + 1)
         return after is not None and _make_signature(after) == expected

@@ -20,8 +20,8 @@ CALLS_AROUND = 3  # calls printed before and after the one on which ranks differ
 
 
 def read_process_state(process: int) -> str:
-    """Return the state letter of the process with this id from /proc, such as "S" (sleeping) or "T" (stopped); "X" if
-    it has ended, empty without /proc."""
+    """Return the state letter of a process from /proc, such as "S" (sleeping) or "T" (stopped); "X" if it has ended,
+    empty without /proc. process: its id."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -32,10 +32,10 @@ def read_process_state(process: int) -> str:
 
 @dataclass
 class Snapshot:
-    """State of all ranks at one time, from which the hang report is written.
+    """State of all ranks at one time, from which the hang report is made.
 
     seen: state of each rank. now: time of the snapshot in seconds of the monotonic clock. when: date and time as text.
-    stacks: rank -> lines of its Python stack dump, where one was taken.
+    stacks: rank -> lines of its Python stack dump, for ranks of which one was taken.
     """
 
     seen: list[RankState]
@@ -45,10 +45,10 @@ class Snapshot:
 
     @classmethod
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
-        """Return a snapshot of all ranks and their processes now.
+        """Read the state of all ranks and their processes now; return the snapshot.
 
-        rings: rank -> file descriptor of its ring buffer of calls. ended: rank -> how its process died, such as "was
-        killed by signal 9 (SIGKILL)", for ranks known to have died (None: none).
+        rings: rank -> file descriptor of its ring buffer of calls. ended: for ranks known to have died, rank -> how its
+        process died, such as "was killed by signal 9 (SIGKILL)".
         """
         seen = []
         for rank, descriptor in sorted(rings.items()):
@@ -65,8 +65,8 @@ class Snapshot:
 
     @property
     def busy_ranks(self) -> list[RankState]:
-        """States of the ranks that the verdict blames and that run their own code outside any call, so that only a
-        stack dump shows what they are doing."""
+        """States of the ranks that are blamed for the hang and are outside any call, running their own code, so that
+        only a stack dump shows what they do."""
         odd = self.verdict.odd if self.verdict is not None else ()
         return [
             each
@@ -80,8 +80,8 @@ class Snapshot:
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
     def format_report(self, first_line: str) -> str:
-        """Return the text of the hang report: `first_line` (the conclusion), a paragraph for each rank, and the calls
-        of the verdict's group just before and after the one that shows the cause."""
+        """Format the hang report: `first_line` (the conclusion), a paragraph for each rank, and the blamed group's
+        calls just before and after the one that shows the cause."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, activity of each rank:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
@@ -95,8 +95,8 @@ class Snapshot:
         return "\n".join(lines) + "\n"
 
     def _format_rank(self, seen: RankState, odd: bool) -> list[str]:
-        """Return the report's lines on one rank: process, call that it waits in, stack, last completed call, calls in
-        flight. seen: the rank's state. odd: True if the verdict blames the rank."""
+        """Format the report's lines on one rank: process, call that it waits in, stack, last completed call, calls in
+        flight. seen: the rank's state. odd: True if the rank is blamed for the hang."""
         calls = seen.calls
         mark = ">" if odd else " "
         if calls is None:
@@ -124,12 +124,12 @@ class Snapshot:
         return lines
 
     def _format_ago(self, moment: float | None) -> str:
-        """Return the time from `moment` (seconds of the monotonic clock) to the snapshot as text, such as `12.3 s`."""
+        """Format the time from `moment` (seconds of the monotonic clock) to the snapshot, such as `12.3 s`."""
         return f"{self.now - (moment or self.now):.1f} s"
 
     def _format_calls(self, group: Group, index: int) -> list[str]:
-        """Return lines on a group's calls just before and after the call `index` (counted from 1 in the group), each
-        with the ranks that made it."""
+        """Format a group's calls just before and after call `index` (counted from 1 in the group), one line each, with
+        the ranks that made them."""
         made: dict[int, dict[str, list[int]]] = {}
         members = [each for each in self.seen if each.rank in group.members and each.calls is not None]
         for each in members:
@@ -149,7 +149,7 @@ class Snapshot:
 
 
 def _describe_call(call: Call) -> str:
-    """Return text on a call: its number, group, operation, dtype, shape and bytes, `call 57 of ranks 0-3 (...)`."""
+    """Describe a call by its number, group, operation, dtype, shape and bytes: `call 57 of ranks 0-3 (...)`."""
     size = f", {call.form}, {call.payload_bytes:,} bytes"
     return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.what}{size})"
 
@@ -161,13 +161,12 @@ def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
 
 
 def _choose_ranks(ranks: list[int], verdict: Verdict | None) -> list[int]:
-    """Return which of the ranks `ranks` the report prints: all of them or, if there are more than `MAX_RANKS`, that
-    many. Ranks that the verdict blames come first, then other ranks of the verdict's group. verdict: None if no cause
-    was found."""
+    """Choose at most `MAX_RANKS` of the ranks `ranks` for the report: first the blamed ranks, then other ranks of their
+    group. verdict: diagnosis of the hang; None if no cause was found."""
     if len(ranks) <= MAX_RANKS:
         return ranks
     wanted = [*verdict.odd, *(verdict.group.members if verdict.group else ())] if verdict else []
-    return sorted(dict.fromkeys([*wanted, *ranks]), key=[*dict.fromkeys([*wanted, *ranks])].index)[:MAX_RANKS]
+    return [*dict.fromkeys([*wanted, *ranks])][:MAX_RANKS]
 
 
 def write_hang_report(path: Path, text: str) -> bool:

@@ -32,7 +32,7 @@ class RankState:
 
     @property
     def dead(self) -> bool:
-        """True if the process is known to have died, or ended without recording that it timed out."""
+        """True if the process is known to have died, or has ended without recording that a call timed out."""
         return bool(self.ended) or (self.state in _DEAD and not self.gave_up)
 
     @property
@@ -52,22 +52,22 @@ class RankState:
 
     @property
     def blame(self) -> str:
-        """Reason why ranks that wait for this rank wait, as the `kind` of a verdict: "dead" (its process died),
-        "stopped" (suspended), or "behind" (it is in no call, so it runs its own code, or its calls are unknown). Empty
-        if this rank waits in a call itself."""
+        """Reason why other ranks wait for this one, as the `kind` of a verdict: "dead" (its process died), "stopped"
+        (suspended), or "behind" (it runs its own code outside any call, or its calls are unknown). Empty if it waits in
+        a call itself."""
         if self.dead or self.stopped:
             return "dead" if self.dead else "stopped"
         return "behind" if self.calls is None or self.calls.waiting is None else ""
 
     @property
     def state_text(self) -> str:
-        """Process state as text: `stopped (state T)`, `sleeping`, or how it ended."""
+        """State of the process as text: `stopped (state T)`, `sleeping`, or how it ended."""
         return self.ended or ("timed out" if self.gave_up else "") or _STATES.get(self.state, "state unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a hang's diagnosis.
+    """Diagnosis of a hang.
 
     Attributes:
         line: One sentence for the user.
@@ -76,7 +76,7 @@ class Verdict:
             many, or made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority;
             "circle": ranks wait for each other; "late": a rank entered a call late; "link": the network carries no
             data.
-        odd: Global ranks that the verdict blames.
+        odd: Global ranks to blame.
         group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
     """
 
@@ -93,8 +93,8 @@ class Verdict:
 
 
 def describe_position(seen: RankState) -> str:
-    """Return a phrase on the rank's latest call: `in call 57 (...)` if the rank waits in a call, else `after call 56
-    (...)`. Empty if the rank has made no call or its calls are unknown. seen: the rank's state."""
+    """Describe where a rank is in its sequence of calls: `in call 57 (...)` if it waits in a call, else `after call 56
+    (...)`. Empty if it has made no call or its calls are unknown. seen: the rank's state."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""
@@ -111,30 +111,30 @@ def list_calls(seen: RankState) -> tuple[Call, ...]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text for the subject of a sentence: `rank 2`, `ranks 0-3`."""
+    """Format ranks as the subject of a sentence: `rank 2`, `ranks 0-3`."""
     return f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks)).replace(',', ', ')}"
 
 
 def choose_has(ranks: Sequence[int]) -> str:
-    """Return the verb for a sentence on `ranks`: "has" for one rank, "have" for several."""
+    """Return "has" for one rank, "have" for several, as the verb of a sentence on `ranks`."""
     return "have" if len(ranks) > 1 else "has"
 
 
 def choose_is(ranks: Sequence[int]) -> str:
-    """Return the verb for a sentence on `ranks`: "is" for one rank, "are" for several."""
+    """Return "is" for one rank, "are" for several, as the verb of a sentence on `ranks`."""
     return "are" if len(ranks) > 1 else "is"
 
 
 def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
-    """Return the longest time that one of the ranks `ranks` has waited as text: `have been waiting for 12.3 s`. calls:
-    rank -> call in which the rank waits. now: seconds of the monotonic clock."""
+    """Format the longest time that any of the ranks `ranks` has waited, with the verb: `have been waiting for 12.3 s`.
+    calls: rank -> call in which it waits. now: seconds of the monotonic clock."""
     longest = now - min(calls[rank].waited or calls[rank].posted for rank in ranks)
     return f"{choose_has(ranks)} been waiting for {longest:.1f} s"
 
 
 def describe_activity(seen: RankState, now: float) -> str:
-    """Return a clause on the call in which a rank waits, such as "it is in call 57 (...), at ..."; for a rank that
-    waits in none, on its last completed call. seen: the rank's state. now: seconds of the monotonic clock."""
+    """Describe in a clause the call in which a rank waits, such as "it is in call 57 (...), at ...", or, if it waits in
+    none, its last completed call. seen: the rank's state. now: seconds of the monotonic clock."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None
@@ -144,6 +144,6 @@ def describe_activity(seen: RankState, now: float) -> str:
 
 
 def describe_process(seen: RankState) -> str:
-    """Return a clause on a rank's process, such as "its process is sleeping" or "it was killed by signal 9 (SIGKILL)".
-    seen: the rank's state."""
+    """Describe in a clause the state of a rank's process, such as "its process is sleeping" or "it was killed by signal
+    9 (SIGKILL)". seen: the rank's state."""
     return f"it {seen.ended or 'has died'}" if seen.dead else f"its process is {seen.state_text}"

@@ -26,9 +26,9 @@ LATE_SHARE = 0.5  # share of the wait: a rank that entered the call later than t
 
 
 def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Follow the chains "rank waits for rank" in collective calls; return the verdict on the ranks at their ends, or on
-    ranks that wait for each other in a cycle. None if no rank waits. ranks: rank -> its state. now: seconds of the
-    monotonic clock."""
+    """Find the ranks for which other ranks wait in calls, by following the chains "rank waits for rank" to their ends;
+    return the verdict that blames them, or the ranks of a cycle. None if no rank waits. ranks: rank -> its state. now:
+    seconds of the monotonic clock."""
     waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
     waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
     if not waiting:
@@ -36,7 +36,7 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     blockers = {rank: _list_missing_ranks(ranks, call) for rank, call in waiting.items()}
     ends = list(dict.fromkeys(end for rank in sorted(waiting) for end in _find_chain_ends(rank, blockers)))
     if not ends:
-        return _describe_circle(ranks, waiting, blockers, now)
+        return _describe_circle(waiting, blockers, now)
     # A rank that died or was stopped inside a call has entered it, but the others still wait for it.
     stuck = [other for end in ends if end in waiting for other in waiting[end].group.members if other in ranks]
     ends = list(dict.fromkeys([*ends, *(other for other in stuck if ranks[other].dead or ranks[other].stopped)]))
@@ -51,9 +51,9 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
-    """Return the ranks that `call` is waiting for: members of its group that have not entered it, among those whose
-    calls can be read. If all of these have entered it, return the members whose calls cannot be read. ranks: rank ->
-    state of each rank whose calls can be read."""
+    """Return the ranks for which `call` waits: the members of its group that have not entered it. Members whose calls
+    cannot be read are returned only if all others have entered it. ranks: rank -> state, for ranks whose calls can be
+    read."""
 
     def entered(rank: int) -> bool:
         calls = ranks[rank].calls if rank in ranks else None
@@ -65,8 +65,8 @@ def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]
 
 
 def _find_chain_ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yield the ranks at the ends of all chains "rank waits for rank" that begin at `rank`: those that wait for no
-    other rank. blockers: rank -> ranks that it waits for."""
+    """Yield the ranks at the ends of the chains "rank waits for rank" that begin at `rank`, which wait for no other
+    rank. blockers: rank -> ranks for which it waits."""
     reached, ahead = {rank}, [rank]
     while ahead:
         at = ahead.pop()
@@ -85,11 +85,10 @@ def _blame_missing(
     blockers: Mapping[int, list[int]],
     now: float,
 ) -> Verdict:
-    """Return the verdict that blames the ranks `odd`: others wait for them in a call, and they themselves wait for no
-    rank.
+    """Return the verdict that blames the ranks `odd`, which wait for no rank while others wait for them in a call.
 
-    ranks: rank -> its state; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds
-    of the monotonic clock.
+    ranks: rank -> its state; waiting: rank -> call in which it waits; blockers: rank -> ranks for which it waits; now:
+    seconds of the monotonic clock.
     """
     first = ranks[odd[0]]
     left = [rank for rank in sorted(waiting) if odd[0] in blockers[rank]]
@@ -113,10 +112,11 @@ def _blame_missing(
 def _blame_unreadable(
     absent: list[int], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
 ) -> Verdict:
-    """Return the verdict for ranks that wait for the ranks `absent`, whose calls cannot be read because they run on
-    other hosts.
+    """Return the verdict that blames the ranks `absent`, for which others wait and whose calls cannot be read because
+    they run on other hosts.
 
-    waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds of the monotonic clock.
+    waiting: rank -> call in which it waits; blockers: rank -> ranks for which it waits; now: seconds of the monotonic
+    clock.
     """
     left = [rank for rank in sorted(waiting) if set(blockers[rank]) & set(absent)]
     call = waiting[left[0]]
@@ -130,12 +130,12 @@ def _blame_unreadable(
 def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
-    """Return the verdict on a call that all ranks of its group have entered: either one rank entered it late, or the
-    network carries no data. A rank is late if it entered the call after more than the share `LATE_SHARE` of the first
-    rank's wait.
+    """Return the verdict on a call that all ranks of its group have entered without completing it: one rank entered it
+    late, or else the network carries no data. A rank is late if it entered the call after more than the fraction
+    `LATE_SHARE` of the first rank's wait.
 
-    ranks: rank -> its state. stuck: ranks that wait in the call. waiting: rank -> call in which the rank waits. now:
-    seconds of the monotonic clock.
+    ranks: rank -> its state. stuck: ranks that wait in the call. waiting: rank -> call in which it waits. now: seconds
+    of the monotonic clock.
     """
     call = waiting[stuck[0]]
     entered = {
@@ -155,13 +155,11 @@ def _blame_late_or_link(
     return Verdict(line, "link", (), call.group, call.index)
 
 
-def _describe_circle(
-    ranks: Mapping[int, RankState], waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float
-) -> Verdict:
+def _describe_circle(waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float) -> Verdict:
     """Return the verdict on ranks that wait for each other in a cycle.
 
-    ranks: rank -> its state; waiting: rank -> call it waits in; blockers: rank -> ranks that it waits for; now: seconds
-    of the monotonic clock.
+    waiting: rank -> call in which it waits; blockers: rank -> ranks for which it waits; now: seconds of the monotonic
+    clock.
     """
     path = [min(waiting)]
     while blockers[path[-1]][0] not in path:
@@ -180,9 +178,9 @@ def _describe_circle(
 
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return the verdict on ranks that have made fewer calls in a group than other ranks; None if there are none, or if
-    no process has died, timed out or been stopped (SIGSTOP). Needed for CUDA, where hosts queue calls without waiting
-    in them.
+    """Find ranks that have made fewer calls in a group than other ranks; return the verdict that blames them. None if
+    there are none, or if no process has died, timed out or been stopped (SIGSTOP). Needed for CUDA, where hosts queue
+    calls without waiting in them.
 
     If rank A is behind rank B, and rank B behind rank C, only A is blamed. ranks: rank -> its state. now: seconds of
     the monotonic clock.
@@ -218,11 +216,11 @@ def _blame_lagging(
     slower: Mapping[int, Mapping[int, list[Group]]],
     now: float,
 ) -> Verdict:
-    """Return the verdict that blames ranks which have made fewer calls than others. Its text names the earliest call
-    that the first of the blamed ranks has not made.
+    """Return the verdict that blames ranks which have made fewer calls than others. It names the earliest call that the
+    first of them has not made.
 
-    ranks: rank -> its state. odd: the ranks to blame. kind: why they are behind, "dead", "stopped" or "behind". slower:
-    rank -> (other rank that has made fewer calls -> groups in which it has). now: seconds of the monotonic clock.
+    ranks: rank -> its state. odd: the ranks to blame. kind: why they are behind: "dead", "stopped" or "behind". slower:
+    rank -> {rank that has made fewer calls: groups in which it has}. now: seconds of the monotonic clock.
     """
     first, missing = odd[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():
@@ -249,9 +247,9 @@ def _blame_lagging(
 
 
 def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Return a verdict that blames all ranks whose process is suspended (SIGSTOP or debugger), for example during a
-    checkpoint save; None if no process is. Call this after `find_awaited_ranks`, which handles suspended ranks that
-    others wait for in a collective. ranks: rank -> its state. now: seconds of the monotonic clock."""
+    """Find the ranks whose process is suspended (SIGSTOP or debugger), for example during a checkpoint save; return the
+    verdict that blames them, or None without one. Called after `find_awaited_ranks`, which handles suspended ranks for
+    which others wait. ranks: rank -> its state. now: seconds of the monotonic clock."""
     odd = tuple(rank for rank, seen in ranks.items() if seen.stopped)
     if not odd:
         return None

@@ -10,9 +10,9 @@ import torch
 
 
 class StepClock:
-    """Clock of the phases of a training step: the caller marks the end of each phase.
+    """Clock of the phases of a training step. The caller marks the end of each phase.
 
-    On CUDA a mark records an event on the current stream, which is read only after the step has synchronised anyway.
+    On CUDA a mark records an event on the current stream; its time is read only after the step has synchronized.
     waited: function that returns the seconds that this process has spent waiting in collective calls since its start.
     """
 
@@ -24,19 +24,19 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Begin the measurement of a step: drop the marks of the previous one."""
+        """Begin to time a step: discard the marks of the previous one."""
         self._marks = []
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """Record that the phase `part`, such as "forward", ends now; it began at the previous mark. Several phases of
-        one name in a step are summed."""
+        """Record that the phase called `part`, such as "forward", ends now; it began at the previous mark. The seconds
+        of several phases with the same name are summed."""
         self._marks.append((part, self._take_time(), self._waited()))
         if self.listener is not None:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase since `start()`: phase name -> seconds, in the order of first marks."""
+        """Return the seconds of each phase since `start()`, as phase name -> seconds, in the order of first marks."""
         if self.cuda:
             self._marks[-1][1].synchronize()  # type: ignore[union-attr]
         parts: dict[str, float] = {}
@@ -46,11 +46,11 @@ class StepClock:
         return parts
 
     def working_seconds(self) -> float:
-        """Return the seconds from `start()` to the last mark, without those spent waiting in collective calls.
+        """Return the seconds from `start()` to the last mark without those spent waiting in collective calls.
 
-        On CUDA the device waits and not the host, so waiting cannot be subtracted: return the seconds of the phases
-        "data", "forward" and "backward". They end before the gradients are reduced, but under ZeRO-2 and ZeRO-3 they
-        include some waiting.
+        On CUDA the device waits, not the host, so the waiting time is unknown. There, return the seconds of the phases
+        "data", "forward" and "backward", which precede the reduction of gradients (but under ZeRO-2 and 3 include some
+        waiting).
         """
         if self.cuda:
             seconds = self.seconds()

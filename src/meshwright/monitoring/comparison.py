@@ -25,7 +25,7 @@ KEPT = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Predicted peak resident set (RSS) of rank 0's process. items: bytes by item: "libraries", "model states", "step
+    """Predicted peak resident set size (RSS) of rank 0's process, in bytes by item: "libraries", "model states", "step
     tensors" ..."""
 
     items: Mapping[str, int]
@@ -38,13 +38,13 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted memory, step time and traffic of a rank; None for what could not be predicted.
+    """Predicted memory, step time and traffic of one rank; None for values that could not be predicted.
 
-    memory: bytes of tensors at the memory peak, by category ("parameters" ...). The key "peak" is their sum without
-    "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh axis.
-    machine: the hardware profile (measured machine speeds). compiled: True if blocks run under torch.compile. notes:
-    further console lines. process: peak RSS by item, for CPUs only. fullest: memory of the rank that needs most:
-    {"rank", "memory_bytes", "process_memory_bytes"}.
+    memory: bytes of tensors at the memory peak by category ("parameters" ...); the key "peak" is the sum of all others
+    except "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh
+    axis. machine: the hardware profile (measured machine speeds). compiled: True if layers run under torch.compile.
+    notes: further console lines. process: peak RSS by item; None on CUDA. fullest: memory of the rank with the largest
+    predicted peak, {"rank", "memory_bytes", "process_memory_bytes"}.
     """
 
     memory: Mapping[str, int] | None
@@ -58,23 +58,23 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak of this rank in bytes: of the process where it is known (CPUs), else of the tensor allocator;
-        0 if unknown."""
+        """Predicted peak memory of this rank in bytes: that of its process if it is predicted (on CPUs), else that of
+        the tensor allocator; 0 if unknown."""
         if self.process is not None:
             return self.process.peak
         return 0 if self.memory is None else _expected_peak(self.memory)
 
     def memory_to_json(self) -> dict[str, Any]:
-        """Return this rank's predicted bytes: {"memory_bytes": by category with the two peaks, "process_memory_bytes":
-        of the process by item}, null for what is unknown."""
+        """Return this rank's predicted memory in bytes: {"memory_bytes": tensors by category, and both peaks,
+        "process_memory_bytes": peak RSS by item}; None for unknown values."""
         return {
             "memory_bytes": None if self.memory is None else {**self.memory, **self._peak_entries()},
             "process_memory_bytes": None if self.process is None else dict(self.process.items),
         }
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the entry `predicted` of the result document: predicted seconds of a step, bytes by category and by
-        axis, device; null for what was not predicted."""
+        """Return the entry `predicted` of the result document: seconds of a step, bytes of memory by category, bytes
+        sent by mesh axis, device; None for what was not predicted."""
         time, machine = self.time, self.machine
         calibration = None if machine is None else machine.calibration
         return {
@@ -93,13 +93,13 @@ class Prediction:
 
     def _peak_entries(self) -> dict[str, int | None]:
         """Return {"allocator_peak": predicted peak bytes of the tensor allocator, "process_peak": predicted peak RSS of
-        the process in bytes, None if not predicted (always on CUDA)}."""
+        the process in bytes, or None if it is not predicted (always on CUDA)}."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
 
     def format_lines(self) -> list[str]:
-        """Return the lines that report the prediction on the console: step time, memory, traffic, notes."""
+        """Format the prediction as console lines: step time, memory, traffic, notes."""
         parts = []
         if self.time is not None:
             found = None if self.machine is None else self.machine.calibration
@@ -115,8 +115,8 @@ class Prediction:
 
 
 def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
-    """Return text for the predicted memory of the rank that needs most, in a list that is empty if it is unknown.
-    fullest: its "rank", "memory_bytes" and "process_memory_bytes"."""
+    """Format the predicted memory of the rank with the largest peak; return a list of one text, or an empty list if the
+    memory is unknown. fullest: that rank's "rank", "memory_bytes" and "process_memory_bytes"."""
     memory, process, rank = fullest["memory_bytes"], fullest["process_memory_bytes"], fullest["rank"]
     if memory is None:
         return []
@@ -129,8 +129,8 @@ def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
 
 
 class _StepTime(NamedTuple):
-    """Measured duration of one step in seconds: in total, by phase, and time that the host waited in collective
-    calls."""
+    """Measured duration of one step. seconds: of the whole step. parts: phase -> seconds. waited: seconds that the host
+    waited in collective calls."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -138,30 +138,28 @@ class _StepTime(NamedTuple):
 
 
 class StepTimes:
-    """Durations of the latest `KEPT` steps of this process, without its first `WARM_UP` steps. The result document
-    reports their median."""
+    """Durations of the latest `KEPT` training steps of this process, except its first `WARM_UP` steps."""
 
     def __init__(self) -> None:
         self._steps: deque[_StepTime] = deque(maxlen=KEPT)
         self._warming = WARM_UP
 
     def add(self, seconds: float, parts: Mapping[str, float], waited: float) -> None:
-        """Add a step whose update was applied. seconds: duration of the whole step; parts: phase -> seconds; waited:
-        seconds spent waiting in collective calls."""
+        """Add the duration of a step that was applied (not skipped). seconds: whole step; parts: phase -> seconds;
+        waited: seconds spent waiting in collective calls."""
         if self._warming:
             self._warming -= 1
         else:
             self._steps.append(_StepTime(seconds, parts, waited))
 
     def median_step(self) -> _StepTime | None:
-        """Return the measured times of one step: the step of median duration among the latest `KEPT` steps. None if no
-        step after warm-up has been added."""
+        """Return the measured times of the step of median duration among the stored ones; None if no step is stored."""
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the measured times for the result document, in seconds: {"step_seconds" (median), "seconds_by_part"
+        """Return the measured seconds of a step for the result document: {"step_seconds" (median), "seconds_by_part"
         (phase -> seconds), "seconds_by_kind" ("working" and "waiting"), "waiting_seconds"}. The last two are None on
-        CUDA; all are None if no step was added."""
+        CUDA; all are None if no step is stored."""
         step = self.median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -179,28 +177,28 @@ WORKING_PARTS = "compute", "optimizer"
 
 
 def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
-    """Return the seconds of a predicted step in which this rank waits for others: all phases outside `WORKING_PARTS`.
-    breakdown: seconds by phase."""
+    """Return the seconds of a predicted step in which this rank waits for others, those of all phases except
+    `WORKING_PARTS`. breakdown: phase -> seconds."""
     return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
 
 
 def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Return {"working": seconds, "waiting": seconds} of a step. Predicted and measured steps have different phases and
-    are compared by these two sums. seconds: duration of the step; waiting: seconds in which this rank waits for
-    others."""
+    """Return the seconds of a step as {"working", "waiting"}, two sums in which predicted and measured steps can be
+    compared although their phases differ. seconds: duration of the step; waiting: seconds of it in which this rank
+    waits for others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
 def collect_measured_memory(
     states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the measured memory of rank 0 in bytes, None for what is unknown: model states by category ("parameters"
+    """Return the measured memory of rank 0 in bytes, None for unknown values: model states by category ("parameters"
     ...), "peak" (growth from before the trainer's construction to the peak of the first steps), "allocator_peak",
     "process_peak" (RSS), and "unexplained" (measured minus predicted peak).
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
-    result document. "unexplained" is the difference of the allocator's peaks on CUDA and of the process's peaks on a
-    CPU; the prediction is taken without the bytes that calibration by earlier runs added to it.
+    result document. "unexplained" compares the allocator's peaks on CUDA and the process's peaks on a CPU; the bytes
+    that calibration by earlier runs added to the prediction are not counted as predicted.
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():
@@ -217,8 +215,8 @@ def collect_measured_memory(
 
 
 def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str | None:
-    """Return one console line with measured step time, memory and traffic, and the error of each prediction; None if
-    nothing was measured. predicted, measured: the entries "predicted" and "measured" of the result document."""
+    """Format measured step time, memory and traffic, with the error of each prediction, as one console line; None if
+    nothing was measured. predicted, measured: the entries of these names of the result document."""
     parts = []
     before, after = predicted.get("step_seconds"), measured.get("step_seconds")
     if after is not None:
@@ -231,8 +229,9 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
-    """Return text for the measured peak of the rank that needs most, beside the predicted one of the rank predicted to
-    need most, in a list that is empty if nothing was measured. predicted, measured: the entries "fullest_rank"."""
+    """Format the measured peak memory of the rank with the largest one, and the predicted peak of the rank predicted to
+    have the largest one. Return a list of one text, or an empty list if nothing was measured. predicted, measured:
+    entries "fullest_rank" of the result document."""
     if measured is None:
         return []
     found, expected = measured["memory_bytes"], (predicted or {}).get("memory_bytes")
@@ -251,8 +250,8 @@ def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any
 
 
 def _expected_peak(memory: Mapping[str, int]) -> int:
-    """Return the predicted peak of the tensor allocator in bytes: the predicted tensor bytes ("peak") plus the bytes by
-    which finished runs exceeded their predictions ("unexplained"). memory: predicted bytes by category."""
+    """Return the predicted peak bytes of the tensor allocator: the predicted tensor bytes ("peak") plus the bytes by
+    which earlier runs exceeded their predictions ("unexplained"). memory: predicted bytes by category."""
     return memory["peak"] + memory["unexplained"]
 
 
@@ -263,13 +262,12 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _format_traffic(axes: Mapping[str, int]) -> str:
-    """Return text with the sum of the bytes sent in a step and the three axes with most bytes. axes: bytes by mesh
-    axis."""
+    """Format the bytes sent in a step: their sum, and the three mesh axes with most bytes. axes: axis -> bytes."""
     return f"{format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
 
 
 def _format_largest(sizes: Mapping[str, int]) -> str:
-    """Return text for the three largest entries of `sizes` (bytes by name)."""
+    """Format the three largest entries of `sizes` (name -> bytes)."""
     return ", ".join(
         f"{name} {format_bytes(size)}" for name, size in sorted(sizes.items(), key=lambda one: -one[1])[:3]
     )

@@ -28,8 +28,8 @@ GIB = 2**30
 
 
 class Journal:
-    """Reports one run to console, `metrics.jsonl` and trackers (TensorBoard, MLflow ...). Every rank makes the same
-    calls; only rank 0 prints and writes."""
+    """Reports one run on the console, in `metrics.jsonl` and to trackers (TensorBoard, MLflow ...). Every rank makes
+    the same calls; only rank 0 prints and writes."""
 
     run: RunDescription
     """Set by `begin`."""
@@ -58,7 +58,7 @@ class Journal:
         return f"{self.run.unit}_per_second"
 
     def log(self, line: str) -> None:
-        """Print one line on the console, on rank 0."""
+        """Print one line on the console (rank 0 only)."""
         self.progress.line(line)
 
     def begin(
@@ -71,9 +71,9 @@ class Journal:
     ) -> None:
         """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
-        run: description of model and data; layout: such as "dp2 zero1 bf16"; done: number of steps done in the
-        checkpoint named `resumed_from` (None: a fresh run). threads: compute threads of a rank, None off the CPU.
-        `UserError` where the run directory cannot be written.
+        run: description of model and data. layout: notation such as "dp2 zero1 bf16". done: number of steps already
+        done in the checkpoint `resumed_from` (its name; None: a fresh run). threads: compute threads of each rank; None
+        except on CPUs. `UserError` if the run directory cannot be written.
         """
         self.run, recipe = run, self.recipe
         self._figures = {key: [] for key in ("loss", "validation_loss", self.rate_name, *run.metric_names)}
@@ -99,8 +99,9 @@ class Journal:
                 self.tracking = Tracking(recipe, layout, self.directory, done, self.log)
 
     def begin_steps(self, done: int, prediction: Prediction) -> None:
-        """Report the prediction, on rank 0, and begin to measure memory and progress. done: number of steps done;
-        prediction: made once all memory that persists between steps is allocated."""
+        """Report the prediction (on rank 0), and begin to measure memory and progress. done: number of steps already
+        done; prediction: predicted time, memory and traffic. Called when all memory that persists between steps is
+        allocated."""
         self.prediction = prediction
         if self.leader:
             for line in prediction.format_lines() if done < self.recipe.train.steps else ():
@@ -110,8 +111,8 @@ class Journal:
         self.memory.begin()
 
     def log_already_done(self, checkpoint: str, done: int) -> None:
-        """Log that the run has no step left to do. checkpoint: name of the newest checkpoint; done: its number of
-        steps, at least `train.steps`."""
+        """Log that the run has no steps left. checkpoint: name of the newest checkpoint; done: its number of steps, at
+        least `train.steps`."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; increase train.steps to continue")
@@ -165,13 +166,13 @@ class Journal:
         if (validation := record.validation) is not None:
             line |= validation.to_json_dict()
             self.log(f"step {done}: validation loss {validation.loss:.4f}{validation.metrics.text}")
-        self._keep_figures(line, record)
+        self._store_values(line, record)
         notable = validation is not None or not record.finite or done == self.recipe.train.steps
         if notable or done % self.recipe.train.log_every == 0:
             self._write(line)
         if not record.profiled:
             self._watch_ranks(done, record.rank_seconds)
-        self.progress.step(done, self._figures_of_step(record, rate))
+        self.progress.step(done, self._format_figures(record, rate))
 
     def _log_skipped(self, record: StepRecord) -> None:
         """Log that a step was skipped on all ranks because its loss or gradient norm was not finite."""
@@ -180,9 +181,9 @@ class Journal:
         reason = f"loss {record.loss}, gradient norm {record.gradient_norm}{lower}"
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
-    def _keep_figures(self, line: dict[str, Any], record: StepRecord) -> None:
-        """Append a step's values to the lists from which the result document is made, except the loss and metrics of a
-        skipped step and the throughput of a profiled step. line: the step's line of `metrics.jsonl`."""
+    def _store_values(self, line: dict[str, Any], record: StepRecord) -> None:
+        """Store a step's values for the result document, except the loss and metrics of a skipped step and the
+        throughput of a profiled step. line: the step's line of `metrics.jsonl`."""
         left_out = {
             *(() if record.finite else ("loss", *record.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
@@ -192,13 +193,13 @@ class Journal:
                 values.append(line[key])
 
     def record_save_start(self, step: int, stall_seconds: float) -> None:
-        """Write the event that the checkpoint save of step `step` has begun. stall_seconds: time for which training was
-        blocked to start the save."""
+        """Write the event "checkpoint save has begun" to `metrics.jsonl`. step: step of the checkpoint; stall_seconds:
+        time for which training was blocked to start the save."""
         self._write({"event": "save", "step": step, "stall_seconds": stall_seconds})
 
     def record_save_failure(self, step: int, reason: str) -> None:
-        """Write and log the event that the checkpoint save of step `step` failed for `reason` (text); training
-        continues."""
+        """Write and log the event that the checkpoint save of step `step` failed; training continues. reason: error
+        text."""
         self._write({"event": "save_failed", "step": step, "reason": reason})
         self.log(f"{reason}; training continues, and the next save tries again")
 
@@ -209,9 +210,9 @@ class Journal:
             return None
         return rate * self.run.flops_per_unit / (self.run.peak_flops * self.mesh.world_size)
 
-    def _figures_of_step(self, record: StepRecord, rate: float) -> list[str]:
-        """Return a step's figures as texts for the console, the most important first. rate: tokens or samples per
-        second of all ranks."""
+    def _format_figures(self, record: StepRecord, rate: float) -> list[str]:
+        """Format a step's values as texts for the console, the most important first. rate: tokens or samples per second
+        of all ranks."""
         mfu = self._mfu(rate)
         return [
             f"loss {record.loss:.3f}{record.metrics.text}",
@@ -222,9 +223,9 @@ class Journal:
         ]
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
-        """At the end of each window of steps, log a rank whose own work took much longer than that of the other ranks,
-        unless it was logged for the window before. done: number of steps done; rank_seconds: seconds of each rank's own
-        work in this step, without waiting."""
+        """Check for a slow rank at the end of each window of steps: log a rank whose own work took much longer than
+        that of the others, unless it was logged for the previous window. done: number of steps done; rank_seconds:
+        seconds of each rank's own work in this step, without waiting."""
         slow = self._watch.add(rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -238,7 +239,8 @@ class Journal:
         self._slow_rank = rank
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Write one line to `metrics.jsonl` and queue it for the trackers; log once if the file cannot be written."""
+        """Write one line to `metrics.jsonl` and queue it for the trackers. If the file cannot be written, log that
+        once."""
         if self.metrics is None:
             return
         if self.tracking is not None:
@@ -249,23 +251,23 @@ class Journal:
         self._metrics_problem = problem
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
-        """Queue nested values, such as the prediction, for the trackers as values of step number `step`."""
+        """Queue values that are not in `metrics.jsonl`, such as the prediction, for the trackers. step: step to which
+        they belong; values: nested dicts."""
         if self.tracking is not None:
             self.tracking.queue_values(step, values)
 
     # --- at the end
 
     def record_stop(self, step: int, checkpointer: Checkpointer) -> None:
-        """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`. Called when a run
-        is stopped by SIGTERM or an interrupt, after its last save."""
+        """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`. Called after the
+        last save of a run that is stopped by SIGTERM or an interrupt."""
         self._track(step, _checkpoint_paths(checkpointer))
 
     def make_result(self, end: RunEnd, checkpointer: Checkpointer, fullest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result document (JSON dict) of the run: outcome, predicted and measured figures, checkpoint paths.
+        """Return the result document (JSON dict) of the run: outcome, predicted and measured values, checkpoint paths.
 
-        end: final step, bytes of model states and predicted traffic. fullest: the rank with the largest peak, its
-        "rank" and "memory_bytes" (the two peaks). If this process had no step left to do, the outcome is read from
-        `metrics.jsonl`.
+        end: final step, bytes of model states and predicted traffic. fullest: "rank" and "memory_bytes" (both peaks) of
+        the rank with the largest peak. If this process had no steps left, the outcome is read from `metrics.jsonl`.
         """
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
         measured = {
@@ -299,9 +301,9 @@ class Journal:
         )
 
     def _outcome(self, end: RunEnd) -> dict[str, Any]:
-        """Return the part of the result document on the run's outcome: step, skipped steps, last loss and metrics,
+        """Return the entries of the result document on the run's outcome: step, skipped steps, last loss and metrics,
         median throughput, MFU. end: final step and number of skipped steps."""
-        figures = self._figures if self._figures[self.rate_name] else self._earlier_figures()
+        figures = self._figures if self._figures[self.rate_name] else self._read_earlier_figures()
         rates = figures[self.rate_name]
         rate = statistics.median(rates) if rates else None
         utilisation: dict[str, Any] = {}
@@ -320,7 +322,7 @@ class Journal:
         }
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Write the result document into the run directory and send it to the trackers; log a failure."""
+        """Write the result document to the run directory and send it to the trackers; log a failure to write."""
         tracked = ("predicted", "measured", "checkpoint", "best_checkpoint")
         self._track(result["step"], {key: result[key] for key in tracked})
         if self.leader:
@@ -330,16 +332,16 @@ class Journal:
                 self.log(str(error))
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
-        """Return the stored result document if it is from a run of exactly `step` steps, with the checkpoint paths that
-        `checkpointer` finds now. Return None if there is no such document, and on all ranks except 0."""
+        """Return the stored result document, if it is from a run of exactly `step` steps, with the current checkpoint
+        paths of `checkpointer`. Return None without such a document, and on all ranks except 0."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None
         return result | _checkpoint_paths(checkpointer)
 
-    def _earlier_figures(self) -> dict[str, list[float]]:
-        """Read the values of loss, metrics and throughput from `metrics.jsonl` on rank 0: key -> list over steps; empty
-        lists on other ranks."""
+    def _read_earlier_figures(self) -> dict[str, list[float]]:
+        """Read loss, metrics and throughput of all steps from `metrics.jsonl` on rank 0; return key -> list of values,
+        with empty lists on other ranks."""
         figures: dict[str, list[float]] = {key: [] for key in self._figures}
         if self.leader:
             for line in read_metrics(self.directory.metrics):
@@ -350,13 +352,14 @@ class Journal:
 
 
 def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
-    """Return the recipe with `run.threads` replaced by `threads`, the number that was chosen; unchanged for None."""
+    """Return the recipe with `run.threads` set to `threads`, the chosen number; the recipe itself if `threads` is
+    None."""
     run = recipe.run.model_copy(update={"threads": threads or recipe.run.threads})
     return recipe.model_copy(update={"run": run})
 
 
 def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
-    """Return {"checkpoint", "best_checkpoint"}: the paths of the newest checkpoint and of that with the lowest
-    validation loss, None without one."""
+    """Return {"checkpoint": path of the newest checkpoint, "best_checkpoint": path of the one with the lowest
+    validation loss}; None for a missing one."""
     newest, best = checkpointer.newest(), checkpointer.best()
     return {"checkpoint": str(newest.path) if newest else None, "best_checkpoint": str(best.path) if best else None}

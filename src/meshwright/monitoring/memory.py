@@ -30,7 +30,7 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Make glibc return its freed memory to the kernel now (malloc_trim), as in a process that has just started. Does
+    """Make glibc return its freed memory to the kernel now (malloc_trim), so that it does not count as resident. Does
     nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -38,24 +38,23 @@ def release_freed_memory() -> None:
 
 
 def kernel_cache_capacity() -> int:
-    """Return the maximum number of compiled kernels in oneDNN's cache of this process, which needs one for each shape
-    of a 16-bit matrix product."""
+    """Return the maximum number of compiled kernels in this process's oneDNN cache. oneDNN compiles one kernel for each
+    shape of a 16-bit matrix product."""
     value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
     return int(value) if value.isdecimal() else KERNELS_KEPT
 
 
 def resident_bytes() -> int | None:
-    """Return the current resident set (RSS) of this process in bytes (proc(5)); None where the kernel does not report
+    """Return the current resident set size (RSS) of this process in bytes (proc(5)); None if the kernel does not report
     it."""
     return _read_status_bytes("VmRSS")
 
 
 def peak_resident_bytes() -> int | None:
-    """Return the peak resident set (RSS) of this process in bytes since its start or `reset_peak_rss` (proc(5)); None
-    if unknown.
+    """Return the peak resident set size (RSS) of this process in bytes, since its start or `reset_peak_rss` (proc(5));
+    None if unknown.
 
-    Not getrusage(2), which also counts the memory before exec(2): a launcher that prepared data is larger than the
-    ranks that it starts.
+    getrusage(2) is not used, because it includes the memory before exec(2), that of a launcher that prepared data.
     """
     return _read_status_bytes("VmHWM")
 
@@ -70,7 +69,7 @@ def reset_peak_rss() -> bool:
 
 
 def _read_status_bytes(key: str) -> int | None:
-    """Return the value of a key of /proc/self/status, such as "VmRSS", converted from KiB to bytes; None where it is
+    """Return the value of a key of /proc/self/status, such as "VmRSS", converted from KiB to bytes; None if it is
     missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -19,10 +19,11 @@ from meshwright.untrusted import parse_json, read_file
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`, one JSON object per line. When a run is resumed, the lines of steps after the
-    checkpoint are removed first.
+    """Writer of `metrics.jsonl`, a file with one JSON object per line. When a run is resumed, lines of steps after
+    `resume_step`, the step of the checkpoint, are removed first.
 
-    Each line is written completely or not at all; lines that a full disk refuses are retried with the next write.
+    Each line is written completely or not at all; a line that could not be written (disk full) is retried with the next
+    one.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -41,8 +42,8 @@ class MetricsFile:
             raise
 
     def write(self, line: dict[str, Any]) -> str | None:
-        """Append one line; floats that are not finite become null. Return None if it was written; else the reason why
-        not, and the line is retried with the next write."""
+        """Append one line, with null for floats that are not finite. Return None on success, else the reason of
+        failure; the line is then retried with the next write."""
         self._waiting += json.dumps(_replace_non_finite(line)).encode() + b"\n"
         try:
             written = os.pwrite(self._descriptor, self._waiting, self._size)
@@ -60,10 +61,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of a metrics file as dicts; a last line that a killed process left incomplete is
-    skipped.
+    """Return all complete lines of a metrics file as dicts. A last line left incomplete by a killed process is skipped.
 
-    Raises OSError when the file cannot be read or has more than `limits.LIMITS["metrics_bytes"]` bytes.
+    Raises OSError if the file cannot be read or has more than `limits.LIMITS["metrics_bytes"]` bytes.
     """
     parsed = (_parse_line(line) for line in read_file(path, "metrics_bytes").splitlines())
     return [line for line in parsed if line is not None]
@@ -79,8 +79,8 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _bytes_to_keep(content: bytes, resume_step: int) -> int:
-    """Return the length in bytes of the leading complete lines of a metrics file whose step is at most `resume_step`.
-    content: the file."""
+    """Return how many bytes at the beginning of a metrics file are complete lines of steps up to `resume_step`.
+    content: content of the file."""
     kept = 0
     for line in content.splitlines(keepends=True):
         if not line.endswith(b"\n") or (_parse_line(line) or {}).get("step", 0) > resume_step:
@@ -90,10 +90,11 @@ def _bytes_to_keep(content: bytes, resume_step: int) -> int:
 
 
 class SlowRankWatch:
-    """Detector of a rank whose own work takes longer than the others', over windows of `window` steps.
+    """Detector of a rank whose own work takes longer than that of the other ranks, evaluated over windows of `window`
+    steps.
 
-    A rank's time is the median of its seconds of work per step (without waiting) over the window. The slowest rank
-    counts as slow if its time is more than `factor` times the median time of the other ranks.
+    The time of a rank is the median, over the window, of its seconds of work per step (without waiting). The slowest
+    rank is reported if its time exceeds `factor` times the median time of the others. ranks: number of ranks.
     """
 
     def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
@@ -102,8 +103,8 @@ class SlowRankWatch:
         self._steps: list[Sequence[float]] = []
 
     def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
-        """Add one step's seconds of work, one per rank. At the end of a window of steps return (slow rank, ratio of its
-        time to the others' median); None if no rank is slow or the window is not complete."""
+        """Add one step's seconds of work, one value per rank. At the end of a window, return (slow rank, its time
+        divided by the median of the others); None if no rank is slow or the window is not complete."""
         assert len(seconds) == self._ranks
         self._steps.append(seconds)
         if len(self._steps) < self.window or self._ranks < 2:
@@ -123,7 +124,8 @@ class SlowRankWatch:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process so far in bytes: allocated on a CUDA `device`, resident on a CPU."""
+    """Return the peak memory of this process so far in bytes: allocated memory on a CUDA `device`, resident memory on a
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if (resident := peak_resident_bytes()) is not None:

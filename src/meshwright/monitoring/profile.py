@@ -45,8 +45,8 @@ _PARTS = {"data": "data", "reduce": "reduce", "agree": "agreement", "update": "u
 
 
 class ProfiledTrainer(Protocol):
-    """Attributes of a trainer that the profiler uses. steps_done: number of steps done; clock: clock of the step's
-    phases; passes: runs forward and backward."""
+    """Interface of a trainer for the profiler. steps_done: number of steps done; clock: clock of the phases of a step;
+    passes: object that runs forward and backward."""
 
     steps_done: int
     clock: StepClock
@@ -54,8 +54,8 @@ class ProfiledTrainer(Protocol):
 
 
 class Profile:
-    """Profiler of a range of training steps, given by `train.profile` such as "10:12"; writes Chrome traces into the
-    run directory. Every rank calls `before_step` and `after_step` around every training step. log: called with each log
+    """Profiler of the training steps that `train.profile` names, such as "10:12"; writes Chrome traces into the run
+    directory. Every rank calls `before_step` and `after_step` around every training step. log: called with each log
     line."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, log: Callable[[str], None]) -> None:
@@ -67,7 +67,7 @@ class Profile:
         self._recording: _ProfileRecording | None = None
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
-        """Start recording if profiling begins with the next step. Return True if the next step is recorded.
+        """Start recording if the profiled range begins with the next step. Return True if the next step is recorded.
         Collective."""
         if self._recording is None and self.first <= trainer.steps_done + 1 <= self.last:
             self._recording = _ProfileRecording(trainer, self._mesh, self._record_operators)
@@ -76,8 +76,8 @@ class Profile:
         return self._recording is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
-        """Record the end of a profiled step; after the last step of the profiled range write the trace. Return True if
-        the step was recorded. ending: True if the run ends after this step."""
+        """Record the end of a step if it is profiled, and write the trace after the last one. Return True if the step
+        was recorded. ending: True if the run ends after this step."""
         if self._recording is None:
             return False
         self._recording.step_done()
@@ -88,8 +88,9 @@ class Profile:
         return True
 
     def _write(self, recording: _ProfileRecording, program: PipelineProgram, last: int) -> None:
-        """Write each rank's trace, then on rank 0 the merged trace of all ranks, and log the path or the failure.
-        recording: the recorded steps; program: the pipeline schedule; last: the last recorded step. Collective."""
+        """Write each rank's trace, then the merged trace of all ranks on rank 0; log its path or the failure.
+        recording: the recorded steps; program: the pipeline schedule; last: number of the last recorded step.
+        Collective."""
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
         name = f"steps-{last - recording.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
@@ -105,7 +106,7 @@ class Profile:
             _write_json(_steps_path(directory, rank), recorded.table() | {"kernels": kernels})
         except OSError as error:
             problem = f"the profile in {directory} cannot be written: {error_reason(error)}"
-        failure = agreement.first_text(problem)
+        failure = agreement.broadcast_first_text(problem)
         if rank == 0 and failure is None:
             try:
                 parts = [_read_json(_steps_path(directory, other)) for other in range(self._mesh.world_size)]
@@ -121,13 +122,13 @@ class Profile:
             self._log(failure[1] if failure else f"profile of {steps}: {directory / MERGED} (opens in ui.perfetto.dev)")
 
     def _pipeline_ranks(self) -> dict[int, int]:
-        """Return the pipeline rank of each rank of the world: global rank -> rank in pp."""
+        """Return the pipeline rank of every rank, as global rank -> rank on axis pp."""
         groups = self._mesh.layout.groups("pp")
         return {rank: place for ranks in groups for place, rank in enumerate(ranks)}
 
 
 class _ProfileRecording:
-    """Recording of consecutive training steps on this rank. operators: True to also record operators and kernels by
+    """Recording of consecutive training steps on this rank. operators: True to record operators and kernels too, by
     torch.profiler."""
 
     def __init__(self, trainer: ProfiledTrainer, mesh: Mesh, operators: bool) -> None:
@@ -157,16 +158,14 @@ class _ProfileRecording:
         self._begun = time.time_ns()
 
     def step_done(self) -> None:
-        """Add the span (interval of the trace) of the step that just ended."""
+        """Record the interval of the step that ends now."""
         self.steps += 1
         step = self._trainer.steps_done
         self.spans.append(Span("step", f"step {step}", f"step {step}", self._begun, time.time_ns()))
 
     def stop(self) -> None:
-        """Stop recording on this rank, after all collective calls have ended. Raises RankLost.
-
-        A call that begins under torch's profiler and ends after it would corrupt the process's memory (torch 2.13).
-        """
+        """Stop recording on this rank after all its collective calls have ended: a call that begins under torch's
+        profiler and ends after it would corrupt the process's memory (torch 2.13). Raises RankLost."""
         self._trainer.clock.listener = self._trainer.passes.watched = None
         self._mesh.communicator.around = nullcontext
         settle_calls(self._mesh.communicator)
@@ -177,17 +176,17 @@ class _ProfileRecording:
         self._watch.__exit__(None, None, None)
 
     def rank_steps(self) -> RankSteps:
-        """Return the recorded spans and collective calls of this rank, with the start of the trace on its clock."""
+        """Return the intervals and collective calls recorded on this rank."""
         return RankSteps(self._mesh.rank, self._zero + self._offset, self.spans, self.calls)
 
     def _annotate_operators(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context manager that puts the operators run inside it into a range called `name` in torch's trace;
-        it has no effect if no operators are recorded."""
+        """Return a context manager that groups the operators run inside it under `name` in torch's trace; it does
+        nothing if operators are not recorded."""
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:
-        """Add the trace span of the step phase that just ended, and begin the next phase; `StepClock` calls this at
-        each mark. part: name of the ended phase, "" at the start of a step."""
+        """Record the interval of the step phase that ends now, and begin the next phase; called by `StepClock` at each
+        mark. part: name of the ended phase, "" at the start of a step."""
         now = time.time_ns()
         self._annotations.close()
         if part in _PARTS:
@@ -198,8 +197,8 @@ class _ProfileRecording:
 
     @contextmanager
     def _compute_step(self, kind: Kind, stage: int, replica: int, micro_batch: int) -> Iterator[None]:
-        """Context manager that records the span of one pass of a micro-batch. kind: forward, backward, input-gradient
-        or weight-gradient pass; stage, replica (model copy), micro_batch: indices."""
+        """Context manager that records the interval of one pass over a micro-batch. kind: forward, backward,
+        input-gradient or weight-gradient pass; stage, replica (model copy), micro_batch: indices."""
         label, name = self._names.describe_step(kind, stage, replica, micro_batch)
         begun = time.time_ns()
         with self._annotate_operators(label):
@@ -210,16 +209,16 @@ class _ProfileRecording:
 
 
 class _NamedCompute:
-    """Wrapper of a `Compute`, the object that runs forward and backward of this rank's pipeline stages. Each pass runs
-    inside the context manager that `around(kind, stage, replica, micro-batch)` returns."""
+    """Wrapper of a `Compute`, the object that runs forward and backward of this rank's pipeline stages. around:
+    function (kind, stage, replica, micro-batch) -> context manager in which this pass runs."""
 
     def __init__(self, compute: Compute, around: Callable[[Kind, int, int, int], AbstractContextManager[None]]) -> None:
         self._compute, self._around = compute, around
         self.buffer = compute.buffer
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one pass (`kind`: forward, backward ...) of the wrapped `Compute` inside the context. key: (stage,
-        replica, micro-batch). x: activation or gradient received from another stage; result: the one to send on."""
+        """Run one pass of the wrapped `Compute` inside its context manager. kind: forward, backward ...; key: (stage,
+        replica, micro-batch); x: activation or gradient received from another stage. Return the tensor to send on."""
         with self._around(kind, *key):
             return self._compute.run(kind, key, x)
 
@@ -228,8 +227,8 @@ class _NamedCompute:
 
 
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
-    """Compare the clocks of all ranks at several barriers. Returns (start of the profile on rank 0's clock, in
-    nanoseconds since 1970; nanoseconds by which this rank's clock is ahead of rank 0's). Collective."""
+    """Compare the clocks of all ranks at several barriers. Return (start of the profile on rank 0's clock in
+    nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank 0's). Collective."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # all ranks leave a barrier at nearly the same time
@@ -243,8 +242,8 @@ def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
 
 
 def _clock_id() -> int:
-    """Return an integer that is equal for processes on the same machine clock (a hash of Linux's boot id); random if
-    unknown."""
+    """Return an integer that identifies this machine's clock (a hash of Linux's boot id), equal for all its processes;
+    a random one if the boot id is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -256,12 +255,12 @@ def _clock_id() -> int:
 
 
 def _steps_path(directory: Path, rank: int) -> Path:
-    """Return the path of the temporary file in which a rank leaves its recorded steps for rank 0 to merge."""
+    """Return the path of the temporary file in which rank `rank` stores its recorded steps for rank 0 to merge."""
     return directory / f".steps-{rank:05d}.json.gz"
 
 
 def _load_operator_trace(profiler: Any, path: Path) -> dict[str, Any]:
-    """Return the Chrome trace of torch's profiler as a dict, exported to a temporary file at `path` and read back."""
+    """Export the Chrome trace of torch's profiler to a temporary file at `path`; return its content as a dict."""
     try:
         profiler.export_chrome_trace(str(path))
         if not path.exists():

@@ -29,8 +29,7 @@ Events = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Interval of a rank's trace, such as one forward: from `start` to `end`, nanoseconds since 1970 on the rank's
-    clock.
+    """Interval in a rank's trace, such as one forward pass. start, end: nanoseconds since 1970 on the rank's clock.
 
     kind: word that decides the colour, such as "forward"; label: short text; name: full description; args: further
     values that the trace viewer shows.
@@ -46,8 +45,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankSteps:
-    """Recorded spans and collective calls of one rank. zero: start of the trace on the rank's clock, in nanoseconds
-    since 1970. spans: intervals such as steps and passes. calls: collective calls with their times."""
+    """Intervals and collective calls recorded on one rank. zero: start of the trace on the rank's clock, in nanoseconds
+    since 1970. spans: intervals of steps, phases and passes. calls: collective calls with their times."""
 
     rank: int
     zero: int
@@ -55,7 +54,7 @@ class RankSteps:
     calls: Sequence[WatchedCall]
 
     def table(self) -> dict[str, Any]:
-        """Return the record as a dict that JSON can store and `from_table` reads."""
+        """Return the recording as a dict of JSON types, the inverse of `from_table`."""
         return {
             "rank": self.rank,
             "zero": self.zero,
@@ -65,7 +64,7 @@ class RankSteps:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> RankSteps:
-        """Build the record from the dict that `table` returned; other keys are ignored."""
+        """Build a recording from the dict that `table` returned; unknown keys are ignored."""
         spans, calls = [Span(**span) for span in table["spans"]], [WatchedCall(**call) for call in table["calls"]]
         return cls(table["rank"], table["zero"], spans, calls)
 
@@ -83,10 +82,10 @@ def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int]
 
 
 def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
-    """Build the Chrome trace of one rank. Returns (trace document; the GPU events of this rank, to be included in the
-    merged trace of all ranks).
+    """Build the Chrome trace of one rank. Return (trace document, the GPU events in it, which the merged trace of all
+    ranks includes too).
 
-    steps: spans and collective calls recorded on this rank. operators: the Chrome trace of torch's profiler on it.
+    steps: intervals and collective calls recorded on this rank. operators: the Chrome trace of torch's profiler.
     """
     threads = _ThreadNumbers(steps.rank, OPERATORS)
     shift = (int(operators.get("baseTimeNanoseconds", 0)) - steps.zero) / 1e3
@@ -118,9 +117,9 @@ def merge_rank_traces(
 ) -> dict[str, Any]:
     """Build the Chrome trace document of all ranks, in which each rank is a process.
 
-    parts: for each rank the dict of `RankSteps.table`, with the events of its GPU under "kernels". program: the
-    pipeline schedule. If the schedule has several ranks, the trace also shows a simulation of it with the recorded
-    median durations, drawn from the first forward of the last step on. places: global rank -> pipeline rank.
+    parts: for each rank the dict of `RankSteps.table`, with its GPU events under "kernels". program: the pipeline
+    schedule; if it has several ranks, the trace also shows a simulation of it with the recorded median durations, from
+    the first forward of the last step on. places: global rank -> pipeline rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
@@ -132,7 +131,8 @@ def merge_rank_traces(
 
 
 def build_rank_events(steps: RankSteps) -> Events:
-    """Return the trace events of a rank: its process, a thread for its steps, and threads for its collective calls."""
+    """Build the trace events of one rank: a process with one thread for its steps and threads for its collective
+    calls."""
     process, first = steps.rank, steps.rank * THREADS
     events: Events = [make_process_event(process, f"rank {steps.rank}")]
     events += make_thread_events(process, first + STEPS, "steps")
@@ -164,8 +164,8 @@ def build_rank_events(steps: RankSteps) -> Events:
 
 
 def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, places: Mapping[int, int]) -> Events:
-    """Return the trace events of a simulation of the pipeline schedule `program`, with the median durations that
-    `ranks` recorded; empty if it cannot be simulated with them. places: global rank -> pipeline rank."""
+    """Simulate the pipeline schedule `program` with the median durations that `ranks` recorded; return the trace events
+    of the simulation, none if it is impossible with these durations. places: global rank -> pipeline rank."""
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     starts: list[float] = []
     for rank in ranks:
@@ -196,14 +196,14 @@ def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, plac
 
 
 class _ThreadNumbers:
-    """Numbers of a rank's threads in a trace, assigned to thread names in order of first use. rank: global rank; first:
-    position of the first thread in the block of `THREADS` numbers that each rank has."""
+    """Assigns numbers to the threads of one rank in a trace, in order of first use. rank: global rank; first: position
+    of the first thread in the block of `THREADS` numbers that each rank has."""
 
     def __init__(self, rank: int, first: int) -> None:
         self._rank, self._first, self._numbers = rank, rank * THREADS + first, dict[str, int]()
 
     def number(self, name: str) -> int:
-        """Return the number of the thread called `name`; a new name gets the next free one."""
+        """Return the number of the thread called `name`; a new name gets the next unused one."""
         return self._numbers.setdefault(name, self._first + len(self._numbers))
 
     def events(self) -> Events:

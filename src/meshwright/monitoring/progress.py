@@ -17,8 +17,8 @@ RECENT = 50  # number of last steps from whose mean duration the remaining time 
 
 
 class Progress:
-    """Progress display of a run on stderr. steps: number of steps of the whole run; show: False shows nothing, for
-    ranks other than 0; stream: where to print, None for stderr."""
+    """Progress bar and lines of a run on a terminal or log file. steps: number of steps of the whole run; stream:
+    output stream, None for stderr; show: False prints nothing, for ranks other than 0."""
 
     def __init__(self, steps: int, *, stream: Any = None, show: bool = True) -> None:
         self._stream = stream or sys.stderr
@@ -29,7 +29,8 @@ class Progress:
         self._ends: deque[float] = deque(maxlen=RECENT + 1)  # times at which the last steps ended
 
     def begin(self, done: int) -> None:
-        """Start the clock and, on a terminal, the progress bar. done: steps done before this process began."""
+        """Start the clock and, on a terminal, the progress bar. done: number of steps done before this process
+        began."""
         self._done, self._begun = done, time.monotonic()
         self._ends.append(self._begun)
         if self._show and self._stream.isatty():
@@ -48,7 +49,7 @@ class Progress:
                     width = console.width
                     bar.bar_width = max(5, width // 8)
                     room = width - len(self._position()) - bar.bar_width - 3
-                    return Text(fit(self._all_figures(), room), no_wrap=True, overflow="crop")
+                    return Text(join_fitting(self._all_figures(), room), no_wrap=True, overflow="crop")
 
             class Position(ProgressColumn):
                 """Column of the steps done and in all."""
@@ -63,8 +64,8 @@ class Progress:
             self._bar.start()
 
     def line(self, text: str) -> None:
-        """Print one plain line, above the bar if there is one. On a terminal, a line that is too long is broken at the
-        semicolons between its items."""
+        """Print one line of text, above the bar if there is one. On a terminal, a line that is too long is wrapped at
+        the semicolons between its items."""
         if not self._show:
             return
         if self._stream.isatty():
@@ -75,8 +76,8 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def step(self, done: int, figures: Sequence[str]) -> None:
-        """Show that `done` steps are done. figures: texts such as "loss 3.117", the most important first; a narrow
-        terminal shows the first ones."""
+        """Display that `done` steps are done. figures: values as texts such as "loss 3.117", the most important first;
+        as many as fit are displayed."""
         self._done, self._figures = done, figures
         self._ends.append(time.monotonic())
         if self._bar is not None:
@@ -86,14 +87,13 @@ class Progress:
             print("  ".join([self._position(), *figures, *self._times()]), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Stop the bar and restore the terminal."""
+        """Remove the bar and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def _width(self) -> int:
-        """Return the number of columns of the terminal to which the stream prints (not of standard output's
-        terminal)."""
+        """Return the width in columns of the terminal to which `stream` prints."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except OSError:
@@ -101,17 +101,18 @@ class Progress:
         return shutil.get_terminal_size((columns, 24)).columns  # the environment variable COLUMNS takes precedence
 
     def _position(self) -> str:
-        """Return text for the number of steps done and of all steps: `step 58/60`."""
+        """Format the number of steps done and of all steps as `step 58/60`."""
         return f"step {self._done}/{self._steps}"
 
     def _all_figures(self) -> list[str]:
-        """Return the figures for a terminal, the most important first: the remaining time, those of the step, the
+        """Return the texts to display on a terminal, the most important first: remaining time, values of the step,
         elapsed time."""
         elapsed, *remaining = self._times()
         return [*remaining, *self._figures, elapsed]
 
     def _times(self) -> list[str]:
-        """Return texts for the elapsed time and, while steps are left and one is measured, for the remaining time."""
+        """Return texts for the elapsed and the remaining time; the latter only while steps are left and at least one
+        has been measured."""
         now = time.monotonic()
         times = [f"elapsed {format_clock(now - self._begun)}"]
         if (measured := len(self._ends) - 1) > 0 and (left := self._steps - self._done) > 0:
@@ -120,8 +121,9 @@ class Progress:
         return times
 
 
-def fit(parts: Sequence[str], width: int) -> str:
-    """Join texts by two spaces, in order, as many as fit into `width` characters; the first is always included."""
+def join_fitting(parts: Sequence[str], width: int) -> str:
+    """Join as many of the texts, in order, as fit into `width` characters, separated by two spaces. The first text is
+    always included."""
     line = "".join(parts[:1])
     for part in parts[1:]:
         if len(line) + 2 + len(part) > width:

@@ -11,15 +11,15 @@ from meshwright.toml import format_toml_value, parse_toml
 
 
 def differing_from_defaults(recipe: str) -> dict[str, str] | None:
-    """Return those keys of a recipe (TOML text) whose values are not the defaults, as {dotted key: value as TOML}; None
+    """Return the keys of a recipe (TOML text) whose values are not the defaults, as {dotted key: value as TOML}; None
     if the text is not TOML."""
     flat = _flatten_recipe(recipe)
-    return None if flat is None else {key: value for key, value in flat.items() if value != _defaults().get(key)}
+    return None if flat is None else {key: value for key, value in flat.items() if value != _list_defaults().get(key)}
 
 
-def differing_between(recipes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the keys whose values differ between recipes (TOML texts), as {dotted key: list of the key's value in each
-    recipe, as TOML text, or "–" for a recipe that does not set it}. `run.name` and `run.directory` are left out."""
+def compare_recipes(recipes: Sequence[str]) -> dict[str, list[str]]:
+    """Return the keys whose values differ between recipes (TOML texts), as {dotted key: its value in each recipe as
+    TOML, "–" where it is not set}. `run.name` and `run.directory` are left out."""
     flats = [_flatten_recipe(recipe) or {} for recipe in recipes]
     keys = dict.fromkeys(key for flat in flats for key in flat if key not in ("run.name", "run.directory"))
     values = {key: [flat.get(key, "–") for flat in flats] for key in keys}
@@ -27,8 +27,8 @@ def differing_between(recipes: Sequence[str]) -> dict[str, list[str]]:
 
 
 @cache
-def _defaults() -> dict[str, str]:
-    """Return {dotted key: default value as TOML} of the keys of a recipe that have a default."""
+def _list_defaults() -> dict[str, str]:
+    """Return the default values of a recipe's keys, as {dotted key: value as TOML}."""
     from meshwright.recipe import SCHEMA
 
     fields = {key: field.get_default(call_default_factory=True) for key, field in SCHEMA.keys.items() if
@@ -47,8 +47,8 @@ def _flatten_recipe(text: str) -> dict[str, str] | None:
 
 
 def flatten(table: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts by path, such as "train.steps" with the separator ".". prefix: text before each
-    path."""
+    """Flatten nested dicts to {path: value}, with paths such as "train.steps" for the separator ".". prefix: text
+    before each path."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= (

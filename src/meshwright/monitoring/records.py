@@ -8,34 +8,34 @@ from typing import NamedTuple
 
 
 class Metrics(NamedTuple):
-    """Mean metrics of a step, such as accuracy, reported in addition to the loss. values: key of metrics.jsonl ->
-    value; text: the same values formatted for the console."""
+    """Mean metrics of a step besides the loss, such as accuracy. values: key of metrics.jsonl -> value; text: the same
+    values formatted for the console."""
 
     values: Mapping[str, float] = {}
     text: str = ""
 
 
 class Validation(NamedTuple):
-    """Result of a validation. loss: mean loss, in nats per target token or per pair of responses, or in the units of a
-    script's own loss; metrics: further means."""
+    """Result of a validation. loss: mean loss in nats per target token, or per pair of responses, or in the unit of the
+    loss function of a user's script; metrics: further mean values."""
 
     loss: float
     metrics: Metrics = Metrics()
 
     def to_json_dict(self) -> dict[str, float]:
-        """Return the loss as "validation_loss" and each metric as "validation_NAME", the keys in metrics.jsonl."""
+        """Return the loss as "validation_loss" and each metric as "validation_NAME", as in metrics.jsonl."""
         values = {f"validation_{name}": value for name, value in self.metrics.values.items()}
         return {"validation_loss": self.loss, **values}
 
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """Facts about a run that are known before its first step.
+    """Properties of a run that are known before its first step.
 
-    model, data: a few words each for the console; notes: further console lines. parameters: number of trained elements.
-    unit: what throughput counts ("tokens", "samples"); units_per_step: their number over all ranks. flops_per_unit:
-    training FLOPs of one token or sample, None where unknown (no MFU then); peak_flops: dense FLOP/s of one device.
-    metric_names: keys in metrics.jsonl of the metrics other than the losses.
+    model, data: short descriptions for the console; notes: further console lines. parameters: number of trained
+    elements. unit: unit of throughput ("tokens", "samples"); units_per_step: number of them in a step over all ranks.
+    flops_per_unit: training FLOPs of one token or sample; None: unknown, so MFU is not reported; peak_flops: dense
+    FLOP/s of one device. metric_names: keys in metrics.jsonl of the metrics other than the losses.
     """
 
     model: str
@@ -51,14 +51,14 @@ class RunDescription:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Figures of one training step, which the journal reports.
+    """Results and times of one training step, for the journal.
 
-    step: its number, from 1. loss, gradient_norm, learning_rate: of this step. finite: True if loss and gradient norm
-    are finite, so that the update was applied. skipped_steps: number of skipped steps in the run so far. metrics: means
-    besides the loss. validation: result of a validation after the step, None without one. seconds: duration of the step
-    without validation; seconds_by_part: by phase; waiting_seconds: of the host in collective calls; rank_seconds: of
-    each rank's own work. loss_scale: used in this step, None where it is not dynamic; next_loss_scale: for the next
-    step. profiled: True if the profiler recorded the step, which makes it slower.
+    step: number of the step, from 1. finite: True if loss and gradient norm are finite, so that the update was applied.
+    skipped_steps: number of skipped steps in the run so far. metrics: mean values besides the loss. validation: result
+    of a validation after the step, None without one. seconds: duration of the step without validation; seconds_by_part:
+    duration of each phase; waiting_seconds: time that the host waited in collective calls; rank_seconds: time of each
+    rank's own work. loss_scale: loss scale of this step, next_loss_scale: of the next step; None if it is not dynamic.
+    profiled: True if the profiler recorded the step, which makes it slower.
     """
 
     step: int
@@ -80,9 +80,10 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Final figures of a run on this rank. step: number of steps done, of which `skipped_steps` were skipped. layout:
-    such as "dp2 zero1". state_bytes, predicted_state_bytes: measured and predicted bytes of model states by kind.
-    predicted_sent_bytes: predicted bytes sent in a step, by call site (label of a collective call in the code)."""
+    """Final results of a run on this rank. step: number of steps done, of which `skipped_steps` were skipped. layout:
+    notation such as "dp2 zero1". state_bytes, predicted_state_bytes: measured and predicted bytes of model states by
+    kind. predicted_sent_bytes: predicted bytes sent in a step, by call site (label of a collective call in the
+    code)."""
 
     step: int
     skipped_steps: int

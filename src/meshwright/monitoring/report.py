@@ -18,10 +18,11 @@ from meshwright.monitoring.run_directory import METRICS, RECIPE, RESULT
 def write_report(
     run_directory: Path, *, evaluation: dict[str, Any] | None = None, samples: Sequence[dict[str, Any]] = ()
 ) -> Path:
-    """Write `report.html` into a run directory from its metrics, recipe and result; return the path of the page.
+    """Write the page `report.html` into a run directory from its metrics, recipe and result; return the path of the
+    page.
 
-    evaluation: the document returned by `evaluate`; samples: documents of `generate` (`prompt` and `text`).
-    `UserError` when nothing has been trained there or the page cannot be written.
+    evaluation: document returned by `evaluate`; None: the page has none. samples: documents of `generate` (`prompt` and
+    `text`). `UserError` if the run has no training step or the page cannot be written.
     """
     from meshwright.monitoring.report_inputs import check_evaluation, check_sample
 
@@ -36,9 +37,9 @@ def write_report(
 
 
 class RunFiles(NamedTuple):
-    """Content of a run directory. name: of the run; lines: those of metrics.jsonl that describe steps, as dicts;
-    result: the result document (JSON dict of figures), empty if the run has not ended; recipe: TOML text, empty without
-    one."""
+    """Content of a run directory. name: name of the run. lines: lines of metrics.jsonl that describe steps, as dicts.
+    result: the result document (JSON dict), empty if the run has not ended. recipe: the recipe as TOML text, empty
+    without one."""
 
     name: str
     lines: list[dict[str, Any]]
@@ -47,7 +48,7 @@ class RunFiles(NamedTuple):
 
 
 def read_run(run_directory: Path) -> RunFiles:
-    """Read the files of a run directory. `UserError` when nothing has been trained there or a file is damaged."""
+    """Read the files of a run directory. `UserError` if it has no training step or a file is damaged."""
     from meshwright.monitoring.report_inputs import read_recipe, read_result, read_steps
 
     metrics_path, recipe_path = run_directory / METRICS, run_directory / RECIPE
@@ -77,8 +78,8 @@ def _format_page(
     evaluation: dict[str, Any] | None,
     samples: Sequence[dict[str, Any]],
 ) -> str:
-    """Return the report page as HTML. name: of the run; lines: step lines of metrics.jsonl; result: the result
-    document; recipe: its TOML text; evaluation: document of `evaluate`, None: left out; samples: documents of
+    """Format the report page as HTML. name: name of the run; lines: step lines of metrics.jsonl; result: the result
+    document; recipe: TOML text; evaluation: document of `evaluate`, None: left out; samples: documents of
     `generate`."""
     parts: list[Content] = [element("h1", f"Run {name}"), table((), summarise(lines, result))]
     if samples:
@@ -97,8 +98,8 @@ def _format_page(
 
 
 def _recipe_parts(recipe: str) -> list[Markup]:
-    """Return the report's section on a recipe (TOML text): the keys that differ from the defaults, and the whole text
-    folded."""
+    """Return the section of the report on a recipe (TOML text) as markup: a table of the keys that differ from the
+    defaults, and the whole text, collapsed."""
     whole = element("pre", recipe)
     if (keys := differing_from_defaults(recipe)) is None:
         return [whole]
@@ -107,8 +108,8 @@ def _recipe_parts(recipe: str) -> list[Markup]:
 
 
 def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a run's main figures (last loss, throughput, peak memory ...) as rows (name, text). lines: step lines of
-    metrics.jsonl; result: the result document (JSON dict of figures)."""
+    """Return a run's main results (last loss, throughput, peak memory ...) as pairs of texts (name, value). lines: step
+    lines of metrics.jsonl; result: the result document (JSON dict)."""
     work = work_unit(lines)
     rates = sorted(line[f"{work}_per_second"] for line in lines)
     parts: dict[str, float] = {}
@@ -138,8 +139,8 @@ def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple
 
 
 def _peak_name(result: dict[str, Any]) -> str:
-    """Return the name of the peak that `metrics.jsonl` records: the allocator's on CUDA, else the process's. result:
-    the result document, empty while the run goes on."""
+    """Return the name of the memory peak that `metrics.jsonl` records: the allocator's peak on CUDA, else the
+    process's. result: the result document, empty while the run is not finished."""
     measured = (result.get("measured") or {}).get("memory_bytes")
     if measured is None:
         return "process peak (CUDA: allocator peak) of rank 0"
@@ -147,8 +148,8 @@ def _peak_name(result: dict[str, Any]) -> str:
 
 
 def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return table rows (name, predicted, measured), all text, for step time, memory and traffic; empty if there are no
-    figures. result: the result document, with entries `predicted` and `measured`."""
+    """Return a table of step time, memory and traffic as texts (name, predicted, measured); empty if the result
+    document (`result`) has no such values."""
     predicted, measured = (result.get(which) or {} for which in ("predicted", "measured"))
     rows = [
         ("seconds of a step", *map(_format_step_seconds, (predicted, measured))),
@@ -180,7 +181,7 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _format_step_seconds(side: dict[str, Any]) -> str:
-    """Return text for a step's seconds with their lower and upper bounds, empty if unknown. side: entry `predicted` or
+    """Format the seconds of a step with their lower and upper bounds; empty if unknown. side: entry `predicted` or
     `measured` of the result document."""
     if side.get("step_seconds") is None:
         return ""
@@ -189,23 +190,22 @@ def _format_step_seconds(side: dict[str, Any]) -> str:
 
 
 def _format_parts(seconds: dict[str, float] | None) -> str:
-    """Return text for the seconds of a step by phase, empty for None."""
+    """Format the seconds of a step by phase; empty for None."""
     return ", ".join(f"{part} {value:.3g}" for part, value in (seconds or {}).items() if value)
 
 
 def _format_size(size: float | None) -> str:
-    """Return text for a number of bytes, empty for None."""
+    """Format a number of bytes; empty for None."""
     return "" if size is None else format_bytes(size)
 
 
 def _share_of_peak(result: dict[str, Any]) -> str:
-    """Return text for the MFU in % and the device's peak FLOP/s, of which it is a share. result: the result
-    document."""
+    """Format the MFU in % together with the peak FLOP/s of a device. result: the result document."""
     return f"{result['mfu']:.1%} of {result['peak_flops_per_device'] / 1e9:,.0f} GFLOP/s per process"
 
 
 def _evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return table rows (name, value), as text, of the document that `evaluate` returned for held-out files."""
+    """Return the contents of a document of `evaluate` as pairs of texts (name, value)."""
     rows = [
         ("loss", f"{evaluation['loss']:.4f} nats per token"),
         ("perplexity", f"{evaluation['perplexity']:.2f}"),

@@ -19,7 +19,7 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def work_unit(lines: Lines) -> str:
-    """Return the unit that throughput counts: "tokens", or "samples" for a user's own module. lines: step lines of
+    """Return the unit of throughput: "tokens", or "samples" for a user's own module. lines: step lines of
     metrics.jsonl."""
     return "tokens" if "tokens_per_second" in lines[0] else "samples"
 
@@ -51,7 +51,8 @@ def draw_run(lines: Lines) -> Iterator[Markup]:
 
 
 def draw_runs(runs: Mapping[str, Lines]) -> Iterator[Markup]:
-    """Yield headings and charts with the curves of several runs. runs: step lines by name of the run."""
+    """Yield headings and charts that compare several runs, with one curve per run. runs: run name -> step lines of
+    metrics.jsonl."""
     work = work_unit(next(iter(runs.values())))
     coloured = [(name, lines, COLOURS[at % len(COLOURS)]) for at, (name, lines) in enumerate(runs.items())]
 
@@ -78,9 +79,8 @@ def _loss_unit(work: str) -> str:
 
 
 def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str, float]]:
-    """Return (title, key of metrics.jsonl, unit, factor that converts the value to that unit) of each chart that has
-    one curve per run. runs: step lines of metrics.jsonl of each run; work: unit of throughput, "tokens" or
-    "samples"."""
+    """Return the charts that have one curve per run, as (title, key of metrics.jsonl, unit, factor that converts the
+    key's value to that unit). runs: step lines of each run; work: unit of throughput, "tokens" or "samples"."""
     largest = max((line["memory_gib"] for lines in runs for line in lines), default=0.0)
     memory = ("GiB", 1.0) if largest >= 1.0 else ("MiB", 1024.0)
     return [
@@ -92,14 +92,14 @@ def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str
 
 
 def select(lines: Lines, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
-    """Return the points (step, value times `scale`) of a key of metrics.jsonl, without steps that lack a finite value.
-    lines: the file's lines about steps."""
+    """Return the points (step, `scale` x value) of one key of metrics.jsonl; steps without a finite value are left out.
+    lines: step lines of the file."""
     return [(line["step"], scale * line[key]) for line in lines if line.get(key) is not None]
 
 
 def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> list[tuple[float, float]]:
-    """Return the exponential moving average of (step, value) points, corrected for start-up bias as in Adam. weight:
-    factor of the previous average in each update."""
+    """Return the exponential moving average of (step, value) points, bias-corrected as in Adam. weight: factor of the
+    previous average in each update."""
     smoothed, average, mass = [], 0.0, 0.0
     for step, value in points:
         average, mass = weight * average + (1 - weight) * value, weight * mass + (1 - weight)
@@ -108,7 +108,7 @@ def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> list[t
 
 
 def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False, legend: bool = False) -> Markup:
-    """Return a line chart over the training steps as SVG markup, with values on hover. series: curves, each with its
+    """Draw a line chart over the training steps, with values on hover; return SVG markup. series: curves, each with a
     name and (step, value) points. unit: unit of the values, for the axis title. from_zero: begin the y axis at 0, or at
     the lowest value if that is negative. legend: name the curve even if there is only one."""
     points = [point for one in series for point in one.points]

@@ -24,7 +24,7 @@ class _Document(BaseModel):
 
 
 class _StepLine(_Document):
-    """Schema (pydantic) of a step line of metrics.jsonl, with the keys that the report reads."""
+    """Schema (pydantic) of a line of metrics.jsonl about a step, with the keys that the report reads."""
 
     step: Annotated[int, Field(ge=0, le=2**53)]
     loss: _Number | None
@@ -38,7 +38,7 @@ class _StepLine(_Document):
 
 
 class _FullestRank(_Document):
-    """Schema (pydantic) of the rank whose peak memory is largest."""
+    """Schema (pydantic) of the entry on the rank with the largest peak memory."""
 
     rank: _Whole
     memory_bytes: dict[str, _Number | None] | None = None
@@ -90,7 +90,7 @@ class _Sample(_Document):
 
 
 def read_recipe(path: Path) -> str:
-    """Return the TOML text of a run's recipe, with U+FFFD for bytes that are not UTF-8. `UserError` if it cannot be
+    """Read the TOML text of a run's recipe, with U+FFFD for bytes that are not UTF-8. `UserError` if it cannot be
     read."""
     try:
         return read_file(path, "recipe_bytes").decode(errors="replace")
@@ -99,8 +99,8 @@ def read_recipe(path: Path) -> str:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file that describe steps, as dicts. `UserError` if it cannot be read, has no step,
-    or a value is invalid."""
+    """Read the lines of a metrics file that describe steps, as dicts. `UserError` if the file cannot be read, has no
+    step, or has an invalid value."""
     try:
         lines = [line for line in read_metrics(path) if "loss" in line]
     except OSError as error:
@@ -116,8 +116,8 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Return the result document of a run as a dict; empty if the run has not ended. `UserError` if unreadable or a
-    value is invalid."""
+    """Read the result document of a run as a dict; empty if the run has not ended. `UserError` if the file cannot be
+    read or has an invalid value."""
     try:
         found = read_json(path)
     except FileNotFoundError:
@@ -140,8 +140,8 @@ def check_sample(document: Mapping[str, Any]) -> None:
 
 
 def _validate(kind: type[_Document], value: Any, where: str) -> dict[str, Any]:
-    """Validate the parsed JSON `value` against the pydantic schema `kind` and return `value` unchanged. where: name of
-    the file or document. `UserError` names `where` and the first invalid key."""
+    """Validate the parsed JSON `value` against the pydantic schema `kind`; return it unchanged. where: name of the file
+    or document. Raises `UserError` that names `where` and the first invalid key."""
     try:
         kind.model_validate(value)
     except ValidationError as error:

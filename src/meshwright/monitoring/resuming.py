@@ -48,11 +48,11 @@ _FIXED_BECAUSE = {
 
 
 def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, Any] | None:
-    """Return the content of `state.json` in the newest checkpoint of the recipe's run directory; None without a
-    checkpoint.
+    """Check that the recipe can resume its run, and return the content of `state.json` in the newest checkpoint of its
+    run directory; None without a checkpoint.
 
-    data_sha256: checksum of the prepared data's tokens, None to compare no data. `UserError` if a key that must not
-    change differs from the checkpoint's recipe (names the first such key and where it is set), or if the data differ.
+    data_sha256: checksum of the prepared data's tokens; None: not checked. Raises `UserError` if a key that may not
+    change differs from the checkpoint's recipe (it names the key and where it is set), or if the data differ.
     """
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
@@ -70,8 +70,8 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
 
 
 def check_resume_differences(old: Recipe, new: Recipe) -> None:
-    """Raise `UserError` if a key that may not change on resume differs between `old`, the checkpoint's recipe, and
-    `new`; the error names the first such key. `RESUMABLE` lists the keys that may change."""
+    """Check that only keys of `RESUMABLE` differ between `old`, the recipe of the checkpoint, and `new`. Raises
+    `UserError` that names the first other key."""
     before, after = values_by_key(old), values_by_key(new)
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):

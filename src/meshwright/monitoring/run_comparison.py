@@ -8,15 +8,15 @@ from pathlib import Path
 from meshwright.draw.markup import Content, element
 from meshwright.draw.page import page, paragraph, table
 from meshwright.errors import UserError
-from meshwright.monitoring.recipe_keys import differing_between
+from meshwright.monitoring.recipe_keys import compare_recipes
 from meshwright.monitoring.report import read_run, summarise, write_page
 from meshwright.monitoring.report_charts import COLOURS, draw_runs, work_unit
 
 
 def write_run_comparison(directories: Sequence[Path]) -> Path:
-    """Write `comparison.html` into the first of several run directories and return its path.
+    """Write `comparison.html`, which compares several runs, into the first of their directories; return its path.
 
-    `UserError` if one of them has no training step, if there are more runs than chart colours, or if some count
+    `UserError` if a run has no training step, if there are more runs than chart colours, or if some runs count
     throughput in tokens and others in samples.
     """
     unlike = {directory.resolve(): directory for directory in directories}
@@ -32,7 +32,7 @@ def write_run_comparison(directories: Sequence[Path]) -> Path:
     results = [
         (row, *(each.get(row, "–") for each in facts)) for row in dict.fromkeys(key for each in facts for key in each)
     ]
-    keys = differing_between([run.recipe for run in runs])
+    keys = compare_recipes([run.recipe for run in runs])
     parts: list[Content] = [
         element("h1", f"{len(runs)} runs"),
         table(("", *names), results),

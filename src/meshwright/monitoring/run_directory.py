@@ -24,10 +24,10 @@ CHECKPOINTS = "checkpoints"
 
 
 class RunDirectory:
-    """Directory of one run: its lock and the paths of its files.
+    """Directory of one run: paths and content of its files, and its lock.
 
-    Every process of a run makes one object; only one of them locks it (the launcher, or rank 0 where torchrun,
-    Kubernetes or SLURM started the ranks).
+    Every process of a run creates one object; only one of them locks the directory (the launcher, or rank 0 if
+    torchrun, Kubernetes or SLURM started the ranks).
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -50,7 +50,7 @@ class RunDirectory:
         return self.path / LOST
 
     def create(self) -> None:
-        """Create the directory. `UserError` when a file is in its place or it cannot be written."""
+        """Create the directory. `UserError` if its path is a file or it cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -64,8 +64,8 @@ class RunDirectory:
     def lock(self) -> int:
         """Lock the directory until `unlock` or the end of this process; return the lock's file descriptor.
 
-        `UserError` when another run holds the lock. The kernel releases it when a run is killed; a child that inherits
-        the descriptor holds it as well, so that no run begins while a rank is still alive.
+        `UserError` if another run holds the lock. A child process that inherits the descriptor holds the lock too, so
+        that no run begins while a rank is still alive.
         """
         self.create()
         self._lock = DirectoryLock(self.path, "run directory", "end it, or give another run.directory")
@@ -117,7 +117,7 @@ class RunDirectory:
         return result if isinstance(result, dict) else None
 
     def write_trackers(self, kept: Mapping[str, Mapping[str, str]]) -> None:
-        """Write the strings that each tracker stores for a resume, such as a run id: tracker name -> key -> value."""
+        """Store the strings that each tracker needs to resume, such as a run id. kept: tracker name -> key -> value."""
         self._replace(TRACKERS, to_json_bytes(kept))
 
     def read_trackers(self) -> dict[str, dict[str, str]]:

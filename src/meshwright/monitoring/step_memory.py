@@ -15,11 +15,11 @@ STEPS = 3
 
 
 class StepMemory:
-    """Meter of this process's memory (bytes allocated on CUDA, resident bytes on a CPU): its peak, and its growth in
-    the first steps.
+    """Meter of this process's memory: its peak, and its growth in the first steps. Allocated bytes on CUDA, resident
+    bytes on a CPU.
 
-    On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), so that loading does not count;
-    where it cannot be reset, `growth_in_first_steps` stays None.
+    On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), to exclude loading; if it cannot
+    be reset, `growth_in_first_steps` stays None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,13 +34,13 @@ class StepMemory:
         self._left = 0
 
     def start(self) -> None:
-        """Record the current memory, before the trainer is constructed."""
+        """Record the current memory as the base of the growth. Called before the trainer is constructed."""
         self._before = _current_bytes(self.device)
         self.resident_before = resident_bytes()
 
     @contextmanager
     def exclude_allocations(self) -> Iterator[None]:
-        """Context manager: memory allocated inside the with block is not counted as growth."""
+        """Context manager: memory allocated inside it does not count as growth."""
         before = _current_bytes(self.device)
         yield
         after = _current_bytes(self.device)
@@ -55,8 +55,8 @@ class StepMemory:
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
-        """Update `growth_in_first_steps` after one of the first `STEPS` steps; later calls do nothing. To be called
-        after each step, before anything else allocates memory."""
+        """Update `growth_in_first_steps` after one of the first `STEPS` steps; do nothing after later steps. Called
+        after each step, before other allocations."""
         if self._left:
             self._left -= 1
             assert self._before is not None
@@ -64,7 +64,7 @@ class StepMemory:
             self.growth_in_first_steps = max(self.growth_in_first_steps or 0, growth)
 
     def stop(self) -> None:
-        """Stop measuring the growth of memory: later allocations do not belong to training steps."""
+        """Stop measuring the growth; later allocations do not belong to training steps."""
         self._left = 0
 
     def peak_bytes(self) -> int:
@@ -80,14 +80,14 @@ class StepMemory:
         return {"allocator_peak": self.allocator_peak(), "process_peak": self.process_peak()}
 
     def process_peak(self) -> int | None:
-        """Return the peak resident set (RSS) of this process in bytes, libraries included; None where the kernel does
+        """Return the peak resident set size (RSS) of this process in bytes, libraries included; None if the kernel does
         not report it."""
         now = peak_resident_bytes()
         return None if now is None else max(self._earlier_resident, now)
 
 
 def _current_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process holds now: allocated on a CUDA `device`, resident on a CPU (None if
+    """Return the current memory of this process in bytes: allocated on a CUDA `device`, resident on a CPU (None if
     unknown)."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 

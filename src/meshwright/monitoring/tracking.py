@@ -31,10 +31,11 @@ Line = tuple[int, dict[str, float | str]]
 
 
 class Tracking:
-    """Sender of a run's metrics to the trackers of its recipe. Rank 0 creates it when `metrics.jsonl` is open.
+    """Sends a run's metrics to the trackers named in its recipe. Created on rank 0 when `metrics.jsonl` is open.
 
-    layout: such as "dp2 zero1", sent with the recipe's values. directory: of the run. step: steps done in the resumed
-    checkpoint, 0 in a fresh run. log: prints a line on the console. `UserError` for trackers that cannot be created.
+    layout: notation such as "dp2 zero1", sent with the recipe's values. directory: run directory. step: steps done in
+    the resumed checkpoint, 0 in a fresh run. log: prints a line on the console. `UserError` if a tracker cannot be
+    created.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Tracking:
 
     def finish(self, status: str) -> None:
         """Report the run's end to the trackers, wait a limited time until they have received all lines, and log the
-        number of lines that were lost.
+        number of lost lines.
 
         status: "finished", "stopped" (it may be resumed) or "failed".
         """
@@ -93,9 +94,9 @@ class Tracking:
 class _TrackerThread:
     """Queue and thread that send lines (step, values by name) to one tracker.
 
-    name: the tracker's name in `track.to`. tracker: the tracker. run: facts about the run. recipe: dotted key -> value.
-    missing: lines of metrics.jsonl that an earlier start of the run may not have sent; they are sent first and never
-    dropped. keep: writes the strings that trackers store for a resume to the run directory. log: prints a line.
+    name: the tracker's name in `track.to`. tracker: the tracker. run: description of the run for it. recipe: dotted key
+    -> value. missing: lines of metrics.jsonl that an earlier start of the run may not have sent; sent first and never
+    dropped. keep: function that writes the trackers' stored strings to the run directory. log: prints a line.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class _TrackerThread:
         self._thread.start()
 
     def put(self, line: Line) -> None:
-        """Queue a line (step, values by name) without blocking; the oldest is dropped when the queue is full."""
+        """Queue a line (step, values by name) without blocking; if the queue is full, the oldest line is dropped."""
         with self._news:
             if len(self._waiting) == WAITING:
                 self._waiting.popleft()
@@ -132,7 +133,7 @@ class _TrackerThread:
             self._news.notify()
 
     def close(self, status: str) -> None:
-        """Signal the thread that no more lines come. status: "finished", "stopped" or "failed"."""
+        """Signal the thread that there are no more lines. status: "finished", "stopped" or "failed"."""
         with self._news:
             self._status = status
             self._news.notify()
@@ -185,7 +186,7 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` until it does not raise, with growing pauses; return True if it succeeded. Return False after
+        """Call `call` until it succeeds (does not raise), with growing pauses, and return True. Return False after
         `tries` failures (None: no limit), or after a failure once the run has ended."""
         pause, tried = PAUSE, 0
         while True:
@@ -204,14 +205,14 @@ class _TrackerThread:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _log_failure(self, reason: str) -> None:
-        """Store `reason` as the tracker's latest error, and log it if it is the tracker's first."""
+        """Store `reason` as the tracker's latest error; log it if it is the tracker's first error."""
         if not self._last_error:
             self._log(f"tracker {self.name} failed: {reason}; training continues, and sending is retried")
         self._last_error = reason
 
     def _save_progress(self, step: int, now: bool = False) -> None:
         """Store in the run directory that the tracker has received all lines up to step `step`, so that a resumed run
-        sends only later lines. now: True to write at once; False to write at most once in `KEEP_SECONDS`."""
+        sends only later ones. now: True to write at once; False to write at most once in `KEEP_SECONDS`."""
         self.run.kept["sent"] = str(max(step, 0))
         if now or time.monotonic() - self._kept_at > KEEP_SECONDS:
             self._kept_at = time.monotonic()
@@ -222,8 +223,8 @@ class _TrackerThread:
 
 
 def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
-    """Flatten nested dicts to path -> number or text ("seconds_by_part/forward"); values that are not finite are left
-    out. prefix: text before each path."""
+    """Flatten nested dicts to path -> number or text, with paths such as "seconds_by_part/forward"; values that are not
+    finite are left out. prefix: text before each path."""
     flat = flatten(values, "/", prefix)
     texts = {key: value for key, value in flat.items() if isinstance(value, str)}
     numbers = (bool, int, float)
@@ -233,15 +234,15 @@ def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, flo
 
 
 def flatten_line(line: Mapping[str, Any]) -> Line:
-    """Convert a line of `metrics.jsonl` to (step, values by path); the paths of an event's values begin with its name
-    ("save/stall_seconds")."""
+    """Convert a line of `metrics.jsonl` to (step, values by path). In the line of an event, the event's name is the
+    first part of each path ("save/stall_seconds")."""
     event = line.get("event")
     rest = {key: value for key, value in line.items() if key not in ("step", "event")}
     return int(line.get("step", 0)), flatten_values(rest, f"{event}/" if event else "")
 
 
 def _read_lines(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """Return the lines of `metrics.jsonl` up to step `step` (inclusive) as dicts; none for a fresh run (step 0)."""
+    """Read the lines of `metrics.jsonl` up to step `step` (inclusive) as dicts; none for a fresh run (step 0)."""
     return [line for line in read_metrics(directory.metrics) if line.get("step", 0) <= step] if step else []
 
 

@@ -19,8 +19,8 @@ from meshwright.spec.block_tables import (
     BLOCK_TOKENS,
     BlockTables,
     block_tables,
-    most_held,
-    most_tokens,
+    max_blocks_held,
+    max_sequence_tokens,
     serving_stages,
 )
 from meshwright.spec.config import ModelConfig
@@ -130,7 +130,7 @@ class ServingLedger:
     @property
     def blocks_of_longest(self) -> int:
         """Most KV blocks that a sequence of `max_length` tokens holds at once, in all its block tables."""
-        return sum(most_held(self.sizes.max_length, self.tables.windows, self.sizes.token_budget))
+        return sum(max_blocks_held(self.sizes.max_length, self.tables.windows, self.sizes.token_budget))
 
     @property
     def concurrency(self) -> float:
@@ -139,7 +139,7 @@ class ServingLedger:
 
     def longest_within(self, blocks: int) -> int:
         """Most tokens of a sequence, up to `max_length`, that never holds more than so many KV blocks."""
-        return most_tokens(blocks, self.tables.windows, self.sizes.token_budget, self.sizes.max_length)
+        return max_sequence_tokens(blocks, self.tables.windows, self.sizes.token_budget, self.sizes.max_length)
 
     @property
     def _copies(self) -> int:

@@ -22,7 +22,7 @@ _SITE = "probe"
 
 
 def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
-    """Make the process groups whose collectives are timed; return (scope, axis) for each. All ranks must call this
+    """Create the process groups whose collectives are timed; return (scope, axis) for each. All ranks must call this
     function.
 
     Scope "inside": groups of consecutive ranks of a host, one axis for each group size that divides the number of ranks
@@ -40,13 +40,12 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 def time_collective(
     mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Time a collective on a float32 vector in `BATCHES` batches of calls. Return two lists with one value per batch,
-    for this rank: seconds per call; and seconds per call in which the rank waited for a CPU core, which are contained
-    in the first value.
+    """Time a collective on a float32 vector, in `BATCHES` batches of calls. Return (seconds per call, seconds per call
+    that this rank waited for a CPU core), each a list with one value per batch. The second is contained in the first.
 
-    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message. size: bytes of the
-    full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups of the axis
-    run the collective at once.
+    operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message is returned. size:
+    bytes of the full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups
+    of the axis run the collective at once.
     """
     device = mesh.device
     call, calls_each = _make_call(axis, operation, size, device)
@@ -73,7 +72,7 @@ def time_collective(
 
 
 def choose_precision(mesh: Mesh) -> str:
-    """Measure on rank 0 whether matrix products are faster in bf16 than in fp32; return "bf16" if they are, else
+    """Choose the faster precision of matrix products, measured on rank 0: return "bf16" if it is faster than fp32, else
     "fp32". The result is equal on all ranks, which must all call this function."""
     faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
@@ -81,11 +80,12 @@ def choose_precision(mesh: Mesh) -> str:
 
 
 def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
-    """Return a collective's duration in seconds: the median over batches of the slowest rank's time.
+    """Return the duration of a collective in seconds: in each batch that of the slowest rank, then the median over
+    batches.
 
-    by_rank: seconds per call, indexed by rank, then by batch. waits: the part of these seconds in which the rank waited
-    for a CPU core, indexed in the same way. Where the waits of a batch, summed over ranks, exceed half of the slowest
-    rank's time, the sum is subtracted from that time (but at most 90 % of it).
+    by_rank: seconds per call, [rank][batch]. waits: the part of these seconds in which the rank waited for a CPU core,
+    [rank][batch]. If the waits of a batch, summed over ranks, exceed half of the slowest rank's time, they are
+    subtracted from it (at most 90 % of it).
     """
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):
@@ -95,9 +95,9 @@ def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> floa
 
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """Return (function that runs the collective once over `axis`, number by which to divide its duration). The number
-    is 2 for "send-receive", which sends a message there and back, and 1 for other collectives. operation: such as
-    "all-reduce". size: bytes of the collective's full float32 vector."""
+    """Return (function that runs the collective once over `axis`, number by which to divide the function's duration).
+    The number is 2 for "send-receive", which sends a message there and back, and 1 for other collectives. operation:
+    such as "all-reduce". size: bytes of the full float32 vector."""
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)
     mine = whole[axis.rank * share : (axis.rank + 1) * share]
@@ -116,7 +116,7 @@ def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> t
 
 
 def _ping_pong(message: torch.Tensor, axis: Axis) -> None:
-    """Send `message` from the first rank of each pair of neighbours on `axis` (0 and 1, 2 and 3 ...) to the second, and
+    """Send `message` from the first to the second rank of each pair of neighbours on `axis` (0 and 1, 2 and 3 ...), and
     back."""
     first, peer = axis.rank % 2 == 0, axis.rank ^ 1
     if peer >= axis.size:  # the last rank of an odd number has no partner

@@ -19,8 +19,8 @@ THRESHOLD = 1.25
 class SlowRank:
     """Rank or host that is slower than the others.
 
-    what: measured work, "products" (matrix products) or "memory" (passes over memory). host: host name. rank: global
-    rank, None for a whole host. ratio: time of the rank or host divided by the median time of the others.
+    what: kind of measurement, "products" (matrix products) or "memory" (passes over memory). host: host name. rank:
+    global rank; None for a whole host. ratio: time of the rank or host divided by the median time of the others.
     """
 
     what: str
@@ -30,17 +30,17 @@ class SlowRank:
 
     @property
     def line(self) -> str:
-        """Warning about the slow rank or host for the user, one line."""
+        """One-line warning for the user about the slow rank or host."""
         named = f"node {self.host}" if self.rank is None else f"rank {self.rank} (on {self.host})"
         doing = "matrix products take" if self.what == "products" else "memory passes take"
         return f"{named} is slow: its {doing} {self.ratio:.2f} times as long as the others' (limit {THRESHOLD:g})"
 
 
 def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[SlowRank]:
-    """Return the hosts and ranks whose time is more than `THRESHOLD` times that of the others.
+    """Find the hosts and ranks that need more than `THRESHOLD` times the time of the others.
 
-    what: kind of measurement, "products" or "memory". seconds: duration of each measurement point on each rank, indexed
-    by rank, then by point. hosts: name of each rank's host, indexed by rank.
+    what: kind of measurement, "products" or "memory". seconds: duration of each measurement point, [rank][point].
+    hosts: host name of each rank.
     """
     names = list(dict.fromkeys(hosts))
     of_host = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
@@ -61,11 +61,11 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
 
 
 def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Compute how much slower than the others each of n ranks or hosts is; return ratios [n], about 1 for one of usual
+    """Compute how much slower each of n ranks (or hosts) is than the others; return ratios [n], about 1 for usual
     speed.
 
-    seconds: for each rank or host, the duration of each measurement point. The ratio of a rank or host is its time
-    divided by the median of the others' times, as the median over the points; 1 if n is 1.
+    seconds: duration of each measurement point, [rank][point]. A ratio is the rank's time divided by the median of the
+    others' times, as the median over the points; 1 if n is 1.
     """
     if len(seconds) < 2:
         return [1.0] * len(seconds)

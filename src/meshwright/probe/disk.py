@@ -11,8 +11,8 @@ _PIECE = 2**22
 
 
 def measure_disk(directory: Path, size: int) -> tuple[float, float] | None:
-    """Return (write, read) bandwidth of the disk in bytes per second, measured on a temporary file of `size` bytes in
-    `directory`; None if the file cannot be created or written.
+    """Measure the disk's bandwidth on a temporary file of `size` bytes in `directory`; return (write, read) in bytes
+    per second, None if the file cannot be created or written.
 
     Writing includes fsync; before reading, the kernel is asked to drop the file from the page cache.
     """

@@ -45,7 +45,7 @@ MLP's second matrix product."""
 
 class _Attention(NamedTuple):
     """Attention kernel to be timed. head_size: dimension of a head. kv_block: tokens of a KV block for ring attention;
-    None for attention whose keys are all on one rank."""
+    None for attention without context parallelism."""
 
     head_size: int
     kv_block: int | None = None
@@ -65,8 +65,8 @@ _ATTENTION = [_Attention(size, kv_block) for kv_block in (None, *RING_PIECES) fo
 
 
 def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
-    """Return the measurement points of a transformer layer's operations: forward and backward of norm, rotary
-    embedding, activation, loss and attention, in every precision and size of `plan`."""
+    """List the measurement points of a transformer layer's operations: forward and backward of norm, rotary embedding,
+    activation, loss and attention, in every precision and size of `plan`."""
     return [
         MeasurementPoint("kernel", name + (BACKWARD if back else ""), precision, (elements,), make, kernels, moved)
         for precision in plan.precisions
@@ -79,9 +79,9 @@ def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
 def _list_kernels(
     axes: Sequence[str], elements: int, dtype: torch.dtype, back: bool
 ) -> Iterator[tuple[str, Callable[[torch.device], Callable[[], Any]], float, float]]:
-    """Yield every operation on tensors of `elements` elements: (name, function that takes a device and returns the call
-    to be timed, number of device kernels, bytes that one kernel reads and writes). axes: mesh axes of the plan; with
-    "cp" ring attention is included. back: True for the backward pass, False for the forward pass."""
+    """Yield every layer operation on tensors of `elements` elements, as (name, function (device) -> call to be timed,
+    number of device kernels that the call launches, bytes that one kernel reads and writes). axes: mesh axes of the
+    plan; with "cp" ring attention is included. back: True for the backward pass, False for the forward pass."""
     for name, (width, kernels) in _ELEMENTWISE.items():
         passes, tokens = kernels[back], elements // width
         moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
@@ -106,8 +106,8 @@ ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs a layer operation once. back: False to run the forward pass, which saves activations;
-    True to run only the backward pass. made: function that takes a device and returns (inputs, forward function)."""
+    """Return a function that runs one pass of a layer operation. back: True for the backward pass alone, False for the
+    forward pass, which saves activations. made: function (device) -> (inputs, forward function)."""
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:
@@ -123,7 +123,7 @@ def _run_forward(forward: Callable[[], Any]) -> None:
 
 
 def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Allocate the inputs of a layer operation for `tokens` tokens; return (inputs whose gradients are computed,
+    """Allocate the inputs of an elementwise operation for `tokens` tokens; return (inputs whose gradients are computed,
     function that runs the forward pass). name: "norm", "rotary" or "activation"."""
     if name == "norm":
         module = RMSNorm(HIDDEN, 1e-5, device=device, dtype=dtype)
@@ -140,8 +140,8 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that computes the cross entropy of `tokens` tokens from random logits. back: True to return
-    instead a function that overwrites the logits with their gradient."""
+    """Return a function that computes the cross entropy of `tokens` tokens from random logits or, if `back`, one that
+    overwrites the logits with their gradient."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)
@@ -149,8 +149,8 @@ def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.d
 
 
 def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Allocate random Q, K and V of `rows` sequences for an attention kernel; return (inputs whose gradients are
-    computed, function that runs the forward pass)."""
+    """Allocate random Q, K and V of `rows` sequences for the attention kernel `kernel`; return (inputs whose gradients
+    are computed, function that runs the forward pass)."""
     leaves = [
         _make_leaf(dtype, device, rows, kernel.tokens, heads, kernel.head_size) for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]

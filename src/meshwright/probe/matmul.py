@@ -18,22 +18,21 @@ TURNS = 4
 
 
 def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", seconds: float = 0.15) -> float:
-    """Measure the sustained FLOP/s of matrix products (`torch.nn.functional.linear`) in `dtype`; return the highest of
-    a few shapes, each at its median time.
+    """Measure the sustained FLOP/s of matrix products (`torch.nn.functional.linear`) in `dtype`, with the process's
+    current number of threads. Return the highest rate of a few shapes; the rate of a shape is at its median time.
 
-    device: where to measure. seconds: approximate duration of the whole measurement. Uses the process's current number
-    of threads.
+    device: device to measure. seconds: approximate duration of the whole measurement.
     """
     products = _time_products(dtype, torch.device(device), SHAPES, seconds)
     return max(flops / statistics.median(times) for flops, times in products)
 
 
 def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
-    """Return True if matrix products on `device` reach at least 1.2 times the FLOP/s in bf16 that they reach in
-    float32, so that bf16 pays for its casts.
+    """Return True if matrix products on `device` reach at least 1.2 times as many FLOP/s in bf16 as in float32, so that
+    bf16 pays for its casts.
 
     The rates are measured only on CPUs with bf16 instructions; the result is True on GPUs and False on other CPUs. Both
-    dtypes are timed in turns, and their shortest times are compared, since other load only lengthens times.
+    dtypes are timed in turn, and their shortest times are compared, since other load only lengthens times.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -51,7 +50,7 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
 def _time_products(
     dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
 ) -> list[tuple[float, list[float]]]:
-    """Time matrix products; return for each shape (FLOPs of one product, seconds of each repetition). shapes: (tokens,
+    """Time matrix products; return (FLOPs of one product, seconds of each repetition) for each shape. shapes: (tokens,
     output size, input size). seconds: duration of the whole measurement."""
     products = []
     for tokens, out, inner in shapes:

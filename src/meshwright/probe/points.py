@@ -27,11 +27,10 @@ class MeasurementPoint:
     """One timed measurement: a matrix product, memory pass or layer operation at one size and precision.
 
     kind: "product" (matrix product), "pass" (elementwise operation over memory) or "kernel" (operation of a transformer
-    layer, such as norm or attention). name: of the pass or operation; for a product "forward", "input-gradient" or
+    layer, such as norm or attention). name: name of the pass or operation; for a product "forward", "input-gradient" or
     "weight-gradient". precision: such as "bf16". sizes: (tokens, out, in) of a product, else (elements,). make: for
-    kind "kernel": allocates the inputs on a device and returns a function that runs the operation once; None for
-    others. kernels: number of device kernels that one run launches. kernel_bytes: bytes that each of these reads and
-    writes.
+    kind "kernel", function (device) -> function that runs the operation once on inputs allocated there; else None.
+    kernels: number of device kernels that one run launches. kernel_bytes: bytes that each of them reads and writes.
     """
 
     kind: str
@@ -44,8 +43,8 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written: by one run of a memory pass; for a layer operation, the mean over the device kernels
-        that one run launches. Defined for these two kinds only."""
+        """Bytes read and written: for a memory pass in one run, for a layer operation in one of the device kernels that
+        a run launches (mean). Not defined for matrix products."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -53,7 +52,7 @@ class MeasurementPoint:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPlan:
-    """Plan of a probe: what it measures, at which sizes and for how long.
+    """Plan of a probe: what to measure, at which sizes and for how long.
 
     Attributes:
         shapes: (tokens, output size, input size) of matrix products.
@@ -63,9 +62,9 @@ class MeasurementPlan:
         disk_bytes: Bytes written to the disk (0: not measured).
         point_seconds: Seconds of measuring for each measurement point.
         kernel_sizes: Numbers of elements of the tensors of layer operations (norm, attention ...).
-        steps: Training steps of the reference model under each layout, in all rounds together.
-        rounds: Number of rounds into which these steps are split; in each, all layouts take turns.
-        axes: Mesh axes under which the reference model is trained, of "tp" and "cp"; without "cp" no ring attention is
+        steps: Training steps of the reference model (a small transformer) under each layout, over all rounds.
+        rounds: Number of rounds into which these steps are divided; in each, all layouts take turns.
+        axes: Mesh axes under which the reference model is trained, of "tp" and "cp"; without "cp" ring attention is not
             timed.
         single_rank: True to also measure one rank alone.
         compare_seconds: Seconds for comparing the ranks with each other, to find slow ones (0: not compared).
@@ -86,7 +85,8 @@ class MeasurementPlan:
 
     @classmethod
     def default(cls, device: str) -> MeasurementPlan:
-        """Return the plan of `meshwright probe` for "cpu" (sizes of small models) or "cuda" (of large ones)."""
+        """Return the default plan of `meshwright probe`. device: "cpu", with the sizes of small models, or "cuda", with
+        those of large models."""
         if device == "cpu":
             return cls(
                 (*_cross((32, 256, 2048), _SMALL_SIDES), (512, 4096, 1024), (256, 8192, 256)),
@@ -101,9 +101,9 @@ class MeasurementPlan:
 
     @classmethod
     def short(cls, precisions: tuple[str, ...], axes: tuple[str, ...]) -> MeasurementPlan:
-        """Return the plan for predicting a single training run on CPUs; measuring takes about 10 seconds.
+        """Return the plan for predicting one training run on CPUs, which takes about 10 seconds.
 
-        precisions: precisions of the run, such as "bf16". axes: those of "tp" and "cp" that the run uses, whose ranks
+        precisions: precisions of the run, such as "bf16". axes: mesh axes of the run, of "tp" and "cp", whose ranks
         communicate in every layer.
         """
         return cls(
@@ -122,8 +122,8 @@ class MeasurementPlan:
         )
 
     def list_points(self) -> list[MeasurementPoint]:
-        """Return the measurement points of matrix products and memory passes at all precisions and sizes of the plan.
-        Copies in fp32 are always among them, since they predict the optimizer's time."""
+        """List the measurement points of matrix products and memory passes at all precisions and sizes of the plan.
+        fp32 copies are always included, since they predict the optimizer's time."""
         products = [
             MeasurementPoint("product", form, precision, shape)
             for precision in self.precisions
@@ -142,11 +142,10 @@ class MeasurementPlan:
 
 
 class ReferenceKernel:
-    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement of computation.
-    Its time shows the CPU's speed at that moment, which other users of the machine may reduce by a third for seconds.
-    The measured times are corrected by it to the CPU's usual speed.
+    """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement, to correct the
+    measured time to the CPU's usual speed: other users of the machine may reduce the speed by a third for seconds.
 
-    device: device of the measurements; on other devices than CPUs the product is not timed.
+    device: device of the measurements; except on CPUs the product is not timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,8 +153,7 @@ class ReferenceKernel:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Time the product now; return the median of five calls in seconds. On devices other than CPUs always return
-        1.0."""
+        """Time the product now; return the median of five calls in seconds. On other devices than CPUs, return 1.0."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
@@ -163,12 +161,13 @@ class ReferenceKernel:
 
 
 def _cross(tokens: Sequence[int], sides: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return the shapes (tokens, output size, input size) of every number of tokens with every pair of sizes."""
+    """Combine every number of tokens with every pair (output size, input size); return the shapes (tokens, output size,
+    input size)."""
     return tuple((rows, *side) for rows in tokens for side in sides)
 
 
 def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
-    """Return 2^`first`, 2^(`first` + `step`), ... up to at most 2^`last`."""
+    """Return the powers of two 2^`first`, 2^(`first` + `step`), ..., up to at most 2^`last`."""
     return tuple(2**exponent for exponent in range(first, last + 1, step))
 
 
@@ -197,7 +196,7 @@ def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any
 
 @contextmanager
 def use_precision(precision: str) -> Iterator[None]:
-    """Return a context in which float32 matrix products use TF32 if `precision` is "tf32", and full float32
+    """Context manager in which float32 matrix products use TF32 if `precision` is "tf32", and full float32
     otherwise."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -208,16 +207,16 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
-    """Return the seconds of one run of a measurement point. A layer operation may launch several device kernels: then
-    return the mean per kernel. seconds: approximate time for measuring, by `time_call`."""
+    """Time a measurement point by `time_call`; return the seconds of one run or, for a layer operation that launches
+    several device kernels, the mean per kernel. seconds: approximate time for measuring."""
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds) / point.kernels
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Return the seconds of one `call()`, measured in about `seconds`: the median over at least three batches, each of
-    which repeats the call between two synchronizations with `device`. If a single call takes longer than `seconds`, its
-    time is returned."""
+    """Time `call()`, in about `seconds`; return the seconds of one call: the median over at least three batches, each
+    of which repeats the call between two synchronizations with `device`. If a single call takes longer than `seconds`,
+    it is timed only once."""
     call()  # warm-up: chooses kernels and packs weights
     once = _time_batch(call, device, 1)
     if once > seconds:

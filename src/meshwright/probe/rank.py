@@ -44,18 +44,19 @@ _NAME_BYTES = 256
 
 
 def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: float = 120.0) -> Mesh:
-    """Create the mesh for `measure` over the initialized process group: ranks of a host on axis tp, hosts on axis dp.
+    """Create the mesh for `measure` over the initialized process group, with the ranks of a host on axis tp and the
+    hosts on axis dp.
 
     ranks: world size. host_ranks: number of ranks on each host, with consecutive numbers. device: "cpu" or "cuda".
-    timeout_seconds: limit of a collective call.
+    timeout_seconds: time limit of a collective call.
     """
     return Mesh.create(Layout(tp=host_ranks, dp=ranks // host_ranks), device, timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Facts about this rank's host. cores: number of CPU cores that the host's ranks share. directory: directory on the
-    disk to be measured. starts: name -> seconds of start-up phases measured before, "rank" (start of the process) and
+    """Properties of this rank's host. cores: number of CPU cores that the host's ranks share. directory: directory on
+    the disk to be measured. starts: seconds of start-up phases measured before: "rank" (start of the process) and
     "meeting" (initialization of the process group)."""
 
     cores: int
@@ -71,16 +72,16 @@ def measure(
     kernels: Sequence[MeasurementPoint] = (),
     steps: Callable[[ReferenceKernel, float], Sequence[ReferenceStep]] = lambda kernel, usual_seconds: (),
 ) -> dict[str, Any]:
-    """Make the measurements of the machine that are listed in `plan`. All ranks must call this function.
+    """Make all measurements of `plan` on this machine. All ranks must call this function.
 
     mesh: from `make_probe_mesh`. host: this rank's host. log: receives progress lines on rank 0. kernels: measurement
-    points of layer operations, timed with all ranks at once. steps: function that measures training steps of the
-    reference model, given the reference kernel and the kernel's seconds at the CPU's usual speed.
+    points of layer operations, timed with all ranks at once. steps: function (reference matrix product, its seconds at
+    the CPU's usual speed) -> training steps of the reference model.
 
-    Returns JSON: "measured" (`Measured.tables`), "hosts" (host names, indexed by rank), "ratios" ("products" and
-    "memory" -> slowdowns, indexed by rank), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and
+    Returns a JSON dict: "measured" (`Measured.tables`), "hosts" (host name of each rank), "ratios" ({"products",
+    "memory": slowdown of each rank}), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and
     memory_bytes) and "seconds" (duration of the whole measurement). Start-up times, launch overheads, copies, "device"
-    and "seconds" are those of this rank; the disk is measured on rank 0 alone; all else is equal on all ranks.
+    and "seconds" are those of this rank, and the disk's bandwidth that of rank 0; all else is equal on all ranks.
     """
     begun = time.perf_counter()
     leader = mesh.rank == 0
@@ -162,12 +163,12 @@ def _time_points(
     mesh: Mesh, points: list[MeasurementPoint], busy: int, threads: int, seconds: float, kernel: ReferenceKernel
 ) -> tuple[list[list[float]], float]:
     """Time every measurement point while the first `busy` ranks of each host compute, with `threads` threads each, and
-    the other ranks idle.
+    the other ranks idle. Return (times, usual).
 
-    seconds: time for each point. kernel: reference matrix product, timed after each point to correct for the CPU's
-    current speed. Returns (times, usual). times: seconds of one run of each point at the CPU's usual speed, indexed by
-    rank, then by point; the list of an idle rank is empty. usual: seconds of the reference product at that speed: the
-    median over all points, averaged over the ranks that compute.
+    times: seconds of one run of each point at the CPU's usual speed, [rank][point]; empty for an idle rank. usual:
+    seconds of the reference matrix product `kernel` at that speed: the median over all points, averaged over the
+    computing ranks. seconds: time for each point. The product is timed after each point, to correct for the CPU's
+    current speed.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -187,11 +188,11 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
-    """Time matrix products and memory passes on all ranks of `mesh`, to find slow ranks. Return {"products" or
-    "memory": seconds, indexed by rank, then by measurement}; {} if `plan.compare_seconds` is 0.
+    """Time matrix products and memory passes on all ranks, to find slow ranks. Return {"products", "memory": seconds,
+    [rank][measurement]}; {} if `plan.compare_seconds` is 0.
 
-    All points are timed in short rounds, repeated for `plan.compare_seconds`. One long measurement of each point would
-    be distorted, because a shared machine slows one rank after another for half a second at a time.
+    All points are timed in short rounds, repeated for `plan.compare_seconds`: in one long measurement of each point,
+    ranks would differ because a shared machine slows one after another for half a second at a time.
     """
     if not plan.compare_seconds:
         return {}
@@ -214,15 +215,15 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
 
 def _smooth(times: list[float]) -> list[float]:
     """Return the running median over five consecutive times of the reference matrix product, in seconds. It removes
-    single outliers, but keeps slowdowns by other load, which last for seconds."""
+    single outliers but keeps slowdowns by other load, which last for seconds."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 
 def _group_by_name(
     points: list[MeasurementPoint], seconds: list[float], kinds: tuple[str, ...]
 ) -> Iterator[tuple[str, str, tuple[MeasurementPoint, ...], tuple[float, ...]]]:
-    """Group the timed measurement points of these `kinds` ("product", "pass" ...) by precision and name; yield
-    (precision, name, points, seconds of each). seconds: duration of each of `points`."""
+    """Group the measurement points of these `kinds` ("product", "pass" ...) by precision and name; yield (precision,
+    name, points, seconds of each). seconds: duration of each of `points`."""
     timed = [(point, took) for point, took in zip(points, seconds, strict=True) if point.kind in kinds]
     for key in dict.fromkeys((point.precision, point.name) for point, _ in timed):
         chosen, times = zip(*(each for each in timed if (each[0].precision, each[0].name) == key), strict=True)
@@ -233,8 +234,8 @@ def _group_by_name(
 
 
 def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[Collective]:
-    """Time every collective operation on every kind of process group (inside a host, across hosts, all ranks) at every
-    vector size of the plan; return one record per combination. log: receives progress lines."""
+    """Time every collective operation on every kind of process group (inside a host, across hosts, all ranks) and
+    vector size of the plan; return one record for each operation and group. log: receives progress lines."""
     found = []
     for place, axis in make_axes(mesh):
         log(f"collectives of {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
@@ -267,7 +268,7 @@ def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str,
 
 
 def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, float]:
-    """Return the seconds that one elementwise operation takes on a minimal tensor (launch overhead): {"operation":
+    """Measure the launch overhead: the seconds of one elementwise operation on a minimal tensor. Return {"operation":
     without autograd, "differentiated_operation": with its backward pass}. seconds: time for each measurement."""
     x = torch.zeros(16, device=device)
     leaf = torch.zeros(16, device=device, requires_grad=True)
@@ -283,8 +284,8 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
 
 
 def _describe_device(mesh: Mesh) -> dict[str, Any]:
-    """Return {"name", "memory_bytes"} of the device on which this rank computes; on a CPU, its share of the host's
-    memory."""
+    """Return {"name", "memory_bytes"} of the device on which this rank computes; for a CPU, memory_bytes is this rank's
+    share of the host's memory."""
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}
@@ -304,7 +305,7 @@ def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
 
 
 def _gather_hosts(mesh: Mesh) -> list[str]:
-    """All-gather the host names of all ranks; return the names, indexed by rank ("this host" if a name is empty)."""
+    """All-gather the host names of all ranks; return the names by rank, with "this host" for an empty one."""
     name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     return [
         bytes(map(int, rank)).rstrip(b"\0").decode(errors="replace") or "this host"

@@ -48,8 +48,8 @@ def probe(
     """Measure the speed of this machine with `ranks` processes (None: one for each GPU, two without GPUs); return the
     result.
 
-    device: "auto", "cpu" or "cuda". directory: where the disk is measured. plan: fields of the default
-    `MeasurementPlan` to override. threads: of each process (None: chosen by the number of cores). log: receives
+    device: "auto", "cpu" or "cuda". directory: directory on the disk to be measured. plan: fields of the default
+    `MeasurementPlan` to override. threads: threads of each process (None: chosen by the number of cores). log: receives
     progress lines. short: {"precisions": list of names such as "fp32", "axes": list of mesh axes such as "tp"}, to
     measure on CPUs only what one run needs; None: everything.
 
@@ -84,10 +84,10 @@ def probe(
         return launch(spec)
 
 
-def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
-    """Measure the machine as one of the ranks that torchrun, Kubernetes or SLURM started. Return the result of `probe`
-    on every rank; its entry "rank" is the number of the rank that returns it. device: "auto", "cpu" or "cuda".
-    directory: where the disk is measured."""
+def probe_on_rank(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
+    """Measure the machine in a process that torchrun, Kubernetes or SLURM started as one of its ranks. Return the
+    result of `probe` on every rank; its entry "rank" is this rank's number. device: "auto", "cpu" or "cuda". directory:
+    directory on the disk to be measured."""
     start = rendezvous.read_place()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
@@ -95,7 +95,7 @@ def join(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
 def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
     """Initialize the process group, measure the machine on this rank, and return the result of `probe`.
 
-    start: this rank's number and the address at which the ranks meet. description: what to measure, from `probe`:
+    start: this rank's number, and the address of the process group. description: what to measure, from `probe`:
     "device", "disk" (directory), "plan", "short", "began" (time at which the launcher started). started_by_others: True
     if torchrun, Kubernetes or SLURM started this rank.
     """
@@ -152,12 +152,13 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Callable that runs the reference training steps and catches their errors, so that the results of the measurements
-    before them are kept.
+    """Callable that runs the reference training steps and catches their errors, so that the results of earlier
+    measurements are kept. A rank that fails ends its process, which releases the other ranks from their collective
+    calls.
 
     measure: function that measures the steps. start: this rank. store: key-value store of the process group, None for a
     single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix time)} of the first failure, None without
-    one. A rank that fails ends its process, which releases the other ranks from their collective calls.
+    one.
     """
 
     def __init__(
@@ -178,8 +179,8 @@ class _GuardedSteps:
             return []
 
     def _find_first_failure(self, error: Exception) -> dict[str, Any] | None:
-        """Publish the failure of this rank to the other ranks and return that of the rank that failed first: {"rank",
-        "line" (error text), "at" (Unix time in seconds)}. None if every rank reports only the loss of another rank
+        """Publish this rank's failure to the other ranks and return that of the rank that failed first: {"rank", "line"
+        (error text), "at" (Unix time in seconds)}. None if every rank reports only the loss of another rank
         (`RankLost`). error: exception raised on this rank."""
         own = None
         if not isinstance(error, RankLost):
@@ -195,8 +196,8 @@ class _GuardedSteps:
 
 
 def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
-    """Return the default measurement plan for a device with some fields replaced. kind: "cpu" or "cuda". overrides:
-    field -> value."""
+    """Return the default measurement plan with some fields replaced. kind: "cpu" or "cuda". overrides: field ->
+    value."""
     from meshwright.probe.points import MeasurementPlan
 
     as_tuples: dict[str, Any] = {
@@ -206,9 +207,8 @@ def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
 
 
 def _count_host_ranks(start: Place, store: Any) -> int:
-    """Return the number of ranks on each host, which is equal for all hosts. All ranks must call this function. start:
-    this rank. store: key-value store of all ranks. Raises `UserError` unless all hosts have equally many ranks with
-    consecutive numbers."""
+    """Return the number of ranks on each host. All ranks must call this function. start: this rank. store: key-value
+    store of all ranks. Raises `UserError` unless all hosts have equally many ranks, with consecutive numbers."""
     store.set(f"meshwright/host/{start.rank}", socket.gethostname())
     hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]
     size = hosts.count(hosts[0])

@@ -16,7 +16,7 @@ _DIGITS = 4  # significant digits; more would be noise
 
 
 def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the hardware profile, which the planner reads, as TOML tables {name: table}. found: result of
+    """Build the hardware profile, which the planner reads, as TOML tables {name: table}. found: result of
     `probe.ranks.probe`. device: "cpu" or "cuda"."""
     measured = read(found["measured"], "probe")
     hosts: list[str] = found["hosts"]
@@ -35,9 +35,9 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
 
 
 def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the table `device` of the hardware profile. For a GPU in the project's device catalogue it has the GPU's
-    catalogue name and the reported memory; for other devices the reported name and memory and the measured rates.
-    reported: {"name", "memory_bytes"} of the device. device: "cpu" or "cuda"."""
+    """Build the table `device` of the hardware profile. A GPU in the project's device catalogue gets its catalogue name
+    and the reported memory; other devices the reported name and memory and the measured rates. reported: {"name",
+    "memory_bytes"} of the device. device: "cpu" or "cuda"."""
     known = find_device(reported["name"]) if device == "cuda" else None
     if known is not None:
         return {"like": known.name, "memory_bytes": reported["memory_bytes"]}
@@ -51,8 +51,8 @@ def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: 
 
 
 def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str, float]:
-    """Return {precision: highest FLOP/s of one rank in matrix products}. ranks: number of ranks that computed at once
-    on a host (None: `measured.ranks`)."""
+    """Return the highest FLOP/s of one rank in matrix products, by precision. ranks: number of ranks that computed at
+    once on a host (None: `measured.ranks`)."""
     wanted = measured.ranks if ranks is None else ranks
     rates: dict[str, float] = {}
     for each in measured.products:
@@ -67,7 +67,7 @@ def best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str
 
 def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None:
     """Return the memory bandwidth of one rank in bytes per second (read plus written), from copies of the largest
-    measured tensor; None if not measured. ranks: number of ranks that copied at once on a host (None:
+    measured tensor; None if no copy was measured. ranks: number of ranks that copied at once on a host (None:
     `measured.ranks`)."""
     wanted = (measured.ranks if ranks is None else ranks, measured.threads)
     for each in measured.passes:
@@ -77,11 +77,9 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
-    """Return bandwidth and latency between two ranks, from timed messages: {WHICH_gb_per_second: 10^9 bytes per second,
-    WHICH_latency_seconds: seconds}, where WHICH stands for the argument `which`; {} if messages were not timed.
-
-    which: prefix of the keys. place: "inside" (ranks of one host) or "across" (of different hosts).
-    """
+    """Return bandwidth and latency between two ranks, from timed messages, as TOML keys: {WHICH_gb_per_second: 10^9
+    bytes per second, WHICH_latency_seconds: seconds}, with the argument `which` for WHICH; {} if no messages were
+    timed. place: "inside" (ranks of one host) or "across" (of different hosts)."""
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:
         return {}
@@ -95,8 +93,8 @@ def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
 
 def fit_link(curve: Curve) -> tuple[float, float]:
     """Estimate bandwidth and latency of a link from timed messages; return (bytes per second, seconds). The latency is
-    the shortest time of any message. The bandwidth is the size of the largest message divided by the message's time
-    less the latency. curve: seconds over message bytes."""
+    the shortest time of any message. The bandwidth is the size of the largest message divided by its time less the
+    latency. curve: seconds over message bytes."""
     latency = min(curve.seconds)
     beyond = max(curve.seconds[-1] - latency, 0.05 * curve.seconds[-1])
     return curve.sizes[-1] / beyond, latency
@@ -118,7 +116,7 @@ def format_cluster_file(tables: Mapping[str, Any], head: Sequence[str]) -> str:
 
 
 def _round_floats(value: Any) -> Any:
-    """Return a JSON value with all floats in it rounded to `_DIGITS` significant digits."""
+    """Round all floats in a JSON value to `_DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}") if value != int(value) else value
     if isinstance(value, Mapping):
@@ -129,8 +127,8 @@ def _round_floats(value: Any) -> Any:
 
 
 def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return the JSON document of `meshwright probe --json`. found: result of `probe.ranks.probe`. tables: TOML tables
-    of the hardware profile. path: file into which they were written."""
+    """Build the JSON document of `meshwright probe --json`. found: result of `probe.ranks.probe`. tables: TOML tables
+    of the hardware profile. path: file to which they were written."""
     return {
         "cluster_file": path,
         **tables,
@@ -144,7 +142,7 @@ def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str
 
 
 def format_failure(found: Mapping[str, Any]) -> str:
-    """Return one line on reference training steps that failed: rank, host and error. found: result of
+    """Format the failure of reference training steps as one line: rank, host and error. found: result of
     `probe.ranks.probe`."""
     rank, line = found["failed"]["rank"], found["failed"]["line"]
     return (
@@ -153,9 +151,9 @@ def format_failure(found: Mapping[str, Any]) -> str:
     )
 
 
-def format_summary(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> str:
-    """Return the measured rates as text for the terminal, one line for each quantity, then warnings. found: result of
-    `probe.ranks.probe`. tables: TOML tables of the hardware profile. path: file into which they were written."""
+def format_summary(found: Mapping[str, Any], path: str) -> str:
+    """Format the measured rates as text for the terminal, one line for each quantity, then warnings. found: result of
+    `probe.ranks.probe`. path: file to which the hardware profile was written."""
     measured = read(found["measured"], "probe")
     ranks, threads = measured.ranks, measured.threads
     hosts = len(set(found["hosts"]))

@@ -31,8 +31,8 @@ def measure_reference_steps(
 
     mesh: from `probe.rank.make_probe_mesh`. plan: gives the numbers of steps and rounds, the precisions and the mesh
     axes. kernel: reference matrix product, timed between steps to correct for the CPU's current speed. usual_seconds:
-    duration of `kernel` at the CPU's usual speed. Layouts alternate in `plan.rounds` rounds, so that disturbances
-    affect all of them.
+    its duration at the CPU's usual speed. Layouts alternate in `plan.rounds` rounds, so that disturbances affect all of
+    them.
     """
     found, steps = [], plan.steps
     layouts: list[Layout] = []
@@ -54,7 +54,7 @@ def measure_reference_steps(
 
 
 class _ReferenceRun:
-    """Reference model (a small transformer for calibration) under one layout, with random data, ready to train. layout:
+    """Reference model (a small transformer for calibration) under one layout, ready to train on random data. layout:
     layout on all ranks. world: mesh of all ranks."""
 
     def __init__(self, layout: Layout, world: Mesh) -> None:
@@ -67,17 +67,20 @@ class _ReferenceRun:
         self.batch = self._make_batch(batch_of(layout, model) // layout.dp, model.sequence, model.config.vocabulary)
 
     def _make_batch(self, rows: int, sequence: int, vocabulary: int) -> list[MicroBatch]:
-        """Return a list with one micro-batch for this rank: `rows` random sequences of `sequence` tokens. vocabulary:
-        number of distinct token ids."""
+        """Return a list of one micro-batch for this rank: `rows` random sequences of `sequence` tokens. vocabulary:
+        number of token ids."""
         generator = torch.Generator().manual_seed(self.mesh.dp.rank)
         tokens = torch.randint(vocabulary, (rows, sequence + 1), generator=generator).to(self.mesh.device)
         return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, kernel: ReferenceKernel, usual_seconds: float) -> list[float]:
-        """Train one warm-up step and `steps` steps; return the seconds that each step after the warm-up took on the
-        slowest rank, [steps]. Time in which ranks waited for a CPU core is subtracted if it exceeds the share
-        `DISTURBED` of the step. The rest is scaled to the CPU's usual speed, at which the reference matrix product
-        `kernel` takes `usual_seconds`. world: mesh of all ranks."""
+        """Train one warm-up step and `steps` more; return the seconds that each of these took on the slowest rank,
+        [steps].
+
+        Time in which ranks waited for a CPU core is subtracted if it exceeds the fraction `DISTURBED` of the step. The
+        rest is scaled to the CPU's usual speed, at which the reference matrix product `kernel` takes `usual_seconds`.
+        world: mesh of all ranks.
+        """
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = [], [kernel.seconds()]
         for _ in range(1 + steps):

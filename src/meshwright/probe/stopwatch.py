@@ -17,9 +17,9 @@ _THREADS = Path("/proc/self/task")
 
 
 def read_waiting_times(threads: int) -> dict[str, int]:
-    """Return how long each thread of this process has been ready to run but waiting for a CPU core: thread id ->
-    nanoseconds since the thread's start. {} where the kernel does not count the waits (this needs Linux `schedstat`).
-    threads: number of computing threads; if it is 1, only the calling thread is read."""
+    """Return how long each thread of this process has waited for a CPU core while ready to run: thread id ->
+    nanoseconds since the thread's start. {} if the kernel does not count the waits (Linux `schedstat` does). threads:
+    number of computing threads; if it is 1, only the calling thread is read."""
     names = [_THREADS / name for name in os.listdir(_THREADS)] if threads > 1 else [Path("/proc/thread-self")]
     found = {}
     for name in names:
@@ -29,12 +29,12 @@ def read_waiting_times(threads: int) -> dict[str, int]:
 
 
 class Stopwatch:
-    """Stopwatch that runs from its creation. It leaves out the time in which a computing thread waited for a CPU core
-    that other programs used, as counted by Linux. With one computing thread, waits caused by the process's own
+    """Stopwatch, running from its creation, that leaves out the time in which a computing thread waited for a CPU core
+    used by other programs, as counted by Linux. With one computing thread, waits caused by the process's own
     communication threads are not left out, since they occur in training too.
 
-    shared: True if the process computes on a GPU, or if the host's ranks have more computing threads than cores: then
-    nothing is left out.
+    shared: True if nothing is to be left out, because the process computes on a GPU, or the host's ranks have more
+    computing threads than cores.
     """
 
     shared = False  # set by `measure` for all measurements of this process
@@ -46,19 +46,19 @@ class Stopwatch:
         self._begun = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds passed, the part of these seconds in which a computing thread waited for a core). Of several
-        threads, the one that waited longest counts."""
+        """Return (seconds passed, seconds of these in which a computing thread waited for a core). Of several threads,
+        the one that waited longest counts."""
         passed = time.perf_counter() - self._begun
         now = read_waiting_times(self._threads) if self._waiting else {}
         waited = max((value - self._waiting.get(thread, value) for thread, value in now.items()), default=0) / 1e9
         return passed, max(0.0, min(waited - (self._helper_seconds() - self._helped), 0.9 * passed))
 
     def _helper_seconds(self) -> float:
-        """Return the CPU seconds that this process's other threads have used, if a single thread computes; 0 if several
-        do."""
+        """Return the CPU seconds used so far by this process's threads other than the calling one; 0 if several threads
+        compute."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
     def seconds(self) -> float:
-        """Return the seconds passed, without the waits for cores if these exceed the share `DISTURBED`."""
+        """Return the seconds passed, less the waits for cores if these exceed the fraction `DISTURBED` of them."""
         passed, waited = self.read()
         return passed - (waited if waited > DISTURBED * passed else 0.0)

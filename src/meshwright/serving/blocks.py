@@ -11,7 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from meshwright.spec.block_tables import BLOCK_TOKENS, first_in_window
+from meshwright.spec.block_tables import BLOCK_TOKENS, first_block_in_window
 
 
 class HashChain:
@@ -115,9 +115,9 @@ class BlockPool:
             elif any(begin and window is None for begin, window in zip(begins, windows, strict=True)):
                 break
             else:
-                firsts = [first_in_window(end * BLOCK_TOKENS, window) for window in windows]
+                firsts = [first_block_in_window(end * BLOCK_TOKENS, window) for window in windows]
                 count = end if all(begin <= first for begin, first in zip(begins, firsts, strict=True)) else count
-        firsts = [first_in_window(count * BLOCK_TOKENS, window) for window in windows]
+        firsts = [first_block_in_window(count * BLOCK_TOKENS, window) for window in windows]
         return count, [
             [self._block_of[table, content] for content in hashes[first:count]] for table, first in enumerate(firsts)
         ]

@@ -22,7 +22,7 @@ from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.sequence import Sequence, WaitingQueue
 from meshwright.serving.step_limits import StepLimits
-from meshwright.spec.block_tables import BLOCK_TOKENS, count_blocks, first_in_window, most_tokens
+from meshwright.spec.block_tables import BLOCK_TOKENS, count_blocks, first_block_in_window, max_sequence_tokens
 
 Integers = npt.NDArray[np.int32]
 
@@ -100,7 +100,7 @@ class Scheduler:
         limits = self._limits
         sequence = Sequence(request, self.windows, limits.token_budget)
         if request.longest > limits.max_length or sum(sequence.most_blocks) > self.pool.size:
-            most = most_tokens(self.pool.size, self.windows, limits.token_budget, limits.max_length)
+            most = max_sequence_tokens(self.pool.size, self.windows, limits.token_budget, limits.max_length)
             raise UserError(
                 f"prompt of {len(request.tokens)} tokens + max_tokens {request.sampling.max_tokens}: should be at most "
                 f"{most} tokens together"
@@ -343,7 +343,7 @@ class Scheduler:
                 for held in sequence.held:
                     self.pool.register(held[block - sequence.blocks], sequence.chain.hashes[block])
         for table, (held, window) in enumerate(zip(sequence.held, self.windows, strict=True)):
-            first = first_in_window(sequence.computed, window)
+            first = first_block_in_window(sequence.computed, window)
             while (block := sequence.blocks - len(held)) < first:
                 self.pool.release(held.popleft(), sequence.age)
                 self._tables[table, sequence.row, block] = 0

@@ -14,7 +14,7 @@ from meshwright.serving.admission import AnswerShare
 from meshwright.serving.blocks import HashChain
 from meshwright.serving.request import FinishReason, Request
 from meshwright.serving.sampling import InvalidLogits, TokenCounts, TokenResult, sample, score_token
-from meshwright.spec.block_tables import count_blocks, most_held
+from meshwright.spec.block_tables import count_blocks, max_blocks_held
 
 
 class Sequence:
@@ -45,7 +45,7 @@ class Sequence:
         # The last token of the answer is never computed.
         longest = max(request.longest - 1, len(request.tokens))
         self.total_blocks = count_blocks(longest)
-        self.most_blocks = most_held(longest, windows, min(token_budget, len(self.tokens)))
+        self.most_blocks = max_blocks_held(longest, windows, min(token_budget, len(self.tokens)))
         self.age = self.row = self.group = self.place = -1
         self.in_flight = self.paused = False
         self.admitted = 0.0

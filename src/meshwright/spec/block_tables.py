@@ -34,11 +34,11 @@ _BALANCED_FOR = 2048  # sequence length for which pipeline stages are balanced
 
 @dataclass(frozen=True, slots=True)
 class BlockTables:
-    """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups): layers with
-    the same sliding window share a table, and a sequence has a list of KV blocks in each table.
+    """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups). A block table
+    lists the KV blocks of each sequence for its layers.
 
     Attributes:
-        windows: For each block table, the sliding window of its layers in tokens; None: no window.
+        windows: For each block table, the largest sliding window of its layers in tokens; None: a layer has no window.
         layers: For each layer, (index of its block table, position of the layer within a block of that table).
         depths: For each pipeline stage, the number of layers whose keys and values fit in one block.
     """
@@ -49,61 +49,61 @@ class BlockTables:
 
 
 def serving_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """Cut the model into the `count` pipeline stages of a server, balanced in FLOPs."""
+    """Return the `count` pipeline stages into which a server cuts the model, balanced in FLOPs."""
     return stages_of(config, count, min(_BALANCED_FOR, config.max_positions))
 
 
 def count_blocks(tokens: int) -> int:
-    """Return the number of KV blocks (16 tokens each) that `tokens` tokens need: tokens / 16, rounded up."""
+    """Return the number of KV blocks (16 tokens each) that hold `tokens` tokens: tokens / 16, rounded up."""
     return -(-tokens // BLOCK_TOKENS)
 
 
-def first_in_window(tokens: int, window: int | None) -> int:
-    """Return the index (from 0) of the first KV block that the next token of a sequence attends to. tokens: number of
-    tokens before it. window: sliding window in tokens; None: no window (block 0)."""
+def first_block_in_window(tokens: int, window: int | None) -> int:
+    """Return the index (from 0) of the first KV block that the next token of a sequence can attend to. tokens: number
+    of tokens before the next one. window: sliding window in tokens; None: no window, which gives block 0."""
     return 0 if window is None else max(0, tokens - window + 1) // BLOCK_TOKENS
 
 
-def most_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[int, ...]:
-    """Return, for each block table, the maximum number of KV blocks that a sequence of `tokens` tokens holds in it at
-    once. (A block table lists a sequence's KV blocks for the layers of one sliding window.) With a window, these are
-    the blocks that the tokens of one step and the window before them can overlap. windows: sliding window of each table
-    in tokens; None: no window. chunk: maximum number of tokens that a step computes."""
+def max_blocks_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[int, ...]:
+    """Return the maximum number of KV blocks that a sequence of `tokens` tokens holds at once, for each block table
+    (list of KV blocks for the layers of one sliding window). With a window, only blocks that overlap the tokens of one
+    step and the window before them are held. windows: sliding window of each table in tokens; None: no window. chunk:
+    maximum number of tokens computed in a step."""
     blocks = count_blocks(tokens)
     return tuple(
         blocks if window is None else min(blocks, (window + chunk - 3) // BLOCK_TOKENS + 2) for window in windows
     )
 
 
-def most_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
-    """Return the largest length of a sequence, in tokens and at most `limit`, at which the sequence needs at most
-    `blocks` KV blocks in all block tables together. windows: sliding window of each block table in tokens; None: no
-    window. chunk: maximum number of tokens that a step computes."""
-    return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(most_held(tokens, windows, chunk)))
+def max_sequence_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
+    """Return the maximum length of a sequence, in tokens and at most `limit`, that needs at most `blocks` KV blocks in
+    all block tables together. windows: sliding window of each block table in tokens; None: no window. chunk: maximum
+    number of tokens computed in a step."""
+    return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(max_blocks_held(tokens, windows, chunk)))
 
 
 @lru_cache(maxsize=64)
 def block_tables(config: ModelConfig, stages: int) -> BlockTables:
-    """Return the assignment of a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline
-    stages. Assignments with 1 to 8 tables are compared by the KV-cache bytes of a sequence of maximum length (all of
-    the model's positions): the smallest wins; among equals, the one with the fewest tables."""
+    """Choose the assignment of a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline
+    stages. Of the assignments with 1 to 8 tables, the one with the fewest KV-cache bytes for a sequence of maximum
+    length wins; in a tie, the one with the fewest tables."""
     counts = Counter(config.layer_window(layer) for layer in range(config.layers))
     longest = None if None in counts else max(window for window in counts if window is not None)
     shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}
     choices = [dict(zip(counts, share, strict=True)) for share in sorted(shares) if sum(share) <= MOST_TABLES]
     cut = serving_stages(config, stages)
     return min(
-        (_divide(config, cut, choice) for choice in [{longest: 1}, *choices]),
+        (_assign_layers(config, cut, choice) for choice in [{longest: 1}, *choices]),
         key=lambda each: (
-            sum(each.depths) * sum(most_held(config.max_positions, each.windows, 1)), len(each.windows)
+            sum(each.depths) * sum(max_blocks_held(config.max_positions, each.windows, 1)), len(each.windows)
         ),
     )  # fmt: skip
 
 
-def _divide(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
-    """Divide the layers of each pipeline stage evenly among the block tables. choice: {sliding window: number of tables
-    for the layers with this window}. If `choice` has a single window, its tables serve all layers, also
-    those with smaller windows."""
+def _assign_layers(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
+    """Assign the layers of each pipeline stage evenly to block tables. choice: sliding window -> number of tables for
+    layers with this window. If `choice` has a single window, its tables serve all layers, including those with smaller
+    windows."""
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()
     for stage in stages:

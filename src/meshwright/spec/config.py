@@ -26,19 +26,19 @@ _SIZES = ("vocabulary", "hidden", "layers", "heads", "kv_heads", "head_dim", "in
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The architecture of a transformer: a decoder, or an encoder if its family is one. Sizes count elements. The
+    """Architecture of a transformer: a decoder, or an encoder if its family is one. Sizes are in elements. The
     constructor raises ``UserError`` if fields contradict each other or the family.
 
     ``sliding_window``: number of tokens that a token attends to, itself included (None: all before it), in the layers
     that ``windowed_layers`` marks (None: in all layers). ``gated``: the MLP computes activation(gate) * up, as in
     SwiGLU. ``tied``: the output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids besides
-    ``eos_token``. ``initializer_range``: standard deviation of initial weights. In decoders, ``post_norms`` (a norm of
-    each sublayer's output, as in Gemma 2) and ``embedding_norm`` (as in BLOOM) can be planned but not run.
+    ``eos_token``. ``initializer_range``: standard deviation of initial weights. Decoders with ``post_norms`` (a norm on
+    each sublayer's output, as in Gemma 2) or ``embedding_norm`` (as in BLOOM) can be planned but not run.
 
-    If ``experts`` > 0, every layer except ``dense_layers`` (indices) has that many MLPs of width
-    ``expert_intermediate``, of which a token uses ``experts_per_token``. Such a layer also has a shared expert of width
+    Mixture of experts, if ``experts`` > 0: every layer except ``dense_layers`` (indices) has that many MLPs of width
+    ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared expert of width
     ``shared_intermediate`` (0: none), with a sigmoid gate if ``shared_gate``. ``router``: scores are a softmax over the
-    experts or a sigmoid of each. ``normalise_choice``: the weights of a token's experts are normalised to sum 1; all
+    experts, or a sigmoid of each. ``normalise_choice``: the weights of a token's experts are normalised to sum 1; all
     weights are then multiplied by ``routed_scale``. ``router_loss``: coefficient of the load-balancing loss (0: none);
     ``router_bias``: a bias on the scores balances the load instead.
 
@@ -100,7 +100,7 @@ class ModelConfig:
             raise UserError(f"model: {problem}")
 
     def _find_problem(self) -> str | None:
-        """Return an error message for the first invalid or contradictory field; None if the configuration is valid."""
+        """Return an error message for the first invalid or contradictory field; None if all fields are valid."""
         if self.family not in FAMILIES:
             return unknown("family", self.family, FAMILIES)
         for name in _SIZES:
@@ -136,8 +136,8 @@ class ModelConfig:
         return None
 
     def _size_problem(self) -> str | None:
-        """Return an error message for the first size, such as ``layers``, above its limit in `meshwright.limits`; None
-        if there is none."""
+        """Return an error message for the first size, such as ``layers``, that exceeds its limit in
+        `meshwright.limits`; None if none does."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
         return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
@@ -165,8 +165,8 @@ class ModelConfig:
         return self._family_experts_problem()
 
     def _family_experts_problem(self) -> str | None:
-        """Return an error message if the family's ``config.json`` format cannot express the mixture-of-experts fields
-        of this configuration; None if it can."""
+        """Return an error message if this family's ``config.json`` format has no keys for the mixture-of-experts fields
+        of this configuration; None if it has."""
         if self.family == "mixtral" and self.intermediate != self.expert_intermediate:
             return f"family mixtral has one width: intermediate {self.intermediate} is expert_intermediate"
         if self.family == "dots1":

@@ -19,16 +19,16 @@ from meshwright.spec.families import Family
 
 @dataclass(frozen=True, slots=True)
 class NeutralValue:
-    """Rule for a `config.json` field that Meshwright does not implement: it accepts the values with which the field has
-    no effect on the computation, and all other values are refused. ``text``: description of the accepted values in
-    error messages. ``accepts``: function (value, all ModelConfig fields by name) -> True for an accepted value."""
+    """Rule for a `config.json` field that Meshwright does not implement: values with which the field has no effect on
+    the computation are accepted, all others are refused. ``text``: description of the accepted values in error
+    messages. ``accepts``: function (value, all ModelConfig fields by name) -> True for an accepted value."""
 
     text: str
     accepts: Callable[[object, Mapping[str, Any]], bool]  # the value, and the fields of ModelConfig
 
 
 def _accept_only(*values: object) -> NeutralValue:
-    """Return a NeutralValue that accepts exactly the values in `values` and describes them in errors."""
+    """Return the rule that accepts only the given `values` of a field and names them in errors."""
     return NeutralValue(" or ".join(map(repr, values)), lambda value, fields: value in values)
 
 
@@ -170,8 +170,8 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldTable:
-    """The known ``config.json`` fields of a family. read: fields that set ModelConfig fields. ignored: fields without
-    effect on the computation. neutral: fields of which only some values are accepted."""
+    """Known ``config.json`` fields of a family. read: fields that set ModelConfig fields. ignored: fields without
+    effect on the computation. neutral: fields of which only some values are accepted, with the rule for each."""
 
     read: frozenset[str]
     ignored: frozenset[str]
@@ -179,7 +179,7 @@ class FieldTable:
 
 
 def field_table(family: str) -> FieldTable:
-    """Return the known ``config.json`` fields of a family."""
+    """Return the known ``config.json`` fields of a family, given by its ``model_type``."""
     read = frozenset(_READ[family].split())
     own = _OWN_NEUTRAL.get(family, {})
     ignored = (_IGNORED | frozenset(_OWN_IGNORED.get(family, "").split())) - read - own.keys()
@@ -188,13 +188,12 @@ def field_table(family: str) -> FieldTable:
 
 
 def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, Any], where: str) -> None:
-    """Check every field of a ``config.json`` object (``data``) against the known fields of its family; fields with
-    value null are skipped.
+    """Check every field of a ``config.json`` object (``data``) against the known fields of its family; null fields are
+    skipped.
 
     ``fields``: the ModelConfig fields that `config_json` read from ``data``, by name; ``where``: name of the
-    configuration in errors. Raises ``UserError`` for a field whose value changes the computation in a way that is not
-    implemented. Warns (`ModelWarning`) if there are unknown fields, and if the configuration asks for custom code or
-    another architecture.
+    configuration in errors. Raises ``UserError`` for a value that changes the computation in a way that is not
+    implemented. Warns (`ModelWarning`) of unknown fields, of custom code and of another architecture.
     """
     table = field_table(family.name)
     unknown = []
@@ -222,8 +221,8 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
 
 
 def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | None:
-    """Return one line of text, a warning, if a configuration asks for custom code or an architecture other than the
-    family's; None if it does not."""
+    """Return a one-line warning if a configuration asks for custom code, or for another architecture than its family's;
+    else None. data: ``config.json`` object."""
     if data.get("auto_map"):
         return f'"auto_map": custom modeling code (trust_remote_code) is never run; treated as {family.architecture}'
     named = data.get("architectures") or [family.architecture]

@@ -25,12 +25,12 @@ _KEYS = (
 
 
 def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: int) -> ModelConfig:
-    """Return the ModelConfig that the recipe's ``[model]`` table (`model`) describes. The table may name a preset or a
-    Hugging Face directory, whose fields are then overridden by those of the table.
+    """Return the ModelConfig that a recipe's ``[model]`` table (`model`) describes. The table may name a preset or a
+    Hugging Face directory; its own keys then override those fields.
 
     ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids of the
-    tokenizer. The model's vocabulary has this size if the table gives none and names no directory. Raises ``UserError``
-    if the model's vocabulary is smaller than the tokenizer's, or the sequence longer than the model's positions.
+    tokenizer, which is the model's vocabulary if the table gives none and names no directory. Raises ``UserError`` if
+    the model's vocabulary is smaller than the tokenizer's, or the sequence longer than the model's positions.
     """
     if model.from_path is not None:
         base = config_from_path(model.from_path)
@@ -66,8 +66,8 @@ def config_from_recipe(model: ModelRecipe, sequence: int, tokenizer_vocabulary: 
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
-    """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names neither a preset nor a directory. The
-    table gives the sizes (``layers``, ``hidden``, ``heads``, ...); other fields have the family's defaults. sequence:
+    """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names neither a preset nor a directory: the
+    table gives the sizes (``layers``, ``hidden``, ``heads``, ...), the family the defaults of other fields. sequence:
     tokens of a sequence. vocabulary: number of token ids."""
     assert model.family and model.layers and model.hidden and model.heads  # checked by the recipe
     hidden, heads = model.hidden, model.heads
@@ -99,9 +99,9 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
 
 
 def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
-    """Return the mixture-of-experts fields by ModelConfig field name. Sizes given in the recipe's ``[model]`` table
-    (`model`) are used as they are. A missing expert width is chosen so that the experts of a token together cost about
-    as much compute as one dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP."""
+    """Return the mixture-of-experts fields of a recipe's ``[model]`` table (`model`), by ModelConfig field name. If the
+    table gives no expert width, it is chosen so that the experts of a token together cost about as much compute as a
+    dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP."""
     assert model.family
     fixed = FAMILIES[model.family].fixed
     experts = model.experts or 8
@@ -122,9 +122,9 @@ def _default_experts(model: ModelRecipe, intermediate: int) -> dict[str, Any]:
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add derived sizes to ``overrides`` (new values by ModelConfig field name), in place. Each rule is applied
-    only if the sizes of `base` follow it too: head_dim = hidden / heads, kv_heads = heads, intermediate = 4 hidden
-    (ungated MLP). Fields with one value per layer are cut or extended to a new number of layers."""
+    """Add sizes that follow from overridden ones to ``overrides`` (ModelConfig field name -> new value), in place. A
+    rule is applied only if `base` obeys it: head_dim = hidden / heads, kv_heads = heads, intermediate = 4 hidden
+    (ungated MLP). Fields with one value per layer are cut or extended to the new number of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

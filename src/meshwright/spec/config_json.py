@@ -66,10 +66,10 @@ _FAMILY_KEYS = {
 
 
 def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Return the ModelConfig of a ``config.json`` object (`data`), in the spelling of transformers 4 or 5.
+    """Convert a ``config.json`` object (`data`), as written by transformers 4 or 5, to a ModelConfig.
 
-    ``where`` names the configuration in errors. Raises ``UserError`` for an unknown family, a missing or mistyped key,
-    contradictory sizes, a quantised model, or an unsupported feature.
+    ``where``: name of the configuration in errors. Raises ``UserError`` for an unknown family, a missing or mistyped
+    key, contradictory sizes, a quantised model, or an unsupported feature.
     """
     try:
         return ModelConfig(**read_fields(data, where))
@@ -79,7 +79,7 @@ def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json")
 
 
 def config_from_path(path: str | Path) -> ModelConfig:
-    """Read the ModelConfig of a model from `path`, a Hugging Face directory or a ``config.json``; ``UserError`` if it
+    """Read the ModelConfig of a model. `path`: a Hugging Face directory or a ``config.json``. ``UserError`` if the file
     is missing or not JSON."""
     return config_from_huggingface(read_config(path), where=str(config_file(path)))
 
@@ -90,8 +90,8 @@ def config_file(path: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Return the JSON object in a ``config.json``; `path`: the file or its directory. ``UserError`` if it is missing or
-    not JSON."""
+    """Read a ``config.json`` as a dict. `path`: the file or its directory. ``UserError`` if it is missing or not
+    JSON."""
     file = config_file(path)
     try:
         data = read_json(file, "config_bytes")
@@ -107,14 +107,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the ``config.json`` keys that may hold each ModelConfig field in this family (a ``model_type``), by field
-    name, the preferred key first."""
+    """Return, by ModelConfig field name, the ``config.json`` keys that may hold the field in a family (its
+    ``model_type``), the preferred key first."""
     return _FAMILY_KEYS.get(family, _KEYS)
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
-    """Return the family named by ``model_type`` in a ``config.json`` object (`data`); ``UserError`` with the list of
-    known families for any other. ``where``: name of the configuration in errors."""
+    """Return the family that ``model_type`` names in a ``config.json`` object (`data`). Raises ``UserError``, with the
+    list of known families, for an unknown one. ``where``: name of the configuration in errors."""
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:
@@ -131,11 +131,11 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
 
 
 def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the ModelConfig fields that a ``config.json`` object (`data`) describes, by field name. where: name of the
-    configuration in errors.
+    """Read the ModelConfig fields, by name, from a ``config.json`` object (`data`). where: name of the configuration in
+    errors.
 
     Raises ``UserError`` for values that cannot be read or whose effect is not implemented. Warns with `ModelWarning` of
-    unknown fields and of custom code or another architecture.
+    unknown fields, of custom code and of another architecture.
     """
     family = read_family(data, where)
     read = Reader(data, family.defaults, where)
@@ -198,9 +198,9 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Set the ModelConfig fields ``rope_theta`` and ``rope_scaling`` in ``fields`` from a ``config.json`` object
-    (``data``): keys ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5).
-    where: name of the configuration in errors. read: typed access to ``data``."""
+    """Read the ModelConfig fields ``rope_theta`` and ``rope_scaling`` from a ``config.json`` object (``data``) and add
+    them to ``fields``. They are under ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters``
+    (transformers 5). where: name of the configuration in errors. read: typed access to ``data``."""
     fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
     # In a file with both keys rope_scaling takes precedence, as in transformers 5.
     for key in ("rope_scaling", "rope_parameters"):
@@ -226,8 +226,9 @@ def _read_rope(data: Mapping[str, Any], fields: dict[str, Any], where: str, read
 
 
 def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, read: Reader) -> None:
-    """Set the ModelConfig fields ``sliding_window`` (tokens) and ``windowed_layers`` in ``fields`` from a
-    ``config.json`` object (``data``). where: name of the configuration in errors. read: typed access to ``data``."""
+    """Read the ModelConfig fields ``sliding_window`` (tokens) and ``windowed_layers`` from a ``config.json`` object
+    (``data``) and add them to ``fields``. where: name of the configuration in errors. read: typed access to
+    ``data``."""
     family, layers = fields["family"], fields["layers"]
     if family in ("llama", "nemotron"):  # transformers' Llama has no window and ignores the key
         return
@@ -263,8 +264,8 @@ def _read_windows(data: Mapping[str, Any], fields: dict[str, Any], where: str, r
 
 
 def _window_layers(read: Reader) -> int:
-    """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28): the index of the first layer with a sliding
-    window; in qwen2_moe the index from which on no layer has one."""
+    """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28): in qwen2 the index of the first layer with
+    a sliding window, in qwen2_moe that of the first layer without one."""
     _, value = read.get(("max_window_layers",), 28)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')
@@ -272,7 +273,7 @@ def _window_layers(read: Reader) -> int:
 
 
 def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
-    """Return the ``config.json`` object of a model, readable by transformers 4 and 5; the inverse of
+    """Convert a ModelConfig to a ``config.json`` object that transformers 4 and 5 can read; the inverse of
     `config_from_huggingface`."""
     if config.planning_only:
         raise UserError(f"{config.family} can be planned but not written: {config.planning_only}")

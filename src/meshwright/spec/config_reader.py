@@ -22,7 +22,8 @@ ACTIVATIONS = {
 
 
 class Reader:
-    """Typed access to the keys of a configuration; every error names the configuration (``where``) and the key."""
+    """Typed access to the keys of a configuration (`data`). defaults: key -> value if the key is missing. where: name
+    of the configuration, which errors give together with the key."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         """Wrap a ``config.json`` object (`data`). `defaults`: the family's values of missing keys; `where`: name of the
@@ -30,8 +31,8 @@ class Reader:
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
-        """Return (key, value) of the first of ``keys`` (synonyms) that is present. If none is present, return the first
-        key with the family's default for it; if the family has none, with `default`. ``UserError`` if two synonyms
+        """Return (key, value) of the first of the synonyms ``keys`` that is present. If none is, return the first key
+        with the family's default for it, or with `default` if the family has none. ``UserError`` if two synonyms
         disagree."""
         keys = tuple(keys)
         present = [key for key in keys if key in self.data]
@@ -46,8 +47,8 @@ class Reader:
         return keys[0], self.defaults.get(keys[0], default)
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
-        """Return the integer under the first of ``keys`` (synonyms) that is present, else `default` (None: required);
-        ``UserError`` unless it is from 1 to the limit named `limit` in `meshwright.limits`."""
+        """Return the integer under the first of the synonyms ``keys`` that is present, else `default` (None: required).
+        ``UserError`` unless it is between 1 and the limit called `limit` in `meshwright.limits`."""
         key, value = self.get(keys, default)
         if value is None:
             value = default
@@ -60,7 +61,7 @@ class Reader:
         return value
 
     def number(self, keys: Iterable[str], default: float) -> float:
-        """Return the number under the first of ``keys`` (synonyms) that is present, else `default`; ``UserError``
+        """Return the number under the first of the synonyms ``keys`` that is present, else `default`. ``UserError``
         unless it is finite and above 0."""
         key, value = self.get(keys, default)
         value = default if value is None else value
@@ -70,17 +71,18 @@ class Reader:
             raise UserError(f'{self.where}: "{key}" {shorten_repr(value)} is too large for a floating-point number')
         return float(value)
 
-    def boolean(self, key: str, default: bool = False) -> bool:
-        """Return the boolean under ``key``, `default` if it is missing or null; ``UserError`` for any other type."""
-        _, value = self.get((key,), default)
-        value = default if value is None else value
+    def boolean(self, key: str) -> bool:
+        """Return the boolean under ``key``; False if the key is missing, has no default, or is null. ``UserError`` for
+        any other type."""
+        _, value = self.get((key,), False)
+        value = False if value is None else value
         if not isinstance(value, bool):
             raise UserError(f'{self.where}: "{key}" must be true or false, not {shorten_repr(value)}')
         return value
 
     def activation(self, keys: Iterable[str], default: str) -> str:
-        """Return Meshwright's name of an activation function. Its Hugging Face name is the value of the first of
-        ``keys`` that is present, else `default`; ``UserError`` for an unknown name."""
+        """Return Meshwright's name of the activation function whose Hugging Face name is under the first of the
+        synonyms ``keys`` that is present; `default` if none is. ``UserError`` for an unknown name."""
         key, value = self.get(keys, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UserError(
@@ -89,8 +91,8 @@ class Reader:
         return ACTIVATIONS[value]
 
     def tokens(self, key: str, vocabulary: int) -> tuple[int, ...]:
-        """Return the token ids under ``key``, which holds one id, a list or null. Ids outside the `vocabulary` (number
-        of token ids) are dropped."""
+        """Return the token ids under ``key``, whose value is one id, a list or null. Ids outside the `vocabulary`
+        (number of token ids) are left out."""
         _, value = self.get((key,))
         if value is None:
             return ()

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any]:
-    """Return the ModelConfig fields that only an encoder has, by field name: token types, head, labels, padding token.
-    read: typed access to its ``config.json``. vocabulary: number of token ids. The first of ``architectures``
-    determines the head (default: masked language modelling)."""
+    """Read the ModelConfig fields that only an encoder has, by name: token types, head, labels, padding token. The head
+    is determined by the first of ``architectures`` (default: masked language modelling). read: typed access to its
+    ``config.json``. vocabulary: number of token ids."""
     architectures = read.data.get("architectures") or [family.architecture]
     known = ", ".join(family.heads)
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -34,8 +34,8 @@ def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any
 
 
 def _read_labels(read: Reader) -> tuple[str, ...]:
-    """Return the class names: those in ``id2label`` or, without that key, ``LABEL_0``, ``LABEL_1``, ... for
-    ``num_labels`` classes (default 2)."""
+    """Return the class names in ``id2label`` or, without that key, ``LABEL_0``, ``LABEL_1``, ... for ``num_labels``
+    classes (default 2)."""
     _, names = read.get(("id2label",))
     if names is None:
         return tuple(f"LABEL_{number}" for number in range(read.integer("labels", ("num_labels",), 2)))
@@ -47,7 +47,7 @@ def _read_labels(read: Reader) -> tuple[str, ...]:
 
 
 def write_encoder(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the ``config.json`` keys of an encoder, with their values, beyond those that every family has."""
+    """Return the ``config.json`` keys and values that only an encoder has; the inverse of `read_encoder`."""
     (architecture,) = (name for name, head in family.heads.items() if head == config.head)
     written: dict[str, Any] = {
         "architectures": [architecture],

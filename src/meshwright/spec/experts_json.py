@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> dict[str, Any]:
-    """Return the ModelConfig fields of a mixture of experts, by field name: number of experts, their widths, router.
-    read: typed access to the ``config.json``. family: its ``model_type``. layers: number of layers. intermediate: width
-    of a dense MLP."""
+    """Read the ModelConfig fields of a mixture of experts, by name: number of experts, their widths, router. read:
+    typed access to the ``config.json``. family: its ``model_type``. layers: number of layers. intermediate: width of a
+    dense MLP."""
     fields: dict[str, Any] = {
         "experts": read.integer("experts", _experts_keys(family)),
         "experts_per_token": read.integer("experts_per_token", ("num_experts_per_tok",)),
@@ -24,7 +24,7 @@ def read_experts(read: Reader, family: str, layers: int, intermediate: int) -> d
         else read.integer("expert_intermediate", ("moe_intermediate_size",)),
     }
     if family == "dots1":
-        first = _read_whole_number(read, "first_k_dense_replace", 0)
+        first = _read_whole_number(read, "first_k_dense_replace")
         fields["dense_layers"] = tuple(range(min(first, layers)))
         fields["shared_intermediate"] = fields["expert_intermediate"] * read.integer("experts", ("n_shared_experts",))
         fields["routed_scale"] = read.number(("routed_scaling_factor",), 1.0)
@@ -66,7 +66,7 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def _experts_keys(family: str) -> tuple[str, ...]:
-    """Return the ``config.json`` keys that may hold the number of experts in this family, in order of precedence
+    """Return the ``config.json`` keys that may hold the number of experts in a family, in order of precedence
     (transformers 4, then 5)."""
     return {
         "mixtral": ("num_local_experts",),
@@ -77,9 +77,9 @@ def _experts_keys(family: str) -> tuple[str, ...]:
 
 
 def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers, of `layers` in all, that have a dense MLP: those listed in ``mlp_only_layers``,
-    and those whose number, counted from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the
-    ``config.json``."""
+    """Return the indices of the layers with a dense MLP: those listed in ``mlp_only_layers``, and those whose number,
+    counted from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the ``config.json``. layers:
+    number of layers."""
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
     listed = [] if listed is None else listed
@@ -89,10 +89,10 @@ def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
-def _read_whole_number(read: Reader, key: str, default: int) -> int:
-    """Return the integer >= 0 under ``key``, `default` if it is missing or null; ``UserError`` for other values."""
-    _, value = read.get((key,), default)
-    value = default if value is None else value
+def _read_whole_number(read: Reader, key: str) -> int:
+    """Return the integer >= 0 under ``key``, 0 if it is missing or null; ``UserError`` for other values."""
+    _, value = read.get((key,), 0)
+    value = 0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UserError(f'{read.where}: "{key}" must be a whole number, not {shorten_repr(value)}')
     return value

@@ -18,7 +18,7 @@ REST = "(rest)"
 
 
 class ForeignParameter(NamedTuple):
-    """A trained parameter of a user's module. name: its name in `named_parameters`. unit: name of its FSDP unit. decay:
+    """Trained parameter of a user's module. name: its name in `named_parameters`. unit: name of its FSDP unit. decay:
     True if weight decay applies."""
 
     name: str
@@ -28,8 +28,8 @@ class ForeignParameter(NamedTuple):
 
 
 class KeptValue(NamedTuple):
-    """A buffer or frozen parameter of a user's module: saved in checkpoints, but not trained. name: its name in the
-    module. dtype: name of its dtype as in torch and numpy, such as "int64"."""
+    """Buffer or frozen parameter of a user's module, which is saved in checkpoints but not trained. name: its name in
+    the module. dtype: name of its dtype as in torch and numpy, such as "int64"."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,13 +45,14 @@ class ModulePartition(Partition):
         return cls(table, (Stage(0, range(0), first=True, last=True),), ((0,),))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of all FSDP units, in the order in which the module names them."""
+        """Return the names of all FSDP units, in the order of the parameter table."""
         return self.table.units
 
 
 def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
-    """Return the parameter table of a user's module: one entry for each of its trained `parameters`. FSDP units are
-    ordered by their first parameters; `REST`, the unit of parameters outside all others, comes first."""
+    """Build the parameter table of a user's module, with one entry for each of its trained `parameters`. FSDP units are
+    in the order of their first parameters, except that `REST`, the unit of parameters outside all others, comes
+    first."""
     units = dict.fromkeys([each.unit for each in parameters if each.unit == REST])
     units |= dict.fromkeys(each.unit for each in parameters)
     tensors = []
@@ -62,16 +63,16 @@ def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
 
 
 def saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
-    """Return the table that checkpoints save: the trained parameters of `table`, followed by the buffers and frozen
-    parameters in `kept`."""
+    """Build the parameter table for checkpoints: the trained parameters of `table`, followed by the buffers and frozen
+    parameters `kept`."""
     entries = [_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
     return ParameterTable((*table.entries, *entries), table.tensors, table.units)
 
 
 def refuse_for_module(layout: Layout, batch: int) -> None:
     """Raise `UserError` if a user's module cannot run on the layout: if the layout has tp, cp, pp, ep or recomputation,
-    which need a model that Meshwright built; or if `batch`, the samples of a step over all ranks, is not a multiple of
-    dp x micro-batches."""
+    which need a model built by Meshwright, or if `batch` is not a multiple of dp x micro-batches. batch: samples of a
+    step over all ranks."""
     layout.refuse_unbuilt()
     spread = f'layout "{layout}"'
     own = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep * layout.etp}
@@ -95,16 +96,16 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
 
 
 def _foreign_tensor(parameter: ForeignParameter) -> EngineTensor:
-    """Return the `EngineTensor` that describes a parameter of a user's module in the parameter table. It has a single
-    entry (tensor on disk), which is not sharded over tp."""
+    """Return the `EngineTensor` for a parameter of a user's module: a single entry (tensor on disk), not sharded over
+    tp."""
     entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
     return EngineTensor(parameter.name, parameter.unit, (entry,))
 
 
 def _replicated_entry(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> ParameterEntry:
-    """Return a parameter entry (one tensor of a checkpoint) that every rank holds unsharded. name, shape: those of the
-    module. unit: name of its FSDP unit. decay: True if weight decay applies. kept: dtype of a buffer or frozen
-    parameter; None for a trained parameter."""
+    """Return a parameter entry (one tensor of a checkpoint) that every rank holds unsharded. name, shape: name and
+    shape in the module. unit: name of its FSDP unit. decay: True if weight decay applies. kept: dtype of a buffer or
+    frozen parameter; None for a trained parameter."""
     return ParameterEntry(
         name=name,
         shape=shape,

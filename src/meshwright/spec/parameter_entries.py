@@ -30,19 +30,20 @@ unsharded gradient buffers."""
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Return `numel`, the elements of a flat buffer, rounded up to a multiple of `shards` x `ALIGNMENT`, so that it
-    divides into `shards` equal shards, each a multiple of `ALIGNMENT` elements."""
+    """Round `numel`, the number of elements of a flat buffer, up so that the buffer divides into `shards` equal shards
+    whose size is a multiple of `ALIGNMENT` elements."""
     step = ALIGNMENT * shards
     return -(-numel // step) * step
 
 
 def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Return how many unsharded gradient buffers of each size are kept for reuse by the next FSDP unit (ZeRO-2 and 3):
-    {size in elements: number of buffers}. Buffers are reused only within a run of consecutive units of equal sizes
-    (layers): one for the unit in backward, and one for each of up to `REDUCTIONS_IN_FLIGHT` reductions in flight.
+    """Return how many unsharded gradient buffers of each size FSDP units reuse under ZeRO-2 and 3: {size in elements:
+    number of buffers}.
 
     `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers (one for dense parameters, one
-    for experts). Two runs with the same size share its buffers.
+    for experts). Buffers are reused within a run of consecutive units of equal sizes (layers): one for the unit in
+    backward, and one for each of up to `REDUCTIONS_IN_FLIGHT` reductions in flight. Runs of the same size share their
+    buffers.
     """
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):
@@ -63,9 +64,9 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous block of a parameter entry (one tensor of a checkpoint) that a rank holds. start: index, in each
-    dim, of its first element in the unsharded entry. shape: shape of the block. local_start: index, in each dim, of its
-    first element in the rank's shard of the engine tensor (the model's parameter that contains the entry, such as fused
+    """Contiguous block of a parameter entry (one tensor of a checkpoint) on one rank. start: index, in each dim, of its
+    first element in the unsharded entry. shape: shape of the block. local_start: index, in each dim, of its first
+    element in the rank's shard of the engine tensor (the model's parameter that contains the entry, such as fused
     qkv)."""
 
     start: tuple[int, ...]
@@ -74,20 +75,20 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of the box in the unsharded entry: a slice for each dim."""
+        """Index of the block in the unsharded entry: one slice for each dim."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        """Index of the box in the rank's shard of the engine tensor: a slice for each dim."""
+        """Index of the block in the rank's shard of the engine tensor: one slice for each dim."""
         return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """An entry of the parameter table: it describes one tensor of a checkpoint. ``name``, ``shape``: those on disk.
-    ``initial``: initial values. ``decay``: True if weight decay applies. ``transposed``: True if the disk holds the
-    transpose (GPT-2's Conv1D) of the engine's orientation, [output, input]. All other fields are in the engine's
+    """Entry of the parameter table, which describes one tensor of a checkpoint. ``name``, ``shape``: name and shape on
+    disk. ``initial``: initial values. ``decay``: True if weight decay applies. ``transposed``: True if the disk holds
+    the transpose (GPT-2's Conv1D) of the engine's orientation, [output, input]. All other fields are in the engine's
     orientation.
 
     ``tensor``: name of the engine tensor (the model's parameter, such as fused qkv) of which the entry is a slice along
@@ -95,7 +96,7 @@ class ParameterEntry:
 
     ``split``: {axis: dim along which the axis shards the entry}: {"tp": 0} for column-parallel and vocabulary-parallel
     weights, {"tp": 1} for row-parallel ones, {} if replicated. ``blocks``: sizes along that dim of consecutive blocks,
-    each of which is sharded by itself (query, key and value if they are fused on disk). ``granularity``: shard
+    each of which is sharded separately (query, key and value if they are fused on disk). ``granularity``: shard
     boundaries are multiples of this number (the size of a head). ``remainder``: what happens if tp does not divide the
     heads or the vocabulary: "refuse" the layout; "replicate" key-value heads, so that neighbouring ranks share one;
     "pad" the shards of the last ranks (vocabulary).
@@ -111,8 +112,8 @@ class ParameterEntry:
     ``balances``: True for a bias on router scores that balances the experts' load. Its gradient is the load of its
     expert minus the mean load; it is excluded from the gradient norm, and the optimizer follows its sign.
 
-    ``kept``: None for a trained parameter. For a buffer or frozen parameter of a user's module, which is in checkpoints
-    but not in flat buffers: its dtype, such as "int64".
+    ``kept``: dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
+    not in flat buffers; None for a trained parameter.
     """
 
     name: str
@@ -156,8 +157,8 @@ class ParameterEntry:
         return number // (experts // layout.ep)
 
     def cut_dims(self, layout: Layout) -> Mapping[str, int]:
-        """Return {axis: dim} along which this layout shards the entry: ``split``, with "etp" instead of "tp" for routed
-        experts under expert parallelism."""
+        """Return {axis: dim} along which this layout shards the entry: ``split``, but for routed experts under expert
+        parallelism with "etp" instead of "tp"."""
         axis = "etp" if self.buffer_kind(layout) == "experts" else "tp"
         return {axis: self.split["tp"]} if "tp" in self.split else {}
 
@@ -165,8 +166,8 @@ class ParameterEntry:
         """Return the number of consecutive tp ranks that hold the same values of the entry; 1 if each tp rank has a
         shard of its own.
 
-        A sum of squares over all tp ranks counts each element as many times. Always 1 for routed experts under expert
-        parallelism, whose replicas are the ranks of ``layout.groups("expert_data")``.
+        A sum over all tp ranks counts each element this many times. For routed experts under expert parallelism the
+        result is always 1; their replicas are the ranks of ``layout.groups("expert_data")``.
         """
         if self.buffer_kind(layout) == "experts":
             return 1
@@ -178,10 +179,9 @@ class ParameterEntry:
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the mesh axes over which the entry's gradient is all-reduced.
 
-        * ``data`` (dp x cp), always: ranks see different samples and different slices of a sequence; instead
-          ``expert_data`` for routed experts under expert parallelism: each block of ep x etp ranks saw other tokens.
-        * ``tp``, if the gradient is partial: over each group of ``replicas(layout)`` consecutive tp ranks with the same
-          values.
+        * ``data`` (dp x cp), always, because ranks see different samples and different slices of a sequence. For routed
+        experts under expert parallelism it is ``expert_data`` instead. * ``tp``, if the gradient is partial: over each
+        group of ``replicas(layout)`` consecutive tp ranks with the same values.
 
         The pipeline ranks that hold the FSDP unit (`partition.Partition.holders`) all-reduce its gradient too.
         """
@@ -193,8 +193,8 @@ class ParameterEntry:
         return tuple(axes)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Return the shape of a rank's shard of the entry under this layout, vocabulary padding included. All ranks
-        that hold a shard hold the same shape."""
+        """Return the shape of a rank's shard of the entry under this layout, vocabulary padding included. It is equal
+        on all ranks that hold a shard."""
         shape = list(self.engine_shape)
         for axis, dim in self.cut_dims(layout).items():
             parts = getattr(layout, axis)
@@ -202,8 +202,8 @@ class ParameterEntry:
         return tuple(shape)
 
     def _local_block_size(self, block: int, parts: int) -> int:
-        """Return the length, along the sharded dim, of each rank's shard of one of the entry's `blocks`. `block`:
-        unsharded length of that block; ``parts``: number of ranks that shard it."""
+        """Return the size, along the sharded dim, of a rank's shard of one of the entry's `blocks`. `block`: unsharded
+        size of that block; ``parts``: number of ranks that shard it."""
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity
@@ -213,8 +213,8 @@ class ParameterEntry:
         return self.granularity
 
     def intervals(self, layout: Layout, coordinates: Mapping[str, int], dim: int) -> list[tuple[int, int, int]]:
-        """Return the index ranges along ``dim`` that the rank at `coordinates` ({axis: position}, such as {"tp": 1})
-        holds, as tuples (start in the unsharded entry, length, start in the rank's shard)."""
+        """Return the index ranges along ``dim`` that one rank holds, as tuples (start in the unsharded entry, length,
+        start in the rank's shard). coordinates: {axis: position} of the rank, such as {"tp": 1}."""
         if self.ep_rank(layout) not in (None, coordinates.get("ep")):
             return []
         axis = next((axis for axis, at in self.cut_dims(layout).items() if at == dim), None)
@@ -236,7 +236,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class EngineTensor:
-    """A parameter of the model in memory, such as fused qkv: the concatenation along dim 0 of the parameter entries
+    """Parameter of the model in memory, such as fused qkv: the concatenation along dim 0 of the parameter entries
     (tensors on disk) in `entries`. unit: name of its FSDP unit."""
 
     name: str
@@ -269,8 +269,8 @@ class EngineTensor:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_offset(self, entry: ParameterEntry, layout: Layout) -> int:
-        """Return the index along dim 0, in a rank's shard of this tensor, at which the shard of `entry` begins.
-        `entry`: one of `entries`."""
+        """Return the index along dim 0 of a rank's shard of this tensor at which its shard of `entry` begins. `entry`:
+        one of `entries`."""
         before = itertools.takewhile(lambda other: other.name != entry.name, self.entries)
         place = entry.ep_rank(layout)
         return sum(other.local_shape(layout)[0] for other in before if other.ep_rank(layout) == place)

@@ -24,8 +24,8 @@ __all__ = ["Box", "Initial", "ParameterTable", "ParameterEntry", "EngineTensor",
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """All parameters of a model, in the forward order of its FSDP units (the embedding, each layer, the head) and,
-    within a unit, in the order of its flat buffer.
+    """Table of all parameters of a model, in the forward order of its FSDP units (the embedding, each layer, the head)
+    and, within a unit, in the order of its flat buffer.
 
     entries: one for each tensor on disk. tensors: the parameters of the model in memory ("engine tensors"), each a
     concatenation of entries (such as query, key and value, or all experts). units: names of the FSDP units. tied: True
@@ -66,23 +66,23 @@ class ParameterTable:
     def unit_tensors(
         self, unit: str, layout: Layout | None = None, buffer: BufferKind | None = None
     ) -> tuple[EngineTensor, ...]:
-        """Return the engine tensors (parameters of the model in memory) of the FSDP unit named `unit` in the order of
-        its flat buffers: those with weight decay first. `buffer`: "dense" or "experts": only the tensors in this flat
-        buffer under `layout`; None: all."""
+        """Return the engine tensors (parameters of the model in memory) of the FSDP unit called `unit` in the order of
+        its flat buffers: those with weight decay first. `buffer`: "dense" or "experts", to select the tensors in this
+        flat buffer under `layout`; None: all."""
         tensors = self._tensors_by_unit[unit]
         if buffer is None:
             return tensors
         return tuple(each for each in tensors if each.buffer_kind(layout or Layout()) == buffer)
 
     def unit_buffers(self, unit: str, layout: Layout) -> tuple[BufferKind, ...]:
-        """Return the kinds of flat buffers that the FSDP unit named `unit` has: "dense", and also "experts" if the
-        layout shards its routed experts over other ranks than its other parameters (expert parallelism)."""
+        """Return the kinds of flat buffers of the FSDP unit called `unit`: "dense", and "experts" too if its routed
+        experts are sharded over other ranks than its other parameters (expert parallelism)."""
         apart = any(tensor.buffer_kind(layout) == "experts" for tensor in self._tensors_by_unit[unit])
         return ("dense", "experts") if apart else ("dense",)
 
     def needed_by(self, unit: str) -> tuple[str, ...]:
-        """Return the names of the FSDP units whose parameters the unit named `unit` computes with: itself, and for a
-        tied head the embedding."""
+        """Return the names of the FSDP units whose parameters the computation of the unit called `unit` reads: its own
+        and, for a tied head, the embedding."""
         return (unit, "embedding") if self.tied and unit == "head" else (unit,)
 
     @cached_property
@@ -92,16 +92,16 @@ class ParameterTable:
 
     @cached_property
     def active_numel(self) -> int:
-        """The number of parameters that one token uses on average: all except the routed experts that the token is not
-        sent to."""
+        """The number of parameters that one token uses on average: all except the routed experts that do not process
+        the token."""
         return round(sum(entry.numel * entry.active for entry in self.entries))
 
     def local_slices(self, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
         """Return the blocks of a parameter entry that one rank holds. ``coordinates``: {axis: position} of the rank,
         from ``layout.coordinates``.
 
-        The blocks of all ranks cover the entry: each element is on ``entry.replicas(layout)`` tp ranks. A routed expert
-        under expert parallelism is covered once by each block of ep x etp ranks.
+        The blocks of all ranks cover the entry, with each element on ``entry.replicas(layout)`` tp ranks. A routed
+        expert under expert parallelism is covered once by each block of ep x etp ranks.
         """
         offset = self.tensor(entry.tensor).local_offset(entry, layout)
         dims = range(len(entry.engine_shape))
@@ -112,14 +112,14 @@ class ParameterTable:
         return tuple(boxes)
 
     def unit_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
-        """Return the number of elements of a rank's flat buffer of the FSDP unit named `unit`, before ZeRO shards the
-        buffer and without padding. layout: None: one device. buffer: "dense" or "experts"."""
+        """Return the number of elements of a rank's flat buffer of the FSDP unit called `unit`, before ZeRO sharding
+        and padding. layout: None: one device. buffer: "dense" or "experts"."""
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def tensor_range(self, tensor: EngineTensor, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the element range [start, stop) that a rank's shard of an engine tensor (the model's parameter, such
-        as fused qkv) has in the flat buffer of its FSDP unit. layout: None: one device."""
+        """Return the range [start, stop) of elements of its FSDP unit's flat buffer that a rank's shard of an engine
+        tensor (the model's parameter, such as fused qkv) occupies. layout: None: one device."""
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.buffer_kind(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -127,9 +127,8 @@ class ParameterTable:
         return start, start + math.prod(tensor.local_shape(layout))
 
     def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the elements [start, stop) of an FSDP unit's flat buffer that hold the parameter entry `entry`, or
-        under tensor or expert parallelism a rank's shard of the entry. layout: layout of the run; None for one
-        device."""
+        """Return the range [start, stop) of elements of its FSDP unit's flat buffer that a rank's shard of the
+        parameter entry `entry` occupies. layout: None: one device."""
         layout = layout or Layout()
         tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]
@@ -138,7 +137,7 @@ class ParameterTable:
 
 
 def parameter_table(config: ModelConfig) -> ParameterTable:
-    """Return the parameter table of a model of any family."""
+    """Build the parameter table of a model of any family."""
     builder = _Builder(config)
     builder.build()
     units: dict[str, dict[str, list[ParameterEntry]]] = {}
@@ -154,10 +153,10 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a new parameter entry (one tensor of a checkpoint) belongs. unit: name of its FSDP unit. part: role of the
-    entry, such as "query": key of its Hugging Face name in `DISK_NAMES`. layer, expert: index of its layer and of its
-    expert; None if it has none. tensor: name, without ".weight" or ".bias", of the model's parameter of which the entry
-    is a slice along dim 0; None: `part`. offset: index in that parameter at which the slice begins."""
+    """Position of a new parameter entry (one tensor of a checkpoint) in the model. unit: name of its FSDP unit. part:
+    role of the entry, such as "query": key of its Hugging Face name in `DISK_NAMES`. layer, expert: index of its layer
+    and of its expert; None without one. tensor: name, without ".weight" or ".bias", of the model's parameter of which
+    the entry is a slice along dim 0; None: `part`. offset: index in that parameter at which the slice begins."""
 
     unit: str
     part: str
@@ -169,11 +168,11 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How mesh axes shard a parameter entry. split: {axis: dim along which the axis shards the entry}. blocks: sizes
-    along that dim of consecutive blocks, each sharded by itself (empty: one block). granularity: shard boundaries are
-    multiples of this number. remainder: what happens if tp does not divide the dim: refuse the layout, let ranks share
-    heads, or pad. partial: reason why tp ranks that hold the same values have partial gradients; None: they have
-    complete ones."""
+    """Sharding of a parameter entry over mesh axes. split: {axis: dim along which the axis shards the entry}. blocks:
+    sizes along that dim of consecutive blocks, each sharded separately (empty: one block). granularity: shard
+    boundaries are multiples of this number. remainder: what happens if tp does not divide the dim: refuse the layout,
+    let ranks share heads, or pad. partial: reason why tp ranks that hold the same values have partial gradients; None:
+    they have complete ones."""
 
     split: Mapping[SplitAxis, int] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
@@ -188,7 +187,7 @@ _COLUMNS, _ROWS = _Cut({"tp": 0}), _Cut({"tp": 1})  # column parallel, row paral
 
 
 class _Builder:
-    """Builder of a model's parameter entries: collects them in ``entries``, FSDP unit by unit in forward order."""
+    """Builder of a model's parameter entries, which it collects in ``entries``, FSDP unit by unit in forward order."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Start without entries; `build` appends them."""
@@ -223,7 +222,7 @@ class _Builder:
             self.add(_Place("head", "head"), (vocabulary, hidden), _VOCABULARY)
 
     def encoder_head(self) -> None:
-        """Append an encoder's head: for masked language modelling its transform, norm and output bias; otherwise the
+        """Append an encoder's head: for masked language modelling the transform, norm and output bias; otherwise the
         pooler and, for classification, the classifier. All but the output bias are replicated over tp."""
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
@@ -238,7 +237,7 @@ class _Builder:
                 self.add(_Place("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
 
     def layer(self, unit: str, layer: int) -> None:
-        """Append the entries of the transformer layer with index `layer` to the FSDP unit named `unit`."""
+        """Append the entries of the transformer layer with index `layer` to the FSDP unit called `unit`."""
         config = self.config
         hidden, head_dim, intermediate = config.hidden, config.head_dim, config.intermediate
         query, key = config.heads * head_dim, config.kv_heads * head_dim
@@ -279,18 +278,18 @@ class _Builder:
             norm("mlp_post_norm")
 
     def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
-        """Append an MLP's gate (if it has one), up and down projections. `unit`: FSDP unit; `mlp`: start of the names
-        of the model's parameters, such as "layers.0.mlp"; `layer`: layer index; `width`: intermediate size; `prefix`:
-        start of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
+        """Append the gate (if there is one), up and down projections of an MLP. `unit`: FSDP unit; `mlp`: start of the
+        names of the model's parameters, such as "layers.0.mlp"; `layer`: layer index; `width`: intermediate size;
+        `prefix`: start of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
             self.linear(_Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias)
         self.linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
-        """Append the router, the experts and the shared expert of the layer with index `layer`. All experts' up and
-        gate projections form one engine tensor (parameter in memory), and all down projections another. `unit`: FSDP
-        unit; `mlp`: start of the engine tensors' names."""
+        """Append the router, the experts and the shared expert of the layer with index `layer`. The up and gate
+        projections of all experts form one engine tensor (parameter in memory), their down projections another. `unit`:
+        FSDP unit; `mlp`: start of the engine tensors' names."""
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
         # The router's gradient is partial over tp: ranks hold columns of every expert, or route different tokens.
@@ -312,8 +311,8 @@ class _Builder:
             self.add(_Place(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
 
     def linear(self, place: _Place, output: int, inputs: int, cut: _Cut, *, bias: bool) -> None:
-        """Append a weight [output, inputs] at `place`. `cut`: how it is sharded: {"tp": 0} is column parallel (outputs
-        are sharded), {"tp": 1} row parallel (inputs are sharded). `bias`: True: append a bias [output] too."""
+        """Append a weight [output, inputs] at `place`. `cut`: its sharding; {"tp": 0} is column parallel (outputs are
+        sharded), {"tp": 1} row parallel (inputs are sharded). `bias`: True to append a bias [output] too."""
         column = cut.split["tp"] == 0
         self.add(place, (output, inputs), cut, initial=self.normal if column else self.residual)
         if bias:  # a row-parallel layer adds it after the reduction, to each rank's token slice
@@ -321,8 +320,8 @@ class _Builder:
             self.add(at, (output,), cut if column else _BY_TOKENS, suffix="bias")
 
     def norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
-        """Append a norm's weight at `place` and, if the model has norm biases, its bias. `size`: number of elements
-        (None: hidden size). `cut`: how it is sharded; by default replicated over tp, with partial gradients under
+        """Append the weight of a norm at `place` and, if the model has norm biases, its bias. `size`: number of
+        elements (None: hidden size). `cut`: its sharding; by default replicated over tp, with partial gradients under
         sequence parallelism."""
         # Gemma 2 multiplies by 1 + weight.
         ones = Initial("zeros" if self.config.family == "gemma2" else "ones")
@@ -342,10 +341,9 @@ class _Builder:
         initial: Initial | None = None,
         balances: bool = False,
     ) -> None:
-        """Append one entry of `shape` (in engine orientation, [output, input]) at `place`, sharded according to `cut`.
-        `suffix`: "weight" or "bias"; `disk_suffix`: the suffix on disk, if it is another; `initial`: initial values
-        (None: the default for its number of dims); `balances`: True for a router bias that balances the experts' load.
-        """
+        """Append one entry at `place`. `shape`: its shape in engine orientation, [output, input]; `cut`: its sharding;
+        `suffix`: "weight" or "bias"; `disk_suffix`: suffix on disk, if it is another; `initial`: initial values (None:
+        the default for its number of dims); `balances`: True for a router bias that balances the experts' load."""
         transposed = self.config.family == "gpt2" and place.layer is not None and len(shape) == 2
         expert = place.expert
         self.entries.append(

@@ -12,9 +12,9 @@ from meshwright.spec.stages import Stage, stages_of, units_of
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model cut into pipeline stages, and the ranks that hold them. `placement[replica][stage]`: index on axis pp of
-    the rank that holds this stage of this replica (model copy; bidirectional schedules have two). table: the model's
-    parameter table.
+    """Partition of a model into pipeline stages, and their placement on ranks. `placement[replica][stage]`: index on
+    axis pp of the rank that holds this stage of this replica (model copy; bidirectional schedules have two). table: the
+    model's parameter table.
 
     A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
     stages the same FSDP unit (a tied embedding is on the first and the last stage).
@@ -26,8 +26,8 @@ class Partition:
 
     @classmethod
     def of(cls, program: PipelineProgram, config: ModelConfig, table: ParameterTable, sequence: int) -> Partition:
-        """Return the partition of a model for a pipeline program: as many stages as the program has, balanced in FLOPs
-        for sequences of `sequence` tokens, on the program's ranks. table: the model's parameter table."""
+        """Partition a model for a pipeline program: into as many stages as the program has, balanced in FLOPs, on the
+        program's ranks. table: the model's parameter table. sequence: tokens of a sequence."""
         return cls(table, stages_of(config, program.stages, sequence), program.placement)
 
     @classmethod
@@ -37,7 +37,7 @@ class Partition:
         return cls(table, (Stage(0, range(layers), first=True, last=True),), ((0,),))
 
     def stages_on(self, pp_rank: int) -> tuple[Stage, ...]:
-        """Return the stages that the pipeline rank with index `pp_rank` on axis pp holds, without repetitions."""
+        """Return the distinct stages that the pipeline rank `pp_rank` (index on axis pp) holds."""
         return tuple(stage for stage in self.stages if any(homes[stage.index] == pp_rank for homes in self.placement))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
@@ -45,17 +45,17 @@ class Partition:
         return units_of(self.table, stage)
 
     def needed(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of the FSDP units whose parameters a stage computes with, in the order of first use: the
-        stage's own units and, if it has a tied head, the embedding."""
+        """Return the names of the FSDP units whose parameters the computation of a stage reads, in the order of first
+        use: the stage's own units and, for a tied head, the embedding."""
         return tuple(dict.fromkeys(name for unit in self.units(stage) for name in self.table.needed_by(unit)))
 
     def units_on(self, pp_rank: int) -> tuple[str, ...]:
-        """Return the names of the FSDP units that the pipeline rank with index `pp_rank` on axis pp holds, in the order
-        of the parameter table."""
+        """Return the names of the FSDP units that the pipeline rank `pp_rank` (index on axis pp) holds, in the order of
+        the parameter table."""
         needed = {name for stage in self.stages_on(pp_rank) for name in self.needed(stage)}
         return tuple(unit for unit in self.table.units if unit in needed)
 
     def holders(self, unit: str) -> tuple[int, ...]:
-        """Return the indices on axis pp of the pipeline ranks that hold the FSDP unit named `unit`, ascending."""
+        """Return the pipeline ranks (indices on axis pp, ascending) that hold the FSDP unit called `unit`."""
         places = {homes[stage.index] for homes in self.placement for stage in self.stages if unit in self.needed(stage)}
         return tuple(sorted(places))

@@ -21,8 +21,8 @@ from meshwright.spec.config_json import config_from_huggingface
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A public model. ``name``: name of the preset, such as "llama-3-8b". ``config``: its architecture. ``parameters``:
-    the published exact parameter count; None if none is published. ``source``: origin of the configuration."""
+    """Public model. ``name``: name of the preset, such as "llama-3-8b". ``config``: its architecture. ``parameters``:
+    the exact parameter count that was published; None if none was. ``source``: origin of the configuration."""
 
     name: str
     config: ModelConfig
@@ -32,7 +32,7 @@ class Preset:
 
 @cache
 def _read_presets() -> dict[str, dict[str, Any]]:
-    """Read ``presets.json``: its JSON object for each preset, by preset name."""
+    """Read ``presets.json``; return the JSON object of each preset, by preset name."""
     text = resources.files("meshwright.spec").joinpath("presets.json").read_text(encoding="utf-8")
     tables: dict[str, dict[str, Any]] = json.loads(text)
     return tables

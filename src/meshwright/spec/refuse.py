@@ -17,12 +17,11 @@ def refuse(
     *,
     planning: bool = False,
 ) -> None:
-    """Raise ``UserError`` if this model cannot run on this layout; the message gives the first reason found, in one
-    line.
+    """Check that a model can run on a layout; raise ``UserError`` with the first reason why not, in one line.
 
-    ``batch``: sequences per step over all ranks; ``sequence``: tokens in each sequence (None: unknown, not checked);
-    ``world_size``: ranks available (None: not checked). ``planning``: True: check only that the layout is meaningful
-    for the model, not that this version can run it.
+    ``batch``: sequences per step over all ranks; ``sequence``: tokens in each sequence (None: not checked);
+    ``world_size``: ranks available (None: not checked). ``planning``: True to check only that the layout makes sense
+    for the model, not that this version of Meshwright can run it.
     """
     if not planning:
         if config.planning_only:
@@ -49,11 +48,10 @@ def refuse(
 
 def serving_layout(text: str, config: ModelConfig) -> Layout:
     """Parse a layout string (`text`), such as "tp2 pp2", for serving, generation and evaluation. It may have dp, tp,
-    pp, and an ep that divides tp.
+    pp, and an ep that divides tp. Raises UserError for other axes, and for a layout that the model cannot use.
 
-    The layout returned has tp without sequence parallelism, because the tokens of one step cannot be split over ranks.
-    Experts are split over the tp ranks of a replica, because replicas exchange no tokens. Raises UserError for other
-    axes and for a layout that does not fit the model.
+    The result has tp without sequence parallelism, because the tokens of a step cannot be split over ranks, and shards
+    experts over the tp ranks of a replica, because replicas exchange no tokens.
     """
     layout = Layout.parse(text) if text.strip() else Layout()
     reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)
@@ -86,7 +84,7 @@ def _batch_problem(layout: Layout, batch: int) -> str | None:
 
 
 def _encoder_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if an encoder would be cut over tp, cp, pp or ep, else None."""
+    """Return an error message if the layout would split an encoder over tp, cp, pp or ep, else None."""
     if not config.encoder:
         return None
     cut = next(
@@ -187,8 +185,8 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _divisor_hint(size: int, wanted: int) -> str:
-    """Return the end of an error message that names the divisors of ``size`` (such as a number of heads) next to
-    ``wanted``, the degree that does not divide it: the one below and, if there is one, the one above."""
+    """Return the end of an error message that names the nearest divisors of ``size`` (such as a number of heads): the
+    one below and, if there is one, the one above ``wanted``, the parallel degree that does not divide it."""
     below = max(count for count in range(1, wanted) if size % count == 0)
     above = next((count for count in range(wanted + 1, size + 1) if size % count == 0), None)
     return f"; {below} or {above} would" if above else f"; {below} would"

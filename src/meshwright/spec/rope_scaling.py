@@ -20,17 +20,16 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """A RoPE scaling method and its parameters; ``None`` in an optional field means the method's own default.
+    """RoPE scaling method and its parameters. ``None`` in an optional field means the method's own default.
 
-    * ``linear`` (Chen et al. 2023, arXiv:2306.15595): every rotary frequency is divided by ``factor``.
-    * ``llama3`` (Llama 3.1): frequencies with wavelengths above ``original_max_positions / low_frequency_factor`` are
-      divided by ``factor``; those with wavelengths below ``original_max_positions / high_frequency_factor`` are kept;
-      between the two there is a ramp.
-    * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): dimensions with more than ``beta_fast`` rotations within
-      ``original_max_positions`` keep their frequency, those with fewer than ``beta_slow`` have it divided by
-      ``factor``, with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole dimensions.
-      Cosine and sine are multiplied by ``attention_scale``: ``attention_factor`` if given, else the ratio of two
-      factors computed from ``mscale`` and ``mscale_all_dim`` if both are given.
+    * ``linear`` (Chen et al. 2023, arXiv:2306.15595): every rotary frequency is divided by ``factor``. * ``llama3``
+    (Llama 3.1): frequencies with wavelengths above ``original_max_positions / low_frequency_factor`` are divided by
+    ``factor``; those with wavelengths below ``original_max_positions / high_frequency_factor`` are kept; between the
+    two there is a ramp. * ``yarn`` (Peng et al. 2023, arXiv:2309.00071): dimensions with more than ``beta_fast``
+    rotations within ``original_max_positions`` keep their frequency, those with fewer than ``beta_slow`` have it
+    divided by ``factor``, with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole
+    dimensions. Cosine and sine are multiplied by ``attention_scale``: ``attention_factor`` if given, else the ratio of
+    two factors computed from ``mscale`` and ``mscale_all_dim`` if both are given.
     """
 
     kind: RopeKind
@@ -47,7 +46,7 @@ class RopeScaling:
 
     @property
     def attention_scale(self) -> float:
-        """Factor on cosine and sine: 1 except for yarn (by default 0.1 ln(factor) + 1)."""
+        """Factor on cosine and sine: 1, except for yarn (by default 0.1 ln(factor) + 1)."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -91,9 +90,9 @@ _REQUIRED: dict[RopeKind, tuple[str, ...]] = {
 
 
 def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: str) -> RopeScaling | None:
-    """Return the RopeScaling of a ``rope_scaling`` or ``rope_parameters`` object (`entry`); None for plain RoPE.
+    """Read a RopeScaling from a ``rope_scaling`` or ``rope_parameters`` object (`entry`); None for plain RoPE.
 
-    ``where`` names the object in errors (``config.json: rope_scaling``). ``max_positions``: default of
+    ``where``: name of the object in errors (``config.json: rope_scaling``). ``max_positions``: default of
     ``original_max_position_embeddings`` (tokens), as in transformers. Raises ``UserError``.
     """
     kind = entry.get("rope_type", entry.get("type", "default"))

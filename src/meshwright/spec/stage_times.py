@@ -21,9 +21,9 @@ find the same program."""
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Function object that estimates, from FLOPs alone, the forward, input-gradient and weight-gradient times of a
-    model's pipeline stages. ranks: number of pipeline ranks. sequence: tokens of a sequence. recompute: activation
-    checkpointing ("none", "selective" or "full").
+    """Callable that estimates the forward, input-gradient and weight-gradient times of a model's pipeline stages from
+    their FLOPs. ranks: number of pipeline ranks. sequence: tokens of a sequence. recompute: activation checkpointing
+    ("none", "selective" or "full").
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
     weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and

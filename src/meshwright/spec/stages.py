@@ -19,8 +19,8 @@ LOOKED_UP = ("embedding", "positions", "token_types")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A pipeline stage: consecutive layers of a model. index: number of the stage, from 0. layers: indices of its
-    layers. first: True if it has the embedding. last: True if it has the final norm and the head."""
+    """Pipeline stage: consecutive layers of a model. index: number of the stage, from 0. layers: indices of its layers.
+    first: True if it has the embedding. last: True if it has the final norm and the head."""
 
     index: int
     layers: range
@@ -37,9 +37,9 @@ def whole_model(config: ModelConfig) -> Stage:
 def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
     """Cut the model into `count` pipeline stages of at least one layer each, in forward order.
 
-    Minimises first the FLOPs of the largest stage for sequences of `sequence` tokens, then the sum of the stages'
-    squared FLOPs. The head counts; an embedding look-up counts as two operations per feature. Among equal cuts, later
-    stages get more layers, because they hold the fewest activations in most schedules.
+    The cut minimises the FLOPs of the largest stage for sequences of `sequence` tokens, then the sum of the stages'
+    squared FLOPs. The head is counted; an embedding look-up counts as two operations per feature. Among equal cuts,
+    later stages get more layers, because they hold the fewest activations in most schedules.
     """
     assert 1 <= count <= config.layers, (count, config.layers)
     costs = [sum(layer_flops(config, layer, sequence).values()) for layer in range(config.layers)]

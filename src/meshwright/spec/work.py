@@ -23,17 +23,17 @@ section 3.1)."""
 
 
 def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
-    """Return the number of positions that go through the output head, for `rows` sequences of `sequence` tokens.
-    Decoder: all tokens. Encoder: with the masked-language-model head the fraction `MASKED_SHARE` of the tokens,
-    otherwise one position per sequence."""
+    """Return the number of positions that the output head computes for `rows` sequences of `sequence` tokens. Decoder:
+    all tokens. Encoder: with the masked-language-model head the fraction `MASKED_SHARE` of the tokens, otherwise one
+    position per sequence."""
     if not config.encoder:
         return rows * sequence
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
 
 
 def keys_per_token(sequence: int, window: int | None = None, causal: bool = True) -> float:
-    """Return the number of keys that a token attends to, averaged over a sequence of `sequence` tokens. window: sliding
-    window in tokens; None: no window. causal: False: a token attends to the whole sequence (or window).
+    """Return the mean number of keys that a token attends to in a sequence of `sequence` tokens. window: sliding window
+    in tokens; None: no window. causal: False: a token attends to the whole sequence (or window).
 
     Causal without a window, the exact result is (sequence + 1) / 2, not the usual sequence / 2.
     """
@@ -44,9 +44,9 @@ def keys_per_token(sequence: int, window: int | None = None, causal: bool = True
 
 
 def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = True) -> dict[str, float]:
-    """Return the forward FLOPs per token of the layer with index `layer`, {operation name ("attention.qkv", "mlp.up",
-    ...): FLOPs}, for sequences of `sequence` tokens. In a mixture of experts only the experts that a token uses count.
-    causal: True: count only the attention scores that causal masking leaves, about half."""
+    """Return the forward FLOPs per token of the layer with index `layer`, as {operation name ("attention.qkv",
+    "mlp.up", ...): FLOPs}. In a mixture of experts only the experts that a token uses count. sequence: tokens of a
+    sequence. causal: True to count only the attention scores that causal masking leaves, about half."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     keys = keys_per_token(sequence, config.layer_window(layer), causal and not config.encoder)
     up_matrices = 2 if config.gated else 1
@@ -66,8 +66,8 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
 
 
 def head_flops(config: ModelConfig, sequence: int) -> float:
-    """Return the forward FLOPs of the output head's matmuls, averaged over all `sequence` tokens of a sequence: an
-    encoder's head sees only the masked tokens (`MASKED_SHARE`) or one position per sequence."""
+    """Return the forward FLOPs per token of the output head's matmuls, averaged over a sequence of `sequence` tokens:
+    an encoder's head computes only the masked tokens (`MASKED_SHARE`) or one position per sequence."""
     if not config.encoder:
         return 2.0 * config.hidden * config.vocabulary
     share = MASKED_SHARE if config.head == "masked" else 1 / sequence

@@ -170,7 +170,7 @@ class Run:
         """Return the result document (JSON dict of figures and checkpoint paths) after the last step of the run.
         Collective: the peaks of the rank whose peak is largest are shared."""
         memory = self.journal.memory
-        fullest = self.agreement.of_largest(memory.peak_bytes(), {"memory_bytes": memory.peaks_to_json()})
+        fullest = self.agreement.broadcast_from_largest(memory.peak_bytes(), {"memory_bytes": memory.peaks_to_json()})
         return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
 
     def _run_end(self) -> RunEnd:
@@ -190,7 +190,7 @@ class Run:
         """Return the predictions of memory, step time and traffic that the journal reports before the first step.
         Collective: every rank predicts its own memory, and that of the rank that needs most is shared."""
         found = predict(self.trainer, self.journal.memory)
-        fullest = self.agreement.of_largest(found.peak_bytes, found.memory_to_json())
+        fullest = self.agreement.broadcast_from_largest(found.peak_bytes, found.memory_to_json())
         return dataclasses.replace(found, fullest=fullest)
 
     # --- before the first step
@@ -224,7 +224,7 @@ class Run:
             self.journal.begin(description, str(trainer.layout), trainer.steps_done, self.resumed_from, trainer.threads)
         except UserError as error:
             problem = str(error)
-        if (failure := self.agreement.first_text(problem)) is not None:
+        if (failure := self.agreement.broadcast_first_text(problem)) is not None:
             raise UserError(failure[1])
         self.journal.begin_steps(self.trainer.steps_done, self._predict())
         for line in self._resume_notes:
@@ -330,7 +330,7 @@ class Run:
     def _abandon_save(self) -> str:
         """Cancel, on all ranks, a checkpoint save that failed on one of them and return the reason; older checkpoints
         stay."""
-        failure = self.agreement.first_text(self.checkpointer.failed())
+        failure = self.agreement.broadcast_first_text(self.checkpointer.failed())
         self.checkpointer.abandon()
         return failure[1] if failure else "the checkpoint could not be written"
 

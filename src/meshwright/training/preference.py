@@ -147,7 +147,7 @@ class PreferencePairs:
                 problem = f"{path} belongs to another run"
         except UserError as error:
             problem = str(error)
-        if (first := start.agreement.first_text(problem)) is not None:
+        if (first := start.agreement.broadcast_first_text(problem)) is not None:
             raise UserError(
                 f"{first[1]}: it holds the log-probabilities under the initial weights, which a resumed run cannot "
                 "compute again; restore the file, or start a new run with another run.name"

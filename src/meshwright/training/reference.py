@@ -179,6 +179,6 @@ def load_or_compute(
             computed.write(path)
         except OSError as error:
             problem = f"{path} cannot be written: {error_reason(error)}"
-    if (first := agree.first_text(problem)) is not None:
+    if (first := agree.broadcast_first_text(problem)) is not None:
         raise UserError(first[1])
     return computed, False

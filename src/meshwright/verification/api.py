@@ -15,7 +15,7 @@ from meshwright.spec.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Outcome of a comparison of layouts with one device.
+    """Result of training small models on parallel layouts and on one device and comparing the two.
 
     Attributes:
         passed: True if every layout agrees and every planted fault was detected.
@@ -25,8 +25,8 @@ class Verification:
         loss_error: Largest relative error of a loss.
         gradient_norm_error: Largest relative error of a gradient norm.
         layouts: One record per layout and model: layout, model, passed, worst, cases, seconds.
-        mutations: Numbers of planted faults (deliberate bugs), of those caught and neutral (without effect on results),
-            and list of those missed; None without `mutate`.
+        mutations: Report on planted faults (deliberate bugs): number planted, detected ("caught") and without effect
+            on results ("neutral"), and list of those not detected ("missed"); None without `mutate`.
         failure: First disagreement or missed fault in one line; None if all passed.
         seconds: Wall time.
         document: All of this and more as JSON, the document of `meshwright verify --json`.
@@ -94,10 +94,12 @@ def verify(
     document = run.run_verification(layout, model=model, dtype=dtype, mutate=mutate, thorough=thorough, log=log)
     names = ("passed", "dtype", "tolerance", "worst", "loss_error", "gradient_norm_error", "layouts", "mutations")
     figures = {name: document[name] for name in names}
-    return Verification(**figures, failure=_failure(document), seconds=document["seconds"], document=document)
+    return Verification(
+        **figures, failure=_describe_first_failure(document), seconds=document["seconds"], document=document
+    )
 
 
-def _failure(document: Mapping[str, Any]) -> str | None:
+def _describe_first_failure(document: Mapping[str, Any]) -> str | None:
     """Return the first failure in a result document as one line: the first layout that disagrees with one device, else
     the first planted bug that was not detected; None if all passed."""
     if document["passed"] or document["failure"]:

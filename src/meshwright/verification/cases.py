@@ -20,8 +20,9 @@ from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence
 class Case:
     """Verification case: a training problem with a name, such as "updates".
 
-    problem: model, data and optimizer. resume_layout: layout on which the last steps run; they resume from the
-    checkpoint that the verified layout saved after the first steps. None: all steps run on the verified layout.
+    problem: model, data and optimizer. resume_layout: if given, the run is stopped after its first steps, and its last
+    steps are run on this layout, from the checkpoint saved by the verified layout. None: all steps run on the verified
+    layout.
     """
 
     name: str
@@ -34,9 +35,9 @@ class CaseBuilder:
     """Builder of the verification cases (named small training problems) for one layout and model.
 
     layout: layout to be verified. config: model, which is scaled down before use. dtype: parameter dtype, "float64" or
-    "float32". preference: loss of preference pairs, such as DPO; None: next-token loss. batch: global batch in
-    sequences; a value that is not a multiple of dp x micro-batches is replaced by the smallest such multiple of at
-    least 8. compiled: True if the recipe trains under torch.compile.
+    "float32". preference: settings of the preference loss (DPO or IPO); None: next-token loss. batch: wanted global
+    batch in sequences; if it is not a multiple of dp x micro-batches, the smallest multiple that is at least 8 is used
+    instead. compiled: True if the recipe trains under torch.compile.
     """
 
     layout: Layout
@@ -46,107 +47,122 @@ class CaseBuilder:
     batch: int = 8
     compiled: bool = False
 
-    def default(self) -> list[Case]:
-        """Return the default cases: "updates" (optimizer updates with clipping and resumes), "long sequences" (SGD,
-        several attention tiles) and "dtypes" (parameters in a narrower dtype than their master weights). If the recipe
-        compiles, add a step under torch.compile with backend "aot_eager", which runs the traced graphs without
-        generating code and makes the verification slower."""
-        cases = [Case("updates", self.updates()), Case("long sequences", self.long()), Case("dtypes", self.dtypes())]
-        return [*cases, *([self.compiled_by("aot_eager")] if self.compiled else [])]
+    def make_default_cases(self) -> list[Case]:
+        """Return the default cases: "updates" (optimizer updates with clipping and resumes), "long sequences"
+        (attention over several tiles) and "dtypes" (parameters in a narrower dtype than their master weights). If the
+        recipe compiles, add a step under torch.compile with backend "aot_eager", which traces graphs but generates no
+        code."""
+        cases = [
+            Case("updates", self.make_updates()),
+            Case("long sequences", self.make_long()),
+            Case("dtypes", self.make_dtypes()),
+        ]
+        return [*cases, *([self.make_compiled_case("aot_eager")] if self.compiled else [])]
 
-    def thorough(self) -> list[Case]:
-        """Return all cases: the default ones, SGD without fused gradient accumulation, a loss in several chunks, bf16,
-        a resume on another layout and, if the recipe compiles, a step of generated code."""
+    def make_all_cases(self) -> list[Case]:
+        """Return all cases: the default ones, SGD without fused gradient accumulation, a loss computed in several
+        chunks, bf16 training, a resume on another layout and, if the recipe compiles, a step with torch.compile's
+        backend "inductor"."""
         return [
-            *self.default(),
-            Case("sgd", dataclasses.replace(self.plain(), training=SGD, fused_gradient_accumulation=False)),
-            Case("loss chunks", self.loss_chunks()),
-            self.bf16(),
-            Case("resume on another layout", self.updates(self.layout.world_size), choose_other_layout(self.layout)),
-            *([self.compiled_by("inductor")] if self.compiled else []),
+            *self.make_default_cases(),
+            Case("sgd", dataclasses.replace(self.make_plain(), training=SGD, fused_gradient_accumulation=False)),
+            Case("loss chunks", self.make_loss_chunks()),
+            self.make_bf16_case(),
+            Case(
+                "resume on another layout", self.make_updates(self.layout.world_size), choose_other_layout(self.layout)
+            ),
+            *([self.make_compiled_case("inductor")] if self.compiled else []),
         ]
 
-    def plain(self, layers: int = 5) -> Problem:
+    def make_plain(self, layers: int = 5) -> Problem:
         """Return a problem of three steps of plain SGD on short sequences. layers: minimum number of layers of the
         model."""
-        config = self._config(layers)
+        config = self._scale_down(layers)
         sequence = choose_sequence_length(self.layout)
-        return self._checked(Problem(config, self._batch(), self.dtype, sequence, preference=self.preference))
+        return self._check(Problem(config, self._choose_batch(), self.dtype, sequence, preference=self.preference))
 
-    def updates(self, ranks: int = 1, layers: int = 5) -> Problem:
-        """Return a problem of four steps with weight decay and active clipping, one non-finite step, and two resumes:
-        right after the skipped step, and one step later. In float64: AdamW with a dynamic loss scale; in float32: SGD,
-        as AdamW's updates of near-zero gradients depend on rounding. ranks: the batch becomes a multiple of this
-        number. layers: minimum number of layers."""
+    def make_updates(self, ranks: int = 1, layers: int = 5) -> Problem:
+        """Return a problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
+        non-finite and skipped; training is resumed from a checkpoint after two and after three steps.
+
+        In float64 the optimizer is AdamW with a dynamic loss scale. In float32 it is SGD, because AdamW's updates of
+        near-zero gradients depend on rounding. ranks: the batch is a multiple of this number. layers: minimum number of
+        layers.
+        """
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
-        plain = self.plain(layers)
+        plain = self.make_plain(layers)
         batch = math.lcm(plain.batch, ranks)
         return dataclasses.replace(plain, batch=batch, training=training, steps=4, nan_step=1, resumed_at=(2, 3))
 
-    def long(self) -> Problem:
-        """Return a problem of one SGD step on sequences of several attention tiles, with one or many documents; under
-        ring attention, each rank's slices are longer than a tile."""
+    def make_long(self) -> Problem:
+        """Return a problem of one SGD step on sequences that span several attention tiles. Under ring attention the
+        slice of each rank is longer than a tile."""
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
         wanted = 2 * self.layout.cp * (TILE_QUERIES + 9) if ring else 2 * TILE_QUERIES + 45
-        return self._of_length(wanted, self._config(2))
+        return self._make_one_step(wanted, self._scale_down(2))
 
-    def loss_chunks(self) -> Problem:
-        """Return a problem of one step on a vocabulary so large that the loss of a micro-batch is computed in several
+    def make_loss_chunks(self) -> Problem:
+        """Return a problem of one step with a vocabulary so large that the loss of a micro-batch is computed in several
         chunks."""
         tokens = 4 * TILE_QUERIES + 45
         vocabulary = CHUNK_LOGITS["cpu"] // tokens + 11
-        config = dataclasses.replace(self._config(1), vocabulary=vocabulary * self.layout.tp)
-        problem = self._of_length(tokens * self.layout.cp, config)
+        config = dataclasses.replace(self._scale_down(1), vocabulary=vocabulary * self.layout.tp)
+        problem = self._make_one_step(tokens * self.layout.cp, config)
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
 
-    def dtypes(self) -> Problem:
-        """Return a problem of two SGD steps whose parameters have half the width of their master weights, which shows
-        parameters that were not rounded from their master weights."""
+    def make_dtypes(self) -> Problem:
+        """Return a problem of two SGD steps whose parameters have half the width of their master weights. It detects
+        parameters that were not rounded from the master weights after an update."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
-        plain = dataclasses.replace(self.plain(2), training=SGD, steps=2)
+        plain = dataclasses.replace(self.make_plain(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
 
-    def bf16(self) -> Case:
+    def make_bf16_case(self) -> Case:
         """Return a case of three SGD steps with bf16 parameters and float32 master weights, as in bf16 training."""
-        return Case("bf16", dataclasses.replace(self.plain(), dtype="bfloat16", master_dtype="float32", training=SGD))
+        return Case(
+            "bf16", dataclasses.replace(self.make_plain(), dtype="bfloat16", master_dtype="float32", training=SGD)
+        )
 
-    def compiled_by(self, backend: str) -> Case:
-        """Return a case of one training step and a validation in which the layers, final norm and loss run under
-        torch.compile. The model has two layers (with pipeline stages at least one more than stages), enough for every
-        kind of layer that it has. backend: of torch.compile, "aot_eager" or "inductor"."""
-        problem = dataclasses.replace(self.plain(2), training=SGD, steps=1, compile_backend=backend)
+    def make_compiled_case(self, backend: str) -> Case:
+        """Return a case of one training step and a validation in which layers, final norm and loss run under
+        torch.compile. backend: backend of torch.compile, "aot_eager" or "inductor". The model has two layers, or with
+        pipeline parallelism one more than there are stages."""
+        problem = dataclasses.replace(self.make_plain(2), training=SGD, steps=1, compile_backend=backend)
         return Case(f"compiled by {backend}", problem)
 
-    def _of_length(self, tokens: int, config: ModelConfig) -> Problem:
-        """Return a problem of one SGD step on sequences of at least `tokens` tokens. config: the model."""
+    def _make_one_step(self, tokens: int, config: ModelConfig) -> Problem:
+        """Return a problem of one SGD step of the model `config` on sequences of at least `tokens` tokens."""
         sequence = choose_sequence_length(self.layout, tokens)
         window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
-        return self._checked(Problem(config, self._batch(), self.dtype, sequence, 1, SGD, preference=self.preference))
+        return self._check(
+            Problem(config, self._choose_batch(), self.dtype, sequence, 1, SGD, preference=self.preference)
+        )
 
-    def _config(self, layers: int) -> ModelConfig:
-        """Return the model scaled down for the layout. layers: minimum number of layers; with pipeline stages there is
-        at least one layer more than stages."""
+    def _scale_down(self, layers: int) -> ModelConfig:
+        """Return the builder's model scaled down for the layout. layers: minimum number of layers; with pipeline
+        parallelism the model has at least one layer more than there are stages."""
         layout = self.layout
         layers = max(layers, generate_for_layout(layout).stages + (layout.pp > 1))  # uneven: one stage has a layer more
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
         return scale_down_config(self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 
-    def _batch(self) -> int:
-        """Return the global batch in sequences: `batch` if it is a multiple of dp x micro-batches, else the smallest
-        such multiple of at least 8."""
+    def _choose_batch(self) -> int:
+        """Return the global batch in sequences: the builder's `batch` if it is a multiple of dp x micro-batches, else
+        the smallest multiple that is at least 8."""
         share = self.layout.dp * self.layout.micro_batches
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 
-    def _checked(self, problem: Problem) -> Problem:
-        """Return `problem` unchanged; `UserError` if the layout cannot run its model, batch and sequence length."""
+    def _check(self, problem: Problem) -> Problem:
+        """Return `problem` unchanged. Raises `UserError` if the layout cannot run its model, batch size or sequence
+        length."""
         refuse(self.layout, problem.config, problem.batch, problem.sequence, self.layout.world_size)
         return problem
 
 
 def choose_other_layout(layout: Layout) -> Layout:
-    """Return a layout on the same number of ranks that differs from `layout` as much as possible: data parallelism
-    alone, with another ZeRO stage; on one rank, another number of micro-batches."""
+    """Return a layout on the same number of ranks with other axes than `layout`: data parallelism alone or, if `layout`
+    has only that, another ZeRO stage. On one rank, return another number of micro-batches."""
     ranks = layout.world_size
     if ranks == 1:
         return Layout(micro_batches=1 if layout.micro_batches > 1 else 2)

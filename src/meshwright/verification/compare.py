@@ -23,7 +23,7 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 0.1}
 BF16_MIXTURE_TOLERANCE = 0.5  # rounding changes the routing of tokens between two nearly equal experts
 
 
-def tolerance_of(problem: Problem) -> float:
+def choose_tolerance(problem: Problem) -> float:
     """Return the largest relative error at which a problem passes. It depends on the parameter dtype and, in bf16, on
     whether the model has experts."""
     mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
@@ -32,12 +32,12 @@ def tolerance_of(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of comparing a layout's results with the single-device reference.
+    """Result of comparing a layout's training run with the single-device reference.
 
     worst_name, worst_error: name and relative error of the tensor that differs most among gradients, updates and
-    optimizer states. loss_error, gradient_norm_error: largest relative errors. failure: line about the first difference
-    beyond the tolerance, None if all agree. step: number (from 0) of the step of that difference; None if it belongs to
-    no single step or there is none.
+    optimizer states. loss_error, gradient_norm_error: largest relative errors of a loss and of a gradient norm.
+    failure: one-line description of the first difference beyond the tolerance; None if all values agree. step: step
+    (from 0) of that difference; None without one, or if it belongs to no single step.
     """
 
     worst_name: str
@@ -54,7 +54,7 @@ class Comparison:
 
 
 def compare(reference: Reference, results: Sequence[RankResult], layout: Layout) -> Comparison:
-    """Compare every rank's losses, norms, gradients, updates, optimizer state, parameters and counters with the
+    """Compare the losses, norms, gradients, updates, optimizer state, parameters and counters of every rank with the
     single-device `reference`. results: one per rank. layout: layout on which the ranks trained."""
     refused = next((result.refused for result in results if result.refused), None)
     if refused is not None:
@@ -69,8 +69,8 @@ Difference = tuple[str, int | None]  # (description, step from 0; None: no singl
 
 
 class _LayoutComparison:
-    """Comparison of the results of all ranks of one layout with the reference. It goes through them in the order of
-    computation: step by step, gradients before updates, final state last.
+    """Comparison of all ranks' results with the single-device reference, in the order of computation: step by step,
+    gradients before updates, final state last.
 
     Attributes: `worst`, `worst_name`: largest relative error so far of a gradient, update or optimizer state, and the
     name of its parameter; `loss_error`, `norm_error`: largest relative errors so far of a loss and of a gradient norm.
@@ -79,12 +79,12 @@ class _LayoutComparison:
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
         """Start with no errors. results: of each rank."""
         self.reference, self.results, self.layout = reference, results, layout
-        self.tolerance = tolerance_of(reference.problem)
+        self.tolerance = choose_tolerance(reference.problem)
         self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0
 
     def differences(self) -> Iterator[Difference]:
-        """Yield every difference beyond the tolerance as (description, step), in the order of computation. step: from
-        0; None if the difference belongs to no single step."""
+        """Yield every difference beyond the tolerance as (description, step), in the order of computation. step:
+        training step, from 0; None if the difference belongs to no single step."""
         for step in sorted(self.results[0].steps):
             yield from self._compare_counters(step)
             if step == self.reference.problem.nan_step:
@@ -98,15 +98,16 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield a difference for each checkpoint counter (steps, samples ...) whose value after `steps` steps is not
-        that of the reference."""
-        for name, right in self.reference.counters(steps).items():
+        """Yield a difference (description, None) for each checkpoint counter, such as the number of samples, whose
+        value after `steps` steps differs from the reference."""
+        for name, right in self.reference.expect_counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
                 yield f"{name} is {wrong} after {steps} steps, not {right}", None
 
     def _compare_gradients(self, step: int) -> Iterator[Difference]:
-        """Yield differences of a step's gradients, loss, gradient norm and loss scale. step: from 0."""
+        """Yield the differences (description, step) of gradients, loss, gradient norm and loss scale in step `step`
+        (from 0)."""
         reference, results = self.reference, [result.steps[step] for result in self.results]
         slices = [result.gradients for result in results]
         copies = _assemble_copies(self.layout, slices, reference)
@@ -117,7 +118,7 @@ class _LayoutComparison:
         self.loss_error, self.norm_error = max(self.loss_error, loss), max(self.norm_error, norm)
         farthest = max((result.loss for result in results), key=lambda value: _relative_error(value, truth))
         ratio = f"ratio to reference {farthest / truth:.9g}" if math.isfinite(farthest) else "not finite"
-        if (first := self._first_wrong(errors)) is not None:
+        if (first := self._find_first_wrong(errors)) is not None:
             pattern = describe_pattern(reference, slices, self.layout, step, first)
             also = f"; the loss is off by {loss:.1e} ({ratio})" if loss > self.tolerance else ""
             yield f"step {step + 1}: the gradient of {first} is off by {errors[first]:.1e} ({pattern}){also}", step
@@ -129,26 +130,26 @@ class _LayoutComparison:
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
     def _compare_weights(self, step: int) -> Iterator[Difference]:
-        """Yield differences of the master weights' total updates from the start of the run to the end of step `step`
-        (from 0), and weights that are not bitwise equal on the ranks that hold copies of them."""
+        """Yield the differences (description, None) of the master weights after step `step` (from 0): of their change
+        since the start of the run, and between ranks that hold copies of the same weights."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
         copies = _assemble_copies(self.layout, [result.steps[step].weights for result in self.results], reference)
         made = [{name: after - start[name] for name, after in copy.items()} for copy in copies]
         # Adding an update to a weight rounds, here and in the reference; that rounding is not an error of the update.
         rounding = (step + 1) * torch.finfo(getattr(torch, problem.resolved_master_dtype)).eps
-        grains = {name: rounding * float(weights.norm()) for name, weights in start.items()}
+        rounding_norms = {name: rounding * float(weights.norm()) for name, weights in start.items()}
         updates = {name: after - start[name] for name, after in end.items()}
-        errors = self._track_worst(_worst_errors(made, updates, grains))
-        if (first := self._first_wrong(errors)) is not None:
+        errors = self._track_worst(_worst_errors(made, updates, rounding_norms))
+        if (first := self._find_first_wrong(errors)) is not None:
             steps = f"{step + 1} steps" if step else "1 step"
             yield f"the update of {first} after {steps} is off by {errors[first]:.1e}", None
-        if (name := _first_unequal(copies)) is not None:
+        if (name := _find_unequal(copies)) is not None:
             yield f"replicas of {name} differ after step {step + 1}", None
 
     def _compare_end(self) -> Iterator[Difference]:
-        """Yield differences of optimizer state, parameters, checkpoint counters and validation loss after the last
-        step."""
+        """Yield the differences (description, None) of optimizer state, parameters, checkpoint counters and validation
+        loss after the last step."""
         reference, results = self.reference, self.results
         slices = [result.optimizer for result in results]
         kinds = {held.kind for of_rank in slices for held in of_rank}
@@ -161,7 +162,7 @@ class _LayoutComparison:
             copies = _assemble_copies(self.layout, of_kind, reference)
             truth = {name: state for name, state in reference.optimizer[kind].items() if name in optimized}
             errors = self._track_worst(_worst_errors(copies, truth))
-            if (first := self._first_wrong(errors)) is not None:
+            if (first := self._find_first_wrong(errors)) is not None:
                 yield f"the optimizer state {kind} of {first} is off by {errors[first]:.1e}", None
         last_weights = [result.steps[max(result.steps)].weights for result in results]
         masters = next(iter(_assemble_copies(self.layout, last_weights, reference)))
@@ -178,14 +179,14 @@ class _LayoutComparison:
             yield f"the validation loss after the last update is off by {loss:.1e}", None
 
     def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """Record the largest of these relative errors (parameter -> error) as the worst if it exceeds the worst so far;
-        return `errors` unchanged."""
+        """Update `worst` and `worst_name` if one of these errors exceeds the largest so far. errors: parameter ->
+        relative error; returned unchanged."""
         name, error = max(errors.items(), key=lambda item: item[1])
         if error > self.worst:
             self.worst_name, self.worst = name, error
         return errors
 
-    def _first_wrong(self, errors: dict[str, float]) -> str | None:
+    def _find_first_wrong(self, errors: dict[str, float]) -> str | None:
         """Return the first parameter, in the order in which backward computes gradients, whose error exceeds the
         tolerance; None if there is none. errors: parameter -> relative error."""
         if max(errors.values()) <= self.tolerance:
@@ -194,22 +195,22 @@ class _LayoutComparison:
 
 
 def relative_errors(
-    values: ParameterValues, truth: ParameterValues, grains: dict[str, float] | None = None
+    values: ParameterValues, truth: ParameterValues, rounding_norms: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Return each parameter's relative error: ‖a-b‖ / max(‖b‖, floor), where a is its tensor in `values` and b that in
-    `truth`. A non-finite error is returned as infinity.
+    """Return {parameter: relative error} of `values` against the expected values `truth`. The error of a tensor a with
+    the expected value b is ‖a-b‖ / max(‖b‖, floor); infinity if it is not finite.
 
-    floor: 1e-3 sqrt(elements of b) x root mean square of all elements in `truth`. It keeps errors small of gradients
-    that are zero in exact arithmetic, such as that of a key bias. grains: parameter -> norm of the tolerated rounding
-    error, which is subtracted from ‖a-b‖ (down to 0); None: nothing is subtracted.
+    floor: 1e-3 sqrt(elements of b) x root mean square of all elements in `truth`. It is needed for gradients that are
+    zero in exact arithmetic, such as that of a key bias. rounding_norms: {parameter: norm of the tolerated rounding
+    error}, subtracted from ‖a-b‖ (down to 0); None: nothing is subtracted.
     """
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
     errors = {}
     for name, b in truth.items():
         difference = float((values[name].double() - b.double()).norm())
-        if grains is not None and math.isfinite(difference):
-            difference = max(0.0, difference - grains[name])
+        if rounding_norms is not None and math.isfinite(difference):
+            difference = max(0.0, difference - rounding_norms[name])
         scale = max(float(b.double().norm()), 1e-3 * math.sqrt(b.numel() * mean_square))
         error = difference / scale if scale > 0 else (0.0 if difference == 0 else math.inf)
         errors[name] = error if math.isfinite(error) else math.inf
@@ -217,12 +218,12 @@ def relative_errors(
 
 
 def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
-    """Return the groups of global ranks that together hold one full copy of the gradients and master weights (or more,
-    where tensors are replicated within the group).
+    """Return groups of global ranks such that the ranks of a group together hold at least one full copy of the
+    gradients and master weights.
 
-    A group begins with a ZeRO sharding group (without ZeRO: one rank). Added are the tp groups of its ranks (for
-    experts: their blocks of ep x etp consecutive ranks), then the pipeline ranks of all of these. part: kind of flat
-    buffer, "dense" or "experts".
+    Each group is the union of one ZeRO sharding group (without ZeRO: one rank), the tp groups of its ranks (for
+    experts: the blocks of ep x etp consecutive ranks that contain them), and the pp groups of all these ranks. part:
+    kind of flat buffer, "dense" or "experts".
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -241,13 +242,11 @@ def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[i
 def _assemble_copies(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
 ) -> list[ParameterValues]:
-    """Assemble every full copy of all parameters from the ranks' slices; return one dict (parameter -> values) per
-    copy, with NaN for elements that no rank holds. slices: for each rank, its slices. reference: gives the shapes.
+    """Assemble every full copy of all parameters from the ranks' slices; return one dict {parameter: values} per copy,
+    with NaN for elements that no rank holds. slices: slices of each rank, [rank][slice]. reference: gives the shapes.
 
-    Each group of ranks from `list_copy_groups` gives one copy for each of its pp ranks and, except for experts, each of
-    its tp ranks. Where several ranks hold the same elements, the copy for a pp and tp rank takes the values that this
-    rank holds. If the experts have fewer copies than the other parameters, the copies of the experts are used
-    repeatedly; likewise in the reverse case.
+    Dense parameters and experts may have different numbers of copies (`_assemble_copies_of`). The copies of the kind
+    with fewer are then used repeatedly.
     """
     parts: tuple[BufferKind, BufferKind] = ("dense", "experts")
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in parts)
@@ -259,8 +258,13 @@ def _assemble_copies(
 def _assemble_copies_of(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: BufferKind
 ) -> list[ParameterValues]:
-    """Assemble every full copy (parameter -> values) of the parameters in one kind of flat buffer (`part`: "dense" or
-    "experts") from the ranks' slices, [rank][slice]; elements that no rank holds are NaN."""
+    """Assemble every full copy of the parameters in one kind of flat buffer; return one dict {parameter: values} per
+    copy, with NaN for elements that no rank holds. part: "dense" or "experts". slices: slices of each rank,
+    [rank][slice].
+
+    Each group of ranks from `list_copy_groups` gives one copy for each pp rank and, for dense parameters, each tp rank.
+    Of several ranks that hold the same elements, the rank with these pp and tp coordinates is preferred.
+    """
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:
         return [{}]
@@ -278,26 +282,26 @@ def _assemble_copies_of(
 
 
 def _worst_errors(
-    copies: Iterable[ParameterValues], truth: ParameterValues, grains: dict[str, float] | None = None
+    copies: Iterable[ParameterValues], truth: ParameterValues, rounding_norms: dict[str, float] | None = None
 ) -> dict[str, float]:
-    """Return each parameter's largest relative error (by `relative_errors`) over several full copies of the parameters.
-    truth: expected values. grains: parameter -> norm of the rounding error that is tolerated; None: no error is
-    tolerated."""
+    """Return {parameter: largest relative error over several full copies of the parameters}. truth: expected values.
+    rounding_norms: {parameter: norm of the tolerated rounding error}; None: no rounding error is tolerated."""
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
-        for name, error in relative_errors(copy, truth, grains).items():
+        for name, error in relative_errors(copy, truth, rounding_norms).items():
             errors[name] = max(errors[name], error)
     return errors
 
 
 def _relative_error(value: float, truth: float) -> float:
-    """Return the relative error |value - truth| / |truth|; infinity also where the result would be NaN."""
+    """Return |value - truth| / |truth|; infinity if this is not finite."""
     error = abs(value - truth) / abs(truth)
     return error if math.isfinite(error) else math.inf
 
 
-def _first_unequal(copies: Sequence[ParameterValues]) -> str | None:
-    """Return the name of the first parameter that is not bitwise equal in all full copies; None if all are."""
+def _find_unequal(copies: Sequence[ParameterValues]) -> str | None:
+    """Return the name of the first parameter that is not bitwise equal in all full copies; None if every parameter
+    is."""
     first, *others = copies
     return next((name for name in first for copy in others if not _bitwise_equal(first[name], copy[name])), None)
 

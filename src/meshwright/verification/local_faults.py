@@ -28,7 +28,7 @@ from meshwright.training.trainer import Trainer
 
 
 class FaultCounter:
-    """Counter of how often a planted fault (deliberate bug) changed a value on this rank."""
+    """Counter of the values on this rank that a planted fault (deliberate bug) has changed."""
 
     def __init__(self) -> None:
         """Start at a count of 0."""
@@ -52,9 +52,9 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
-    """Definition of a deliberate bug: the method or function `name` of `owner` (a class or module) is replaced by
-    `wrong`, which is called with a counter, the original function, and the arguments of the call. case: name of the
-    verification case that exposes the bug."""
+    """Definition of a deliberate bug: the function or method called `name` of `owner` (a module or class) is replaced
+    by `wrong`. `wrong` is called with a `FaultCounter`, the original function, and the arguments of the call. case:
+    name of the verification case that detects the bug."""
 
     owner: Any
     name: str
@@ -64,8 +64,8 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """Deliberate bug in code without collectives. name: its description, which is its key in the table `LOCAL_FAULTS`,
-    such as "gradient clipping missing"."""
+    """Deliberate bug in code without collectives. name: its description, such as "gradient clipping missing", by which
+    `LOCAL_FAULTS` defines it."""
 
     name: str
 
@@ -75,8 +75,8 @@ class LocalFault:
 
     @contextmanager
     def planted(self) -> Iterator[FaultCounter]:
-        """Context manager in which the function that the fault concerns is replaced by the buggy stand-in, in this
-        process; yields the counter of changed values."""
+        """Context manager that plants the fault in this process: the correct function is replaced by a buggy one.
+        Yields the counter of changed values."""
         plan, counter = LOCAL_FAULTS[self.name], FaultCounter()
         kind = plan.owner.__dict__[plan.name]
         original = kind.__func__ if isinstance(kind, classmethod) else kind
@@ -96,20 +96,18 @@ class LocalFault:
 # --- gradients and updates
 
 
-def _overwritten(counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
-    """Buggy stand-in for `UnshardedGradient.view` (`original`), which returns (view of the gradient with number
-    `index`, flag: True if the backward pass overwrites the view, False if it accumulates). The stand-in always returns
-    True as the flag, so that each micro-batch overwrites the gradient of the one before. `counter` counts the flags
-    that this changes."""
+def _overwrite(counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int) -> Any:
+    """Buggy stand-in for `UnshardedGradient.view` (`original`): each micro-batch overwrites the gradient instead of
+    adding to it. `original` returns (view of the gradient with number `index`, True if backward shall overwrite the
+    view or False if it shall add to it); the stand-in always returns True. `counter` counts the changed flags."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
     return view, True
 
 
-def _clipped_as(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunction:
+def _clip_wrongly(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunction:
     """Return a buggy stand-in for `Trainer._gradient_scale` that multiplies gradients by a wrong clipping factor.
-    factor: function that computes it from the trainer, the step's outcome (loss scale, finiteness) and the right
-    factor."""
+    factor: function (trainer, outcome of the step, right clipping factor) -> wrong clipping factor."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, verdict: Any) -> float:
         """Return the factor on gradients: the wrong clipping factor / loss scale. `counter` counts the results that
@@ -123,14 +121,15 @@ def _clipped_as(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunctio
 
 
 def _clip_locally(trainer: Trainer, verdict: Any, right: float) -> float:
-    """Return the clipping factor by the norm of this rank's gradient shard instead of the global norm."""
+    """Return the clipping factor computed from the norm of this rank's gradient shard instead of the global norm.
+    verdict: outcome of the step, with the loss scale. right: the right factor, not used."""
     norm = math.sqrt(float(trainer.parallel.squared_norm_share())) / verdict.loss_scale
     return min(1.0, trainer.recipe.train.clip / (norm + 1e-6))
 
 
-def _decay_moved(by: int) -> FaultyFunction:
-    """Return a buggy stand-in for `FsdpUnit.__init__`: weight decay applies to `by` more elements of the unit's shard
-    than it should (by < 0: fewer)."""
+def _make_decay_fault(by: int) -> FaultyFunction:
+    """Return a buggy stand-in for `FsdpUnit.__init__` with which weight decay applies to `by` elements too many of the
+    unit's shard (by < 0: too few)."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit, *arguments: Any) -> None:
         """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each
@@ -144,22 +143,23 @@ def _decay_moved(by: int) -> FaultyFunction:
     return wrong
 
 
-def _next_rate(counter: FaultCounter, original: FaultyFunction, step: int, train: Any) -> float:
+def _use_next_learning_rate(counter: FaultCounter, original: FaultyFunction, step: int, train: Any) -> float:
     """Buggy stand-in for `learning_rate` (`original`): returns the learning rate of the next step. `counter` counts the
     results that this changes."""
     counter.record_if(original(step + 1, train) != original(step, train))
     return float(original(step + 1, train))
 
 
-def _more_terms(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> int:
-    """Buggy stand-in for `count_terms` (`original`): returns one loss term too many. `counter` counts each call."""
+def _add_term(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> int:
+    """Buggy stand-in for `LanguageModelTask.count_terms` (`original`): returns one loss term too many. `counter` counts
+    each call."""
     counter.record_if(True)
     return int(original(*arguments)) + 1
 
 
-def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Buggy stand-in for `Trainer._agree` (`original`): returns an outcome that calls a non-finite step finite, so that
-    it is not skipped. `counter` counts the results that this changes."""
+def _never_skip_step(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
+    """Buggy stand-in for `Trainer._agree` (`original`): marks the outcome of a non-finite step as finite, so that the
+    step is not skipped. `counter` counts the changed outcomes."""
     verdict = original(*arguments)
     verdict.finite = verdict.finite or counter.record_if(True)
     return verdict
@@ -168,19 +168,18 @@ def _never_skipped(counter: FaultCounter, original: FaultyFunction, *arguments: 
 # --- optimizer (Loshchilov & Hutter, arXiv:1711.05101, algorithm 2)
 
 
-def _uncorrected(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
-    """Buggy stand-in for torch's `adamw` (`original`): moments are not divided by 1 - beta^t, as after infinitely many
-    updates. `counter` counts each call. `tensors`: arguments of `adamw`; the last one lists the number of updates of
-    each parameter so far."""
+def _omit_bias_correction(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
+    """Buggy stand-in for torch's `adamw` (`original`) without bias correction: moments are not divided by 1 - beta^t.
+    `tensors`: arguments of `adamw`, of which the last is the list of update counts t. `counter` counts each call."""
     counter.record_if(True)
     *others, updates = tensors
     original(*others, [torch.full_like(done, 1e9) for done in updates], **options)
     torch._foreach_add_(updates, 1.0)
 
 
-def _with_options(change: Callable[[dict[str, Any]], dict[str, Any]]) -> FaultyFunction:
-    """Return a buggy stand-in for an optimizer function of torch that calls the original with wrong options, such as
-    swapped betas. change: function that takes the right options and returns the wrong values by option name."""
+def _make_option_fault(change: Callable[[dict[str, Any]], dict[str, Any]]) -> FaultyFunction:
+    """Return a buggy stand-in for an optimizer function of torch, such as `adamw`, that runs it with wrong options.
+    change: function (right options by name) -> wrong values by option name."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
         """Update the parameters with the wrong options. `counter` counts the calls in which they differ."""
@@ -191,10 +190,10 @@ def _with_options(change: Callable[[dict[str, Any]], dict[str, Any]]) -> FaultyF
     return wrong
 
 
-def _epsilon_inside(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
+def _put_epsilon_inside_root(counter: FaultCounter, original: FaultyFunction, *tensors: Any, **options: Any) -> None:
     """Buggy stand-in for torch's `adamw` (`original`): divides by sqrt(v + epsilon) instead of sqrt(v) + epsilon.
-    `counter` counts each call. `tensors`: lists of parameters, gradients, both moments, maxima (unused), numbers of
-    updates done."""
+    `tensors`: lists of parameters, gradients, first and second moments, maxima (unused) and update counts. `counter`
+    counts each call."""
     counter.record_if(True)
     rate, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
     parameters, gradients, first, second, _, updates = tensors
@@ -209,9 +208,9 @@ def _epsilon_inside(counter: FaultCounter, original: FaultyFunction, *tensors: A
 # --- parameters
 
 
-def _not_rounded(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from its second call on a unit, it does not copy
-    the master weights, rounded, to the parameters. `counter` counts the calls in which a copy is omitted."""
+def _skip_rounding(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on a unit, the parameters are
+    not set to the rounded master weights. `counter` counts the omitted copies."""
     master = self.master
     if counter.seen_before(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
@@ -219,9 +218,9 @@ def _not_rounded(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit
     self.master = master
 
 
-def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from its second call on a unit, parameters are not
-    all-gathered under ZeRO-1 and 2. `counter` counts the calls in which an all-gather is omitted."""
+def _skip_all_gather(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on a unit, the parameters are
+    not all-gathered under ZeRO-1 and 2. `counter` counts the omitted all-gathers."""
     zero = self.zero
     if counter.seen_before(self) and counter.record_if(zero in (1, 2)):
         self.unshard()
@@ -233,10 +232,9 @@ def _not_gathered(counter: FaultCounter, original: FaultyFunction, self: FsdpUni
 # --- samples
 
 
-def _samples_from(offset: Callable[[LanguageModelTask, int], int]) -> FaultyFunction:
-    """Return a buggy stand-in for `LanguageModelTask.samples_of_step` that reads wrong samples for this rank. offset:
-    function that takes the task and the number of samples per dp rank, and returns the position in the global batch of
-    the first sample that is read."""
+def _read_samples_from(offset: Callable[[LanguageModelTask, int], int]) -> FaultyFunction:
+    """Return a buggy stand-in for `LanguageModelTask.samples_of_step` that reads wrong samples on this rank. offset:
+    function (task, samples per dp rank) -> position in the global batch of the first sample to read."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: LanguageModelTask, step: int) -> Any:
         """Return this rank's samples of `step`. `counter` counts the calls that return wrong samples."""
@@ -247,7 +245,7 @@ def _samples_from(offset: Callable[[LanguageModelTask, int], int]) -> FaultyFunc
     return wrong
 
 
-def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
+def _repeat_first_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
     """Buggy stand-in for `SampleOrder.sample` (`original`): every epoch repeats the permutation of the first epoch.
     `counter` counts the results that this changes."""
     wanted = np.asarray(numbers)
@@ -258,9 +256,9 @@ def _one_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrde
 # --- resuming from a checkpoint
 
 
-def _restored_without(key: str) -> FaultyFunction:
-    """Return a buggy stand-in for `Trainer.restore` that ignores one entry of the checkpoint's `state.json`, so that
-    the trainer keeps the initial value. key: name of the entry."""
+def _restore_without(key: str) -> FaultyFunction:
+    """Return a buggy stand-in for `Trainer.restore` that does not restore the entry `key` of the checkpoint's
+    `state.json`, so that the trainer keeps its initial value."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
         """Restore the trainer from `state` with the initial value of the key. `counter` counts the calls in which the
@@ -272,20 +270,19 @@ def _restored_without(key: str) -> FaultyFunction:
     return wrong
 
 
-def _finite_steps_forgotten(
-    counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]
-) -> None:
-    """Buggy stand-in for `Trainer.restore` (`original`): the loss scale's count of finite steps restarts at 0.
-    `counter` counts the calls in which it was not 0. `state`: content of the checkpoint's `state.json`."""
+def _forget_finite_steps(counter: FaultCounter, original: FaultyFunction, self: Trainer, state: dict[str, Any]) -> None:
+    """Buggy stand-in for `Trainer.restore` (`original`): the loss scale's number of consecutive finite steps is
+    restored as 0. `counter` counts the calls in which it was not 0. `state`: content of the checkpoint's `state.json`.
+    """
     scale = state.get("loss_scale")
     if scale is not None and counter.record_if(scale["finite_steps"] != 0):
         state = {**state, "loss_scale": {**scale, "finite_steps": 0}}
     original(self, state)
 
 
-def _optimizer_forgotten(counter: FaultCounter, original: FaultyFunction, self: Optimizer, step_count: int) -> None:
-    """Buggy stand-in for `Optimizer.restore_step_count` (`original`): also sets the optimizer state to zero. `counter`
-    counts the tensors that were not zero."""
+def _forget_optimizer(counter: FaultCounter, original: FaultyFunction, self: Optimizer, step_count: int) -> None:
+    """Buggy stand-in for `Optimizer.restore_step_count` (`original`) that also sets the optimizer state to zero.
+    `counter` counts the tensors that were not zero."""
     original(self, step_count)
     for tensors in self.state_tensors().values():
         for tensor in tensors:
@@ -296,30 +293,28 @@ def _optimizer_forgotten(counter: FaultCounter, original: FaultyFunction, self: 
 # --- attention
 
 
-def _no_documents(counter: FaultCounter, original: FaultyFunction, cls: type[Documents], ids_BS: Any) -> Documents:
-    """Buggy stand-in for `Documents.from_ids` (`original`): attention crosses document boundaries. `counter` counts the
-    results that this changes."""
+def _ignore_documents(counter: FaultCounter, original: FaultyFunction, cls: type[Documents], ids_BS: Any) -> Documents:
+    """Buggy stand-in for `Documents.from_ids` (`original`) with which attention crosses document boundaries. `counter`
+    counts the changed results."""
     found = original(cls, ids_BS)
     counter.record_if(found.starts_BS is not None)
     return cls(None)
 
 
-def _sees_next(
+def _see_next_token(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Buggy stand-in for `tiles_of` (`original`), which cuts attention into tiles with masks: the causal mask
-    `triangle` lets each token see the next one. `counter` counts the calls in which the mask changes. Other arguments:
-    those of `tiles_of`, passed on."""
+    """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: the causal
+    mask (`triangle`) lets each token attend to the next one. `counter` counts the calls in which the mask changes.
+    Other arguments are passed on."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
 
-def _tile_forgets(
-    counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
-) -> Any:
-    """Buggy stand-in for `tiles_of` (`original`), which cuts attention into tiles with masks: every tile of queries,
-    except the first of the sequence, misses its first key. `counter` counts the changed tiles. Other arguments: those
-    of `tiles_of`, passed on."""
+def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
+    """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: every tile
+    of queries except the first of the sequence lacks its first key. `counter` counts the changed tiles. Other arguments
+    are passed on."""
     found = []
     for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask
@@ -331,54 +326,56 @@ def _tile_forgets(
     return found
 
 
-def _ring_forgets(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Buggy stand-in for `spans` (`original`), which lists the pairs (query chunk, key chunk) that a ring-attention
-    step computes. In steps on another rank's KV block, it leaves out the last of several pairs. `counter` counts the
-    pairs left out."""
+def _drop_kv_block(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
+    """Buggy stand-in for `spans` (`original`), which returns the pairs (query chunk, key chunk) that one step of ring
+    attention computes: in steps on another rank's KV block, the last of several pairs is left out. `counter` counts the
+    omitted pairs."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 
 
 LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
-    "gradient accumulation overwrites instead of adding": LocalFaultSpec(UnshardedGradient, "view", _overwritten),
-    "gradient clipping missing": LocalFaultSpec(Trainer, "_gradient_scale", _clipped_as(lambda *_: 1.0)),
+    "gradient accumulation overwrites instead of adding": LocalFaultSpec(UnshardedGradient, "view", _overwrite),
+    "gradient clipping missing": LocalFaultSpec(Trainer, "_gradient_scale", _clip_wrongly(lambda *_: 1.0)),
     "gradient clipping applied twice": LocalFaultSpec(
-        Trainer, "_gradient_scale", _clipped_as(lambda trainer, verdict, right: right**2)
+        Trainer, "_gradient_scale", _clip_wrongly(lambda trainer, verdict, right: right**2)
     ),
-    "gradient clipping uses the local norm": LocalFaultSpec(Trainer, "_gradient_scale", _clipped_as(_clip_locally)),
-    "weight-decay range one element too long": LocalFaultSpec(FsdpUnit, "__init__", _decay_moved(1)),
-    "weight-decay range one element too short": LocalFaultSpec(FsdpUnit, "__init__", _decay_moved(-1)),
-    "weight decay applied to norms and biases": LocalFaultSpec(FsdpUnit, "__init__", _decay_moved(1 << 40)),
-    "learning rate off by one step": LocalFaultSpec(trainer, "learning_rate", _next_rate),
-    "loss normalized by one target too many": LocalFaultSpec(LanguageModelTask, "count_terms", _more_terms),
-    "non-finite step not skipped": LocalFaultSpec(Trainer, "_agree", _never_skipped),
-    "AdamW without bias correction": LocalFaultSpec(optimizer, "adamw", _uncorrected),
+    "gradient clipping uses the local norm": LocalFaultSpec(Trainer, "_gradient_scale", _clip_wrongly(_clip_locally)),
+    "weight-decay range one element too long": LocalFaultSpec(FsdpUnit, "__init__", _make_decay_fault(1)),
+    "weight-decay range one element too short": LocalFaultSpec(FsdpUnit, "__init__", _make_decay_fault(-1)),
+    "weight decay applied to norms and biases": LocalFaultSpec(FsdpUnit, "__init__", _make_decay_fault(1 << 40)),
+    "learning rate off by one step": LocalFaultSpec(trainer, "learning_rate", _use_next_learning_rate),
+    "loss normalized by one target too many": LocalFaultSpec(LanguageModelTask, "count_terms", _add_term),
+    "non-finite step not skipped": LocalFaultSpec(Trainer, "_agree", _never_skip_step),
+    "AdamW without bias correction": LocalFaultSpec(optimizer, "adamw", _omit_bias_correction),
     "AdamW with betas swapped": LocalFaultSpec(
-        optimizer, "adamw", _with_options(lambda right: {"beta1": right["beta2"], "beta2": right["beta1"]})
+        optimizer, "adamw", _make_option_fault(lambda right: {"beta1": right["beta2"], "beta2": right["beta1"]})
     ),
-    "AdamW with epsilon inside the square root": LocalFaultSpec(optimizer, "adamw", _epsilon_inside),
+    "AdamW with epsilon inside the square root": LocalFaultSpec(optimizer, "adamw", _put_epsilon_inside_root),
     "SGD momentum without decay": LocalFaultSpec(
-        optimizer, "sgd", _with_options(lambda right: {"momentum": 1.0}), "dtypes"
+        optimizer, "sgd", _make_option_fault(lambda right: {"momentum": 1.0}), "dtypes"
     ),
-    "parameters not rounded from master weights": LocalFaultSpec(FsdpUnit, "update_parameters", _not_rounded, "dtypes"),
-    "parameters not all-gathered after the update": LocalFaultSpec(FsdpUnit, "update_parameters", _not_gathered),
+    "parameters not rounded from master weights": LocalFaultSpec(
+        FsdpUnit, "update_parameters", _skip_rounding, "dtypes"
+    ),
+    "parameters not all-gathered after the update": LocalFaultSpec(FsdpUnit, "update_parameters", _skip_all_gather),
     "sample index off by one": LocalFaultSpec(
-        LanguageModelTask, "samples_of_step", _samples_from(lambda task, share: task.mesh.dp.rank * share + 1)
+        LanguageModelTask, "samples_of_step", _read_samples_from(lambda task, share: task.mesh.dp.rank * share + 1)
     ),
     "all ranks read rank 0's samples": LocalFaultSpec(
-        LanguageModelTask, "samples_of_step", _samples_from(lambda task, share: 0)
+        LanguageModelTask, "samples_of_step", _read_samples_from(lambda task, share: 0)
     ),
-    "every epoch uses the first epoch's permutation": LocalFaultSpec(SampleOrder, "sample", _one_epoch),
-    "step counter not restored": LocalFaultSpec(Trainer, "restore", _restored_without("step")),
-    "update counter not restored": LocalFaultSpec(Trainer, "restore", _restored_without("optimizer_steps")),
-    "skipped-step counter not restored": LocalFaultSpec(Trainer, "restore", _restored_without("skipped_steps")),
-    "consecutive-skip counter not restored": LocalFaultSpec(Trainer, "restore", _restored_without("skipped_in_a_row")),
-    "finite-step counter not restored": LocalFaultSpec(Trainer, "restore", _finite_steps_forgotten),
-    "loss scale not restored": LocalFaultSpec(Trainer, "restore", _restored_without("loss_scale")),
-    "optimizer state not restored": LocalFaultSpec(Optimizer, "restore_step_count", _optimizer_forgotten),
-    "attention not masked across documents": LocalFaultSpec(Documents, "from_ids", _no_documents),
-    "causal mask off by one": LocalFaultSpec(tiled_attention, "tiles_of", _sees_next, "long sequences"),
-    "attention tile drops a key": LocalFaultSpec(tiled_attention, "tiles_of", _tile_forgets, "long sequences"),
-    "ring attention drops a KV block": LocalFaultSpec(context, "spans", _ring_forgets, "long sequences"),
+    "every epoch uses the first epoch's permutation": LocalFaultSpec(SampleOrder, "sample", _repeat_first_epoch),
+    "step counter not restored": LocalFaultSpec(Trainer, "restore", _restore_without("step")),
+    "update counter not restored": LocalFaultSpec(Trainer, "restore", _restore_without("optimizer_steps")),
+    "skipped-step counter not restored": LocalFaultSpec(Trainer, "restore", _restore_without("skipped_steps")),
+    "consecutive-skip counter not restored": LocalFaultSpec(Trainer, "restore", _restore_without("skipped_in_a_row")),
+    "finite-step counter not restored": LocalFaultSpec(Trainer, "restore", _forget_finite_steps),
+    "loss scale not restored": LocalFaultSpec(Trainer, "restore", _restore_without("loss_scale")),
+    "optimizer state not restored": LocalFaultSpec(Optimizer, "restore_step_count", _forget_optimizer),
+    "attention not masked across documents": LocalFaultSpec(Documents, "from_ids", _ignore_documents),
+    "causal mask off by one": LocalFaultSpec(tiled_attention, "tiles_of", _see_next_token, "long sequences"),
+    "attention tile drops a key": LocalFaultSpec(tiled_attention, "tiles_of", _drop_key, "long sequences"),
+    "ring attention drops a KV block": LocalFaultSpec(context, "spans", _drop_kv_block, "long sequences"),
 }
 """Name of each local fault -> what it replaces, and the case that exposes it."""

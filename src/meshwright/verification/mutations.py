@@ -42,7 +42,7 @@ SECONDS_OF_A_BATCH = 600.0  # time limit on a busy machine
 BATCH = 12  # faults per request to the ranks
 
 
-def plant_all(
+def plant_all_faults(
     maker: CaseBuilder,
     reference: Callable[[Problem], Reference],
     ranks: LocalRanks,
@@ -50,20 +50,18 @@ def plant_all(
     collectives: CollectivesRecipe | None = None,
     planted: set[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
-    """Plant faults (deliberate bugs) one at a time, and report which of them the verification detects. Every kind of
-    fault is planted at every collective call site of the layout, once in all calls of the site and once in a single
-    call; then every local fault (bug in code without collectives). Faults that altered no value during training are
-    left out of the report.
+    """Plant faults (deliberate bugs) one at a time, train with each, and report which of them the verification detects.
+    Every kind of fault is planted at every collective call site of the layout, once in all calls of the site and once
+    in a single call. Then every fault in local code (`LOCAL_FAULTS`) is planted.
 
     maker: builds the training problems. reference: returns the single-device results of a problem. ranks: processes
     that train. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms.
-    planted: keys of faults to skip, as they were planted on another model; the keys of the new faults are added. A
-    fault in a collective call is tried on one training step first, and on all steps of the problem if one step does not
-    show it.
+    planted: keys of faults that were already planted on another model and are skipped; the keys of the new faults are
+    added.
 
-    Returns "planted", "caught", "neutral": numbers of faults. A neutral fault alters a value but cannot change a result
-    of training, as `explain_neutral_fault` tells. "missed": descriptions of the faults that are neither. "faults": one
-    record for each fault.
+    Returns {"planted", "caught", "neutral": numbers of faults, "missed": list of descriptions, "faults": one record per
+    fault}. Caught faults were detected. Neutral faults cannot change a result of training (`explain_neutral_fault`).
+    Faults that altered no value during training are left out.
     """
     planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
@@ -79,18 +77,20 @@ def plant_all(
 
 
 def explain_neutral_fault(fault: Fault, layout: Layout, paired: bool = False) -> str | None:
-    """Return as text why a fault in a collective call cannot change any result of training on the layout; None if the
-    verification must detect the fault. paired: True if training is on preference pairs."""
+    """Return the reason, as text, why a fault in a collective call cannot change any result of training on the layout;
+    None if the verification must detect the fault. paired: True if training is on preference pairs."""
     sharing = layout.tp * (layout.cp if paired else 1)
     known = NEUTRAL | (NEUTRAL_WHERE_LOSSES_AGREE if sharing == layout.world_size else {})
     return known.get((fault.site, fault.operation, fault.kind))
 
 
 class _FaultRuns:
-    """Runner that trains one model on one layout with planted faults (deliberate bugs), one at a time. maker: builds
-    the training problems. reference: function that returns the single-device results of a problem. ranks: processes
-    that train. collectives: the recipe's choice of collective algorithms. Attribute `planted`: keys of the faults run
-    so far that altered a value."""
+    """Runner that trains one model on one layout with planted faults (deliberate bugs), one at a time.
+
+    maker: builds the training problems. reference: function (problem) -> single-device results. ranks: processes that
+    train. collectives: the recipe's choice of collective algorithms. Attribute `planted`: keys of the faults run so far
+    that altered a value.
+    """
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train once with each fault that can be injected into a collective call. Yield (fault, comparison of this run
-        with the run on one device) for every fault that altered a value on some rank. before: keys of the faults to
-        leave out, as `_fault_key` returns them."""
-        problem = self.maker.plain(layers=3)
+        """Train with each fault that can be injected into a collective call, one at a time: one step first, and all
+        steps of the problem if one step does not show the fault. Yield (fault, comparison with the single-device run)
+        for every fault that altered a value on some rank. before: keys (`_fault_key`) of faults to leave out."""
+        problem = self.maker.make_plain(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
         every = [fault for fault in list_possible_faults(self.maker.layout, healthy) if _fault_key(fault) not in before]
-        for batch in _batches(every):
+        for batch in _split_into_batches(every):
             found = self._compare_effective(short, batch)
             # All steps for faults that one did not reveal, and for stale results, which need an earlier call.
             again = [f for f in batch if (f.kind == "stale" if f not in found else found[f].step is None)]
@@ -121,24 +121,24 @@ class _FaultRuns:
             self.planted |= {_fault_key(fault) for fault in batch if fault in found}
 
     def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
-        """Train once with each fault of `LOCAL_FAULTS`: bugs outside collective calls. Yield (fault, comparison of this
-        run with the run on one device) for every fault that altered a value on some rank. before: keys of the faults to
-        leave out; the key of a local fault is the tuple (name,)."""
+        """Train with each fault of `LOCAL_FAULTS` (bugs outside collective calls), one at a time. Yield (fault,
+        comparison with the single-device run) for every fault that altered a value on some rank. before: keys of faults
+        to leave out; the key of a local fault is the tuple (name,)."""
         for case, make in (
-            ("updates", lambda: self.maker.updates(layers=3)),
-            ("dtypes", self.maker.dtypes),
-            ("long sequences", self.maker.long),
+            ("updates", lambda: self.maker.make_updates(layers=3)),
+            ("dtypes", self.maker.make_dtypes),
+            ("long sequences", self.maker.make_long),
         ):
             faults = [
                 LocalFault(name) for name, plan in LOCAL_FAULTS.items() if plan.case == case and (name,) not in before
             ]
-            for batch in _batches(faults):
+            for batch in _split_into_batches(faults):
                 found = self._compare_effective(make(), batch)
                 yield from found.items()
                 self.planted |= {(fault.name,) for fault in found}
 
     def _compare_effective(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
-        """Train the problem once with each fault; return {fault: comparison with the run on one device} for the faults
+        """Train the problem once with each fault; return {fault: comparison with the single-device run} for the faults
         that altered a value on some rank."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
@@ -147,8 +147,7 @@ class _FaultRuns:
         }
 
     def _run_with_faults(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
-        """Train the problem once with each fault (None: no fault); return the results, indexed by fault, then by
-        rank."""
+        """Train the problem once with each fault (None: without fault); return the results, [fault][rank]."""
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
             layout = str(self.maker.layout)
             of_ranks = self.ranks.run(
@@ -157,23 +156,22 @@ class _FaultRuns:
         return [list(results) for results in zip(*of_ranks, strict=True)]
 
 
-def _batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
-    """Split faults into consecutive batches of at most `BATCH`, the number that the ranks run in one request; yield
-    them."""
+def _split_into_batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFault]]:
+    """Yield the faults in consecutive batches of at most `BATCH`, the number that the ranks run in one request."""
     for start in range(0, len(faults), BATCH):
         yield faults[start : start + BATCH]
 
 
 def _fault_key(fault: Fault) -> tuple[str, ...]:
-    """Return the key that identifies a fault in a collective call, so that it is planted only once: (site, operation,
-    kind, "True" if the fault is in all calls of the site, else "False")."""
+    """Return the tuple that identifies a fault in a collective call: (call site, operation, kind of fault, "True" if it
+    is planted in all calls of the site, else "False")."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 
 def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Merge the ranks' records of collective calls; return {(site, operation): record}. Each record is taken from the
-    rank that made the most calls of this site and operation, since ranks of other pipeline stages may make none.
-    tables: records of each rank."""
+    """Merge the ranks' records of collective calls; return {(site, operation): record}. The record is that of the rank
+    with the most such calls, since ranks of other pipeline stages may make none. tables: list of records of each rank.
+    """
     most: dict[tuple[str, str], dict[str, Any]] = {}
     for call in chain.from_iterable(tables):
         key = call["site"], call["operation"]
@@ -183,9 +181,9 @@ def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str]
 
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
-    """Return all faults that a layout's collective calls can have. Each kind of fault (`KINDS`: "skip", "stale" ...) is
-    listed for each site and operation: once in all calls and, if the first step has several such calls, once in the
-    middle call of that step. results: one per rank, of a run without fault."""
+    """Return all faults that can be planted in the collective calls of a layout: each kind of `KINDS` ("skip", "stale"
+    ...) at each call site and operation, once in all its calls and, if the first step has several, once in the middle
+    one. results: one per rank, of a run without fault."""
     faults = []
     in_first_step = _merge_calls(result.calls_first_step for result in results)
     for (site, operation), call in _merge_calls(result.calls for result in results).items():
@@ -207,8 +205,8 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 
 def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return (number of calls, payload bytes) for each entry of a rank's log of collective calls that has this call
-    site and this operation. Ranks with equal results can be regrouped without leaving a call unmatched."""
+    """Return the calls that a rank made at one call site with one operation, as tuples (number of calls, payload
+    bytes). Ranks with equal signatures can be regrouped without leaving a call unmatched."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

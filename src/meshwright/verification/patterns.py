@@ -41,9 +41,9 @@ def list_in_backward_order(reference: Reference) -> list[str]:
 def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
-    """Describe as text how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the
-    reference, such as "contribution of rank 1 missing". A least-squares fit tells how many times the gradient contains
-    each rank's contribution. slices: for each rank, its slices of the gradients."""
+    """Describe how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the reference, such
+    as "contribution of rank 1 missing". Ranks' contributions are counted by a least-squares fit. slices: gradient
+    slices of each rank, [rank][slice]."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _is_unsummed_over_tp(reference, mine, layout, truth, name):
@@ -51,7 +51,7 @@ def describe_pattern(
     if _is_unsummed_over_pp(mine, layout, truth):
         return "partial gradients of shared parameters were not summed over pp"
     # cp ranks share sequences, and the reference has gradients of whole sequences only: contributions are those of dp.
-    parts = reference.share_gradients(step, layout.dp * layout.micro_batches)
+    parts = reference.split_gradient(step, layout.dp * layout.micro_batches)
     contributions = torch.stack([rows[name] for rows in parts]).double()
     replicas = {rank: group for group in layout.groups("dp") for rank in group}
     before = reference.gradients[step - 1][name] if step else None
@@ -85,9 +85,9 @@ def describe_pattern(
 def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Return True if the tp ranks hold partial gradients of the parameter `name` that were not summed. truth: its
-    correct gradient. reference: tells how the parameter is sharded. slices: for each rank, its slices of
-    the gradient."""
+    """Return True if the tp ranks hold partial gradients of the parameter `name` that were not summed. truth: the
+    correct gradient. reference: gives the sharding of the parameter. slices: slices of this gradient on each rank,
+    [rank][slice]."""
     entry = reference.table.entry(name)
     if "tp" not in entry.gradient_axes(layout):
         return False
@@ -97,15 +97,15 @@ def _is_unsummed_over_tp(
 
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
-    """Return True if the pipeline ranks that share a parameter (tied embeddings) hold partial gradients that were not
-    summed. truth: the parameter's correct gradient. slices: for each rank, its slices of the gradient."""
+    """Return True if pipeline ranks that share a parameter (tied embeddings) hold partial gradients that were not
+    summed. truth: the correct gradient. slices: slices of this gradient on each rank, [rank][slice]."""
     holding = [[slices[rank] for rank in group if slices[rank]] for group in layout.groups("pp")]
     return all(len(ranks) != 1 and _are_partial(ranks, truth) for ranks in holding)
 
 
 def _are_partial(slices: Sequence[Sequence[TensorSlice]], truth: torch.Tensor) -> bool:
-    """Return True if the ranks' slices of a gradient add up to `truth`, but the first rank's slices alone do not equal
-    `truth`. slices: for each rank, its slices; they cover the same elements on each rank."""
+    """Return True if the ranks' slices of a gradient sum to `truth` but those of the first rank alone do not equal it.
+    slices: [rank][slice]; they cover the same elements on each rank."""
     for same in zip(*slices, strict=True):
         right = same[0].of(truth)
         total = torch.stack([item.tensor for item in same]).sum(dim=0)
@@ -115,8 +115,8 @@ def _are_partial(slices: Sequence[Sequence[TensorSlice]], truth: torch.Tensor) -
 
 
 def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> str | None:
-    """Return "the gradient of NAME" if the slice `item` holds the gradient, in step `step` (from 0), of another
-    parameter with as many elements; else None."""
+    """Return "the gradient of NAME" if the gradient slice `item` equals the gradient of another parameter (NAME) of the
+    same size in step `step` (from 0); else None."""
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
         alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()
@@ -132,9 +132,10 @@ def _describe_slice(
     labels: Sequence[tuple[int, int]],
     before: torch.Tensor | None,
 ) -> str:
-    """Return text on the error pattern of one rank's gradient slice. values [n]: the rank's gradient. truth [n]: the
-    correct gradient. parts [contributions, n]: contribution of each (rank, micro-batch) to it. labels: (rank,
-    micro-batch) of each contribution. before [n]: the gradient of the previous step, None in the first step."""
+    """Describe how the gradient slice of one rank differs from the correct one, such as "zero" or "contribution of rank
+    1 missing". values [n]: the rank's gradient. truth [n]: the correct gradient. parts [contributions, n]: its
+    summands. labels: (rank, micro-batch) of each summand. before [n]: correct gradient of the previous step; None in
+    the first."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"
@@ -156,8 +157,8 @@ def _describe_slice(
 
 
 def _describe_counts(often: dict[tuple[int, int], float]) -> str:
-    """Return text on which contributions to a sum are missing or counted twice. often: (rank, micro-batch) -> how many
-    times the contribution is in the sum; 1 is right."""
+    """Describe which contributions to a gradient sum are missing or counted more than once. often: (rank, micro-batch)
+    -> how many times the contribution is in the sum (correct: 1)."""
     ranks = sorted({rank for rank, _ in often})
     missing = {label for label, times in often.items() if abs(times) < 1e-4}
     gone = [rank for rank in ranks if all(label in missing for label in often if label[0] == rank)]

@@ -23,10 +23,11 @@ Weights = Mapping[str, torch.Tensor]  # engine tensor -> its values, [output, in
 
 
 class BatchLoss(NamedTuple):
-    """Losses of a batch, as sums over its terms (target tokens or pairs).
+    """Losses of a batch, summed over its loss terms (target tokens or preference pairs).
 
-    loss: reported loss in nats; objective: loss plus load-balancing loss, to be differentiated; terms: number of terms,
-    by which to divide both; excess_loads: router-bias name -> [E], each expert's number of tokens minus the mean.
+    loss: reported loss in nats. objective: loss plus load-balancing loss, to be differentiated. terms: number of loss
+    terms, by which both are to be divided. excess_loads: router-bias name -> [E], each expert's number of tokens minus
+    the mean.
     """
 
     loss: torch.Tensor
@@ -37,8 +38,8 @@ class BatchLoss(NamedTuple):
 
 def run_batch(config: ModelConfig, weights: Weights, batch: Batch, preference: Preference | None = None) -> BatchLoss:
     """Run the forward pass of a batch of full sequences and return its losses. weights: float64 tensors by the names of
-    the training engine, with the tensors that the engine fuses (qkv; gate and up) fused. preference: loss of preference
-    pairs, such as DPO; None: next-token loss."""
+    the training engine, which fuses query, key and value, and gate and up. preference: settings of the preference loss
+    (DPO or IPO); None: next-token loss."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )
@@ -69,10 +70,9 @@ def _preference_loss(
     """Return the preference loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7) or IPO (arXiv:2310.12036,
     eq. 17).
 
-    chosen_BS: the policy's log-probability of every target token, in preferred and rejected responses alike; 0 where
-    the target is ignored. ids_BS: document number of each token. Pair i of a sequence consists of document 2 i, the
-    preferred response, and document 2 i + 1, the rejected one. pairs_B: number of pairs in each sequence. batch:
-    provides the reference log-probabilities.
+    chosen_BS: the policy's log-probability of every target token of both responses; 0 where the target is ignored.
+    ids_BS: document number of each token: document 2 i of a sequence is the preferred response of pair i, document 2 i
+    + 1 the rejected one. pairs_B: number of pairs in each sequence. batch: holds the reference log-probabilities.
     """
     assert batch.reference is not None
     total = chosen_BS.new_zeros(())
@@ -91,9 +91,9 @@ def _preference_loss(
 
 
 class _Forward:
-    """Forward pass of one batch. ids_BS: document number of each token. weights: float64 tensors by the training
-    engine's names. Attributes: `balance_losses`: load-balancing loss [B] of each mixture of experts; `excess_loads`:
-    router-bias name -> [E], each expert's number of tokens minus the mean."""
+    """Forward pass of a reference transformer on one batch. config: the model. weights: float64 tensors by the training
+    engine's names. ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each
+    mixture of experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
         """Compute attention visibility and position ids from the document numbers."""
@@ -135,8 +135,8 @@ class _Forward:
         return y if bias is None else y + bias
 
     def attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the attention output [B, S, H] of a layer with index `layer`: causal within documents, over a sliding
-        window if the layer has one."""
+        """Return the attention output [B, S, H] of the layer with index `layer`: causal attention within documents,
+        over a sliding window if the layer has one."""
         config, name = self.config, f"layers.{layer}.attention"
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_dim
         sizes = [heads * size, kv_heads * size, kv_heads * size]
@@ -186,8 +186,8 @@ class _Forward:
         return self.linear(self.activate(gate) * up, f"{name}.down")
 
     def mixture(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
-        """Apply the mixture of experts called `name`, [B, S, H] -> [B, S, H]: every expert computes every token, with
-        weight 0 unless the router chose it."""
+        """Apply the mixture of experts called `name`, [B, S, H] -> [B, S, H]. Every expert computes every token; the
+        results of experts that the router did not choose have weight 0."""
         config = self.config
         logits_BSE = x_BSH @ self.weights[f"{name}.router.weight"].T
         scores_BSE = logits_BSE.sigmoid() if config.router == "sigmoid" else logits_BSE.softmax(dim=-1)

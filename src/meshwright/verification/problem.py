@@ -19,12 +19,14 @@ MOST_MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """Optimizer settings of a verification problem: keys of a recipe's [train] table, and the dynamic loss scale.
+class TrainingSettings:
+    """Optimizer settings of a verification problem, named as the keys of a recipe's [train] table, and its dynamic loss
+    scale.
 
     clip: maximum gradient norm; 0: no clipping. warmup: number of warm-up steps. minimum_learning_rate: final learning
-    rate as a fraction of the peak. loss_scale: initial loss scale; 1: no scaling. loss_scale_every: number of finite
-    steps in a row after which the loss scale doubles (a non-finite step halves it); 0: the loss scale is constant.
+    rate as a fraction of the peak. router_bias_rate: change of a router bias per step. loss_scale: initial loss scale;
+    1: no scaling. loss_scale_every: number of consecutive finite steps after which the loss scale doubles (a non-finite
+    step halves it); 0: the loss scale is constant.
     """
 
     optimizer: str = "sgd"
@@ -42,9 +44,9 @@ class Training:
     loss_scale_every: int = 0
 
 
-SGD = Training(momentum=0.9, weight_decay=0.05, clip=1e6, schedule="linear")
+SGD = TrainingSettings(momentum=0.9, weight_decay=0.05, clip=1e6, schedule="linear")
 """SGD with momentum and coupled weight decay; no gradient reaches the clip."""
-ADAMW = Training(
+ADAMW = TrainingSettings(
     *("adamw", 0.02, 0.3), clip=0.05, schedule="cosine", warmup=1, loss_scale=256.0, loss_scale_every=2
 )  # fmt: skip
 """AdamW with decoupled weight decay; every gradient exceeds the clip, and the loss scale changes between steps."""
@@ -52,15 +54,16 @@ ADAMW = Training(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One small training problem: `steps` steps of `batch` sequences of `sequence` tokens.
+    """Small training problem on which layouts are verified: a model trained for `steps` steps of `batch` sequences of
+    `sequence` tokens.
 
-    config: the model. dtype: of parameters; master_dtype: of master weights, gradients and optimizer state (None:
-    dtype). training: optimizer settings. seed: of initial values and data. preference: loss of pairs of responses;
-    None: next-token prediction. nan_step: step (from 0) in which the last rank produces NaN activations; None: no such
-    step. resumed_at: after each of these numbers of steps a checkpoint is saved and a new trainer resumes from it.
-    fused_gradient_accumulation: True if wgrad kernels accumulate directly into the gradient buffer, as in large models.
-    compile_backend: backend of torch.compile for blocks, final norm and loss (`train.compile`), such as "inductor";
-    None: they run eagerly.
+    config: the model. dtype: dtype of parameters. master_dtype: dtype of master weights, gradients and optimizer state;
+    None: `dtype`. training: optimizer settings. seed: seed of initial weights and data. preference: settings of the
+    preference loss (DPO or IPO); None: next-token loss. nan_step: step (from 0) in which the last rank produces NaN
+    activations; None: no such step. resumed_at: numbers of steps after which a checkpoint is saved and a new trainer
+    resumes from it. fused_gradient_accumulation: True if weight-gradient kernels accumulate directly into the gradient
+    buffer, as in large models. compile_backend: backend of torch.compile for layers, final norm and loss, such as
+    "inductor"; None: they run eagerly.
     """
 
     config: ModelConfig
@@ -68,7 +71,7 @@ class Problem:
     dtype: str = "float64"
     sequence: int = SEQUENCE
     steps: int = 3
-    training: Training = Training()
+    training: TrainingSettings = TrainingSettings()
     seed: int = 11
     preference: Preference | None = None
     master_dtype: str | None = None
@@ -84,12 +87,12 @@ class Problem:
 
     @property
     def train_sequences(self) -> int:
-        """Number of sequences in the training split, so small that the third step crosses the end of an epoch."""
+        """Number of sequences in the training split. It is so small that the third step crosses the end of an epoch."""
         return 2 * self.batch + 3
 
-    def recipe(self, layout: Layout) -> Recipe:
-        """Return the recipe of a run on `layout`. Its [model] and [data] source are placeholders: the trainer gets the
-        model configuration and the data as separate arguments."""
+    def make_recipe(self, layout: Layout) -> Recipe:
+        """Return the recipe of a training run of the problem on `layout`. Its [model] table and data source are
+        placeholders: the trainer gets the model configuration and the data as separate arguments."""
         training = {key: value for key, value in dataclasses.asdict(self.training).items() if "loss_scale" not in key}
         preference = {}
         if self.preference is not None:
@@ -119,8 +122,8 @@ class Problem:
 
 
 def choose_sequence_length(layout: Layout, tokens: int = SEQUENCE) -> int:
-    """Return the shortest sequence length of at least `tokens` tokens that is divisible by tp x cp (under ring
-    attention, by 2 x tp x cp)."""
+    """Return the smallest sequence length of at least `tokens` tokens that is divisible by tp x cp, or under ring
+    attention by 2 x tp x cp."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
     return -(-tokens // pieces) * pieces
 
@@ -128,12 +131,12 @@ def choose_sequence_length(layout: Layout, tokens: int = SEQUENCE) -> int:
 def scale_down_config(
     config: ModelConfig, tp: int = 1, ulysses: int = 1, layers: int = 5, ep: int = 1, etp: int = 1
 ) -> ModelConfig:
-    """Return a model of a few thousand parameters with every feature of `config`. Its sizes are irregular (such as a
-    vocabulary of 499) and barely divisible over `tp`, `ulysses` (cp ranks that divide heads) and `ep` x `etp` ranks, to
-    expose errors in sharding.
+    """Return a model of a few thousand parameters with every feature of `config` and irregular sizes (such as a
+    vocabulary of 499), which expose errors in sharding.
 
-    layers: number of layers. With grouped-query attention there are as few key-value heads as possible, such as two for
-    four tp ranks, so that ranks share them.
+    tp, ep, etp: parallel degrees that must divide the sizes. ulysses: number of cp ranks that divide the heads. layers:
+    number of layers. With grouped-query attention there are as few key-value heads as possible, so that tp ranks share
+    them.
     """
     grouped = config.kv_heads < config.heads
     heads, kv_heads = _choose_heads(tp, ulysses)
@@ -169,9 +172,9 @@ def scale_down_config(
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
-    """Return the smallest (query heads, key-value heads), at least (4, 2), for `tp` tensor-parallel and `ulysses`
-    context-parallel ranks: query heads are divisible by tp x ulysses, key-value heads are divided or replicated
-    evenly."""
+    """Return the smallest (query heads, key-value heads), at least (4, 2), that `tp` tensor-parallel and `ulysses`
+    context-parallel ranks can divide. Query heads are divisible by tp x ulysses; key-value heads are divided or
+    replicated evenly."""
     for heads in itertools.count(4):
         for kv_heads in range(2, heads):
             on_rank = max(1, kv_heads // tp)
@@ -183,9 +186,9 @@ def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
 
 
 def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
-    """Return the mixture-of-experts fields of a scaled-down configuration by name: at most five experts (rounded up to
-    a multiple of ep), at most three per token, and one dense layer if the model has dense layers. Empty without
-    experts."""
+    """Return the mixture-of-experts fields of a scaled-down configuration by ModelConfig field name: at most five
+    experts (rounded up to a multiple of ep), at most three per token, and one dense layer if `config` has dense layers.
+    Empty if `config` has no experts."""
     if not config.experts:
         return {}
     cut = tp if ep == etp == 1 else etp
@@ -206,9 +209,9 @@ def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str
 
 
 def scale_down_layout(layout: Layout) -> Layout:
-    """Return the layout scaled down to at most 8 ranks with its features kept: several stages, replicas, sharding
-    groups, tp and cp ranks. A layout whose pipeline schedule is read from a file keeps its number of ranks. The
-    precision is dropped, since the verification problem sets the dtypes."""
+    """Return `layout` scaled down to at most 8 ranks such that every axis larger than 1 stays larger than 1 where the
+    ranks suffice. A layout whose pipeline schedule is read from a file keeps its number of ranks. The precision is
+    dropped, since the verification problem sets the dtypes."""
     layout = layout.with_(precision=None)
     if layout.schedule.startswith("@"):
         return layout

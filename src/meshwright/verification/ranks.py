@@ -41,9 +41,9 @@ COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a
 
 @dataclass
 class StepResult:
-    """Results of one step on one rank. loss, norm: global loss (nats per loss term) and global gradient norm. scale:
-    loss scale. gradients: this rank's slices of the gradients, before clipping. weights: this rank's slices of the
-    master weights after the update."""
+    """Results of one training step on one rank. loss, norm: global loss (nats per loss term) and global gradient norm.
+    scale: loss scale. gradients: this rank's slices of the gradients before clipping. weights: this rank's slices of
+    the master weights after the update."""
 
     loss: float
     norm: float
@@ -54,13 +54,13 @@ class StepResult:
 
 @dataclass
 class RankResult:
-    """All results of one rank's run.
+    """All results of one rank's training run.
 
-    steps: step number, from 0 -> results. optimizer, parameters, final_loss: optimizer state, unsharded parameters and
-    validation loss after the last step. counters: number of steps done -> checkpoint counters. not_restored:
-    differences between the checkpoint state of a trainer and of the one resumed from it. calls_first_step, calls:
-    records of the collective calls of the first step and of all steps. struck: number of times that the planted fault
-    changed something. refused: message of the error by which the ranks themselves detected a fault; None without one.
+    steps: step (from 0) -> results. optimizer, parameters, final_loss: optimizer state, unsharded parameters and
+    validation loss after the last step. counters: number of steps done -> checkpoint counters. not_restored: lines on
+    differences between the state saved in a checkpoint and that of the trainer resumed from it. calls_first_step,
+    calls: records of the collective calls of the first step and of all steps. struck: number of values that the planted
+    fault changed. refused: error message if the ranks detected a fault themselves; else None.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -77,9 +77,9 @@ class RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Range [first, stop) of a run's steps, from 0. first: unless 0, the run begins by loading the checkpoint of this
-    number of steps. stop: a checkpoint is saved after this number of steps; None: run to the end without saving there.
-    """
+    """Range of training steps [first, stop), from 0. first: if it is not 0, the run begins by loading the checkpoint
+    saved after this number of steps. stop: number of steps after which a checkpoint is saved and the run ends; None:
+    the run continues to the last step and saves none there."""
 
     first: int = 0
     stop: int | None = None
@@ -96,12 +96,11 @@ def run_rank(
     directory: str | None = None,
     span: StepRange = WHOLE,
 ) -> list[RankResult]:
-    """Train on this rank once for each of `faults` (None: train without a fault), all in one mesh; return one result
-    for each.
+    """Train on this rank once for each of `faults` (None: without fault), all in one mesh; return one result for each.
 
     problem: model, data and optimizer. layout_text: layout notation. collectives: the recipe's choice of collective
-    algorithms. directory: for checkpoints; required if the problem or `span` saves or loads one. span: range of steps
-    to run.
+    algorithms. directory: directory for checkpoints; required if the problem or `span` saves or loads one. span: range
+    of steps to run.
     """
     layout = Layout.parse(layout_text)
     programs = load_named_programs(collectives or CollectivesRecipe(), layout)
@@ -131,14 +130,14 @@ def run_rank(
 
 
 class _RecordingTrainer(Trainer):
-    """Trainer that keeps a copy of each step's gradients before clipping and update."""
+    """Trainer that keeps a copy of each step's gradients, taken before clipping and update, in `gradients`."""
 
     gradients: list[TensorSlice]
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce the step's outcome as `Trainer._agree` does, and keep a copy of the gradients, divided by the loss
-        scale, in `self.gradients`. shares [1 + metrics]: this rank's sums of loss and metrics; terms: number of loss
-        terms of all ranks; stop, save_failed: flags of this rank."""
+        """All-reduce the step's outcome as `Trainer._agree` does, and store a copy of the gradients, divided by the
+        loss scale, in `self.gradients`. shares [1 + metrics]: this rank's sums of loss and metrics. terms: number of
+        loss terms of all ranks. stop, save_failed: flags of this rank."""
         verdict = super()._agree(shares, terms, stop, save_failed)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
@@ -146,8 +145,8 @@ class _RecordingTrainer(Trainer):
 
 
 class _VerificationRun:
-    """Training run of a `Problem` (model, data, optimizer settings) on one rank, with the checkpoints and resumes that
-    the problem asks for."""
+    """Training run of a `Problem` (model, data, optimizer settings) on one rank. It saves checkpoints and resumes from
+    them as the problem requires."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
         """Store the problem, its layout and mesh. directory: directory for checkpoints; None if none is saved."""
@@ -185,8 +184,8 @@ class _VerificationRun:
         return result
 
     def _make_trainer(self, initialise: bool = True) -> _RecordingTrainer:
-        """Return a trainer for the problem. initialise: True: draw the weights from the seed; False: a checkpoint will
-        be loaded."""
+        """Return a new trainer for the problem. initialise: True: initialise the weights from the seed; False: leave
+        that to the checkpoint that will be loaded."""
         problem, training = self.problem, self.problem.training
         data = SyntheticData(problem)
         # 0: wgrad kernels accumulate into the gradient buffer, as in large models.
@@ -194,7 +193,7 @@ class _VerificationRun:
         dtypes = getattr(torch, problem.dtype), getattr(torch, problem.resolved_master_dtype)
         arithmetic = Arithmetic(*dtypes, fused, problem.compile_backend or "inductor")
         task = LanguageModelTask(
-            problem.recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
+            problem.make_recipe(self.layout), self.layout, problem.config, cast(PreparedData, data), self.mesh,
             initialise=initialise, arithmetic=arithmetic,
         )  # fmt: skip
         trainer = _RecordingTrainer(task)
@@ -228,9 +227,9 @@ class _VerificationRun:
 
 @contextmanager
 def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
-    """Context manager in which torch.compile starts without the graphs of earlier runs. If a function is recompiled
-    more often than torch's limit, torch raises an error instead of running the function eagerly. backend: backend of
-    torch.compile. rank: rank of this process."""
+    """Context manager that begins without the compiled graphs of earlier runs, and in which exceeding torch's recompile
+    limit raises an error instead of falling back to eager execution. backend: backend of torch.compile. rank: rank of
+    this process."""
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -258,14 +257,14 @@ def _inject_nan(model: Transformer) -> Iterator[None]:
 
 
 def _read_counters(trainer: Trainer) -> dict[str, Any]:
-    """Return the counters of the trainer's checkpoint state by name (`COUNTERS`: steps, samples ...)."""
+    """Return the counters in the trainer's checkpoint state by name: `COUNTERS` ("step", "samples" ...)."""
     state = trainer.state()
     return {name: state[name] for name in COUNTERS}
 
 
 def _describe_differences(step: int, saved: dict[str, Any], restored: dict[str, Any]) -> list[str]:
-    """Return one line for each key of the checkpoint state after `step` steps whose restored value differs from the
-    saved one."""
+    """Return one line for each key of the checkpoint state that differs between `saved` and `restored`. step: number of
+    steps done."""
     return [
         f"{key} is {restored.get(key)} after the resume at step {step + 1}, not {saved.get(key)}"
         for key in sorted({*saved, *restored})
@@ -274,5 +273,5 @@ def _describe_differences(step: int, saved: dict[str, Any], restored: dict[str, 
 
 
 def _clone_slices(slices: list[TensorSlice]) -> list[TensorSlice]:
-    """Return the slices with cloned tensors."""
+    """Return copies of the slices with cloned tensors."""
     return [replace(item, tensor=item.tensor.clone()) for item in slices]

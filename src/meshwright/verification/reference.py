@@ -14,7 +14,7 @@ import torch
 from meshwright.model.initialise import initial_value
 from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.verification.plain_model import run_batch
-from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, Training
+from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, TrainingSettings
 from meshwright.verification.samples import Batch, make_sequences
 
 ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, entry-major
@@ -23,13 +23,13 @@ SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one
 
 @dataclass
 class Reference:
-    """Expected results of a problem, computed on one device at construction.
+    """Expected results of a problem. The constructor computes them by training on one device.
 
-    losses, norms: loss and gradient norm of every step. gradients: of every step, by parameter (for a router bias: its
-    experts' excess loads per loss term). weights: master weights by parameter, before each step and after the last.
-    optimizer: state by kind ("exp_avg" ...) and parameter, after the last step. scales, finite_steps: loss scale and
-    the number of finite steps since it last changed, before each step and after the last. updates: number of updates
-    made (the step with NaN activations makes none). final_loss: validation loss after the last step.
+    losses, norms: loss and gradient norm of every step. gradients: gradients of every step by parameter (for a router
+    bias: its experts' excess loads per loss term). weights: master weights by parameter, before each step and after the
+    last. optimizer: optimizer state after the last step by kind ("exp_avg" ...) and parameter. scales, finite_steps:
+    loss scale and number of finite steps since it last changed, before each step and after the last. updates: number of
+    updates made (the step with NaN activations makes none). final_loss: validation loss after the last step.
     """
 
     problem: Problem
@@ -60,7 +60,7 @@ class Reference:
         scale, finite_in_a_row = training.loss_scale, 0
         for step in range(problem.steps):
             self._record_scale(scale, finite_in_a_row)
-            loss, gradients = self._differentiate(weights, self.samples(step))
+            loss, gradients = self._compute_gradients(weights, self.make_batch(step))
             counted = [values for name, values in gradients.items() if not self.table.entry(name).balances]
             norm = math.sqrt(sum(float(values.square().sum()) for values in counted))
             self.losses.append(loss)
@@ -78,27 +78,27 @@ class Reference:
         self._record_scale(scale, finite_in_a_row)
         first = problem.train_sequences
         batch = make_sequences(problem, range(first, first + VALIDATION_SEQUENCES))
-        self.final_loss = self._loss(weights, batch)
+        self.final_loss = self._compute_loss(weights, batch)
 
-    def samples(self, step: int) -> Batch:
-        """Return the batch of sequences that training reads in step `step` (from 0), in the sample order of the
-        training split."""
+    def make_batch(self, step: int) -> Batch:
+        """Return the batch of sequences of step `step` (from 0), in the sample order of the training split."""
         problem = self.problem
         numbers = range(step * problem.batch, (step + 1) * problem.batch)
         return make_sequences(
-            problem, [shuffled_sample_index(number, problem.train_sequences, problem.seed) for number in numbers]
+            problem, [sample_index_of(number, problem.train_sequences, problem.seed) for number in numbers]
         )
 
-    def share_gradients(self, step: int, count: int) -> list[ParameterValues]:
-        """Split the batch of step `step` (from 0) into `count` equal shares of consecutive sequences; return each
-        share's contribution to the step's gradient, as one dict (parameter -> gradient) per share. The contributions
-        sum to the gradient."""
+    def split_gradient(self, step: int, count: int) -> list[ParameterValues]:
+        """Split the gradient of step `step` (from 0) into `count` contributions, those of equal, consecutive parts of
+        the batch. Return one dict {parameter: contribution} per part; the contributions sum to the gradient."""
         if (step, count) not in self._parts:
-            batch = self.samples(step)
+            batch = self.make_batch(step)
             rows = self.problem.batch // count
             shares = [batch.slice_sequences(rank * rows, (rank + 1) * rows) for rank in range(count)]
             terms = self._count_terms(batch)
-            self._parts[step, count] = [self._differentiate(self.weights[step], share, terms)[1] for share in shares]
+            self._parts[step, count] = [
+                self._compute_gradients(self.weights[step], share, terms)[1] for share in shares
+            ]
         return self._parts[step, count]
 
     def _record_scale(self, scale: float, finite_steps: int) -> None:
@@ -106,7 +106,7 @@ class Reference:
         self.scales.append(scale)
         self.finite_steps.append(finite_steps)
 
-    def counters(self, steps: int) -> dict[str, Any]:
+    def expect_counters(self, steps: int) -> dict[str, Any]:
         """Return the expected checkpoint counters by name (steps, samples, skipped steps ...) after `steps` steps."""
         poisoned = self.problem.nan_step
         skipped = int(poisoned is not None and poisoned < steps)
@@ -122,13 +122,14 @@ class Reference:
 
     # --- loss and gradient
 
-    def _differentiate(
+    def _compute_gradients(
         self, weights: ParameterValues, batch: Batch, terms: int | None = None
     ) -> tuple[float, ParameterValues]:
-        """Return (mean loss, gradients by parameter) of a batch for the master weights `weights`, which are rounded to
-        the parameter dtype first. terms: number of loss terms by which both are divided; None: that of the batch."""
+        """Return (mean loss, gradients by parameter) of a batch. weights: master weights, which are rounded to the
+        parameter dtype first. terms: number of loss terms by which loss and gradients are divided; None: those of the
+        batch."""
         problem = self.problem
-        tensors = self._engine_tensors(self.parameters(weights))
+        tensors = self._engine_tensors(self.round_to_parameters(weights))
         for leaf in tensors.values():
             leaf.requires_grad_()
         terms = terms or self._count_terms(batch)
@@ -151,10 +152,10 @@ class Reference:
         return loss, gradients
 
     @torch.no_grad()
-    def _loss(self, weights: ParameterValues, batch: Batch) -> float:
-        """Return the mean loss of a batch for the master weights `weights`, which are rounded to the parameter dtype
-        first, in nats per loss term."""
-        tensors = self._engine_tensors(self.parameters(weights))
+    def _compute_loss(self, weights: ParameterValues, batch: Batch) -> float:
+        """Return the mean loss of a batch in nats per loss term. weights: master weights, which are rounded to the
+        parameter dtype first."""
+        tensors = self._engine_tensors(self.round_to_parameters(weights))
         found = [
             run_batch(self.problem.config, tensors, part, self.problem.preference) for part in self._split_batch(batch)
         ]
@@ -167,25 +168,28 @@ class Reference:
         return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
 
     def _split_batch(self, batch: Batch) -> list[Batch]:
-        """Split a batch into batches of fewer sequences each, so that attention scores and logits fit into memory."""
+        """Split a batch into smaller ones of consecutive sequences, so that the attention scores and logits of each fit
+        into memory."""
         config, (rows, sequence) = self.problem.config, batch.tokens.shape
         at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
         return [batch.slice_sequences(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
 
-    def parameters(self, weights: ParameterValues) -> ParameterValues:
-        """Return the master weights `weights` (parameter -> tensor) rounded to the parameter dtype, by parameter."""
+    def round_to_parameters(self, weights: ParameterValues) -> ParameterValues:
+        """Round master weights (parameter -> tensor) to the dtype of the parameters; return parameter -> rounded
+        tensor."""
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
     def _engine_tensors(self, parameters: ParameterValues) -> dict[str, torch.Tensor]:
-        """Return the float64 tensors of the training engine by name. The engine fuses some parameters into one tensor
-        (qkv; gate and up), so each tensor is concatenated from its parameters."""
+        """Concatenate parameters into the tensors of the training engine, which fuses some of them (query, key and
+        value; gate and up). Return float64 tensors by engine name."""
         return {
             tensor.name: torch.cat([parameters[entry.name] for entry in tensor.entries]).double().view(tensor.shape)
             for tensor in self.table.tensors
         }
 
     def _round_to_master(self, weights: ParameterValues) -> ParameterValues:
-        """Return float64 values rounded to the dtype of the master weights, by parameter."""
+        """Round float64 values (parameter -> tensor) to the dtype of the master weights; return them as float64 by
+        parameter."""
         return {
             name: values.to(getattr(torch, self.problem.resolved_master_dtype)).double()
             for name, values in weights.items()
@@ -194,10 +198,13 @@ class Reference:
     # --- update
 
     def _update(self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int) -> ParameterValues:
-        """Return the master weights after an update, by parameter: SGD with momentum and coupled decay, or AdamW
-        (arXiv:1711.05101, algorithm 2), after clipping by the global norm (as `torch.nn.utils.clip_grad_norm_`). Only
-        matrices have weight decay. Router biases move by a fixed rate against the sign of their excess load
-        (arXiv:2408.15664, algorithm 1). norm: global norm of the gradients. step: from 0."""
+        """Apply one optimizer update; return the new master weights by parameter. Gradients are first clipped by their
+        global norm, `norm` (as in `torch.nn.utils.clip_grad_norm_`). step: training step, from 0.
+
+        SGD has momentum and coupled weight decay; AdamW follows arXiv:1711.05101, algorithm 2. Only matrices have
+        weight decay. Router biases move by a fixed rate against the sign of their excess load (arXiv:2408.15664,
+        algorithm 1).
+        """
         training = self.problem.training
         rate = learning_rate(step, self.problem.steps, training)
         scale = min(1.0, training.clip / (norm + 1e-6)) if training.clip else 1.0
@@ -225,9 +232,9 @@ class Reference:
         return self._round_to_master(after)
 
 
-def learning_rate(step: int, steps: int, training: Training) -> float:
-    """Return the learning rate of step `step` (from 0) in a run of `steps` steps: linear warm-up, then constant, or
-    linear or cosine decay to the minimum."""
+def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
+    """Return the learning rate of step `step` (from 0) in a run of `steps` steps. After a linear warm-up it is
+    constant, or decays linearly or along a cosine to the minimum."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -242,10 +249,10 @@ def learning_rate(step: int, steps: int, training: Training) -> float:
             return minimum + (peak - minimum) * (1 + math.cos(math.pi * done)) / 2
 
 
-def shuffled_sample_index(number: int, sequences: int, seed: int) -> int:
-    """Return which sample of the training split training reads as its sample number `number` (from 0, counted over all
-    epochs), as an index in the split. The order, defined in docs/data.md, is a new permutation for every epoch of
-    `sequences` samples: a Feistel network of eight rounds with cycle walking, seeded by `seed` and the epoch."""
+def sample_index_of(number: int, sequences: int, seed: int) -> int:
+    """Return the index, in the training split, of the sample that training reads as number `number` (from 0, counted
+    over all epochs). The order is a new permutation of `sequences` samples in every epoch: a Feistel network of eight
+    rounds with cycle walking, seeded by `seed` and the epoch (docs/data.md)."""
     epoch, place = divmod(number, sequences)
     digest = hashlib.sha512(f"meshwright sample order, seed {seed}, epoch {epoch}".encode()).digest()
     keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 64, 8)]
@@ -260,7 +267,7 @@ def shuffled_sample_index(number: int, sequences: int, seed: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """Return a 64-bit hash of a 64-bit integer: the finaliser of SplitMix64."""
+    """Return a 64-bit hash of a 64-bit integer: the finalizer of SplitMix64."""
     value %= 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

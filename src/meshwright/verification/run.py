@@ -23,9 +23,9 @@ from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.presets import preset
 from meshwright.verification.cases import Case, CaseBuilder
-from meshwright.verification.compare import TOLERANCES, Comparison, compare, tolerance_of
+from meshwright.verification.compare import TOLERANCES, Comparison, choose_tolerance, compare
 from meshwright.verification.grid import GRID, MIXTURES
-from meshwright.verification.mutations import plant_all
+from meshwright.verification.mutations import plant_all_faults
 from meshwright.verification.problem import Problem, scale_down_layout
 from meshwright.verification.ranks import COMPILING_SECONDS, WHOLE, StepRange, run_rank
 from meshwright.verification.reference import Reference
@@ -50,12 +50,13 @@ def run_verification(
     thorough: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compare layouts with one device on small models and return the document of `meshwright verify --json`.
+    """Train small models on layouts and on one device, compare the results, and return the document of `meshwright
+    verify --json`.
 
     layout: layout, notation, recipe or its file; None: a grid of layouts. model: preset, path, configuration or recipe;
-    None: representative models. dtype: "float64" or "float32". mutate: plant faults (deliberate bugs), each of which
-    must be detected. thorough: run the slow cases, too. log: called with a line for each layout. `UserError` if a name
-    is unknown or the layout cannot run.
+    None: representative models. dtype: "float64" or "float32". mutate: also plant faults (deliberate bugs), each of
+    which must be detected. thorough: run the slow cases too. log: called with a line for each layout. Raises
+    `UserError` if a name is unknown or the layout cannot run.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
@@ -92,11 +93,11 @@ def run_verification(
 
 
 class _Verifier:
-    """Runner of verification cases on local rank processes. The processes are kept for the next layout if it has the
-    same number of ranks; the single-device references are cached.
+    """Runner of verification cases on local rank processes. It keeps the processes for the next layout if that has the
+    same number of ranks, and caches the single-device references.
 
     Attributes:
-        many: True if a whole grid of layouts is verified, so that each layout runs only its most relevant cases.
+        many: True if a grid of layouts is verified; each layout then runs only its most relevant cases.
         entries: Result of each layout so far, as in the JSON document.
     """
 
@@ -134,11 +135,9 @@ class _Verifier:
             self._ranks.close()
 
     def verify(self, wanted: Layout, model: str, config: ModelConfig) -> dict[str, Any]:
-        """Run all cases of one layout, scaled down; log and return its entry of the result document (JSON dict):
-        passed, worst error, cases, seconds.
-
-        wanted: the layout as the user named it; model: name of `config` in the entry.
-        """
+        """Scale down one layout, run all its cases and log the result. Return the layout's entry of the result document
+        (JSON dict): passed, worst error, cases, seconds. wanted: the layout that the user named. model: name of
+        `config` in the entry."""
         begun = time.monotonic()
         layout = scale_down_layout(wanted)
         cases = []
@@ -167,7 +166,7 @@ class _Verifier:
                 {
                     "name": case.name,
                     "passed": found.passed,
-                    "tolerance": tolerance_of(case.problem),
+                    "tolerance": choose_tolerance(case.problem),
                     "compile_backend": case.problem.compile_backend,
                     "relative_error": found.worst_error,
                     "seconds": round(seconds, 2),
@@ -189,15 +188,15 @@ class _Verifier:
 
     def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
         """Plant every fault (deliberate bug) that this layout can have, one at a time; return the report of
-        `plant_all`. planted: keys of faults that were already planted with another model, which are skipped."""
+        `plant_all_faults`. planted: keys of faults that were already planted with another model, which are skipped."""
         layout = scale_down_layout(wanted)
         ranks = self.ranks(layout.world_size)
         maker = CaseBuilder(layout, config, self.dtype, self.preference)
-        return plant_all(maker, self.reference, ranks, self.log, self.collectives, planted)
+        return plant_all_faults(maker, self.reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
-        """Run one case on `layout` and compare it with the reference. If the case has a `resume_layout`, the last steps
-        run on that layout, from the checkpoint that `layout` saved."""
+        """Run one case on `layout` and compare it with the reference. If the case has a `resume_layout`, run its last
+        steps on that layout, from the checkpoint saved by `layout`."""
         problem = case.problem
         reference = self.reference(problem)  # before the ranks: their server is still loading torch
         ranks = self.ranks(layout.world_size)
@@ -219,13 +218,13 @@ class _Verifier:
             return run(case.resume_layout, StepRange(last)) if before.passed else before
 
     def _cases(self, wanted: Layout, layout: Layout, config: ModelConfig) -> list[Case]:
-        """Return the cases to run. wanted: the user's layout; layout: the same scaled down to few ranks; config: the
-        model."""
+        """Return the cases to run. wanted: the layout that the user named; layout: the same layout scaled down to few
+        ranks; config: the model."""
         # Over the grid, one batch size that suits most layouts, so that references are shared.
         maker = CaseBuilder(layout, config, self.dtype, self.preference, 24 if self.many else 8, self.compiled)
         if self.thorough:
-            return maker.thorough()
-        cases = [*maker.default(), *([maker.bf16()] if wanted.precision == "bf16" else [])]
+            return maker.make_all_cases()
+        cases = [*maker.make_default_cases(), *([maker.make_bf16_case()] if wanted.precision == "bf16" else [])]
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def ranks(self, world_size: int) -> LocalRanks:
@@ -245,8 +244,8 @@ class _Verifier:
 
 
 def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tuple[str, ModelConfig]], Recipe | None]:
-    """Resolve the arguments of `verify`; return (layouts, [(model name, configuration)], recipe or None). The list of
-    models is empty if neither `model` nor a recipe names one."""
+    """Resolve the arguments `layout` and `model` of `verify`; return (layouts, [(model name, configuration)], recipe or
+    None). The list of models is empty if neither `model` nor a recipe names one."""
     if isinstance(layout, str | Path) and str(layout).endswith(".toml"):
         layout = load_recipe(layout)
     if isinstance(model, str | Path) and str(model).endswith(".toml"):
@@ -267,8 +266,8 @@ def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tupl
 
 
 def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
-    """Return the (name, configuration) pairs of the models to verify a layout on if none is named. mixture: choose
-    models with experts; one: return only one pair."""
+    """Return the (name, configuration) pairs of the default models for a layout. mixture: True to choose models with
+    experts; one: True to return only one pair."""
     experts = layout.expert_parallel or mixture
     names: tuple[str, ...] = EXPERT_MODELS if experts else DEFAULT_MODELS
     if one:

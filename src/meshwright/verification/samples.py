@@ -24,9 +24,9 @@ MOST_PAIRS = 2  # preference pairs per sequence
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Batch of B sequences of S tokens. tokens, targets (-100: ignored), document_ids (number of each token's document
-    in its sequence, from 0): int64 [B, S]. reference: the reference policy's log-probability of each response in
-    preference training, in nats, float64 [B, 2 x MOST_PAIRS]; None without preference pairs."""
+    """Batch of B sequences of S tokens. tokens, targets (-100: ignored) and document_ids (number, from 0, of the
+    document that holds each token): int64 [B, S]. reference: for preference training, the reference policy's
+    log-probability of each response in nats, float64 [B, 2 x MOST_PAIRS]; else None."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -34,15 +34,15 @@ class Batch:
     reference: NDArray[np.float64] | None = None
 
     def slice_sequences(self, start: int, stop: int) -> Batch:
-        """Return the sequences [start, stop) of the batch as a batch."""
+        """Return the sequences [start, stop) of the batch as a new batch."""
         reference = None if self.reference is None else self.reference[start:stop]
         return Batch(self.tokens[start:stop], self.targets[start:stop], self.document_ids[start:stop], reference)
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
-    """Generate the sequences with the given numbers as a batch. A sequence depends on the problem's seed and its own
-    number alone; the training split has the numbers from 0, the validation split the numbers after it. problem: gives
-    seed, length, vocabulary and loss."""
+    """Generate the sequences with the given numbers as a batch. A sequence depends only on the problem's seed and its
+    own number. The training split has the numbers from 0 on, the validation split those after them. problem: gives
+    seed, sequence length, vocabulary and loss."""
     make = _make_sequence if problem.preference is None else _make_pairs
     made = [make(problem, number) for number in numbers]
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
@@ -50,11 +50,11 @@ def make_sequences(problem: Problem, numbers: Sequence[int]) -> Batch:
 
 
 def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """Generate sequence number `number` for next-token training: (tokens [S], targets [S], document numbers [S], empty
-    array). The empty array stands where `_make_pairs` returns log-probabilities.
+    """Generate sequence number `number` for next-token training; return (tokens [S], targets [S], document numbers [S],
+    empty array). `_make_pairs` returns log-probabilities in place of the empty array.
 
-    Random values depend on the problem's seed and `number` alone. The number of documents (one to many) and the share
-    of ignored targets (-100) vary with `number`; in every eighth sequence all targets are ignored.
+    The sequence is random but depends only on the problem's seed and `number`. The number of documents and the share of
+    ignored targets (-100) vary with `number`; in every eighth sequence all targets are ignored.
     """
     random = np.random.default_rng([problem.seed, number])
     sequence, kind, turn = problem.sequence, number % 4, number // 4
@@ -73,9 +73,9 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 
 def _make_pairs(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
-    """Generate sequence number `number` for preference training: (tokens [S], targets [S], document numbers [S],
+    """Generate sequence number `number` for preference training; return (tokens [S], targets [S], document numbers [S],
     reference log-probabilities in nats [2 x MOST_PAIRS]). It has zero to two pairs of a preferred and a rejected
-    response; each response is a document that begins with a prompt. Prompt tokens, the last token of a document and
+    response. Each response is a document that begins with a prompt. Prompt tokens, the last token of a document and
     padding have target -100."""
     random = np.random.default_rng([problem.seed, number])
     sequence, pairs = problem.sequence, _count_pairs(number)
@@ -100,8 +100,8 @@ def _count_pairs(number: int) -> int:
 
 
 class SyntheticSplit:
-    """Data split with the interface of `PackedDataset`. It holds `sequences` generated sequences of a problem, those
-    with the numbers from `first` on."""
+    """Data split of generated sequences, with the interface of `PackedDataset`. first: number of its first sequence in
+    the problem's data. sequences: number of sequences."""
 
     def __init__(self, problem: Problem, first: int, sequences: int) -> None:
         """Define the split; sequences are generated when read. first: number of its first sequence in the problem's
@@ -110,7 +110,7 @@ class SyntheticSplit:
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Return the sequences with the indices `numbers` [B] in the split. padded: True to allow indices beyond the
-        last sequence, for which sequences without targets are returned."""
+        end, for which sequences without targets are returned."""
         rows = np.asarray(numbers, dtype=np.int64)
         assert padded or rows.max() < self.sequences, (rows, self.sequences)
         found = make_sequences(self.problem, (self.first + np.minimum(rows, self.sequences - 1)).tolist())
@@ -125,8 +125,8 @@ class SyntheticSplit:
         return np.array([_count_pairs(self.first + row) for row in range(self.sequences)])
 
     def responses(self) -> Responses:
-        """Return the reference policy's log-probability (as in DPO) of each response of the split, summed over the
-        response's tokens, in nats. The values are generated, not computed by a model."""
+        """Return the reference policy's log-probability (as in DPO) of each response in the split, summed over its
+        tokens, in nats. The values are generated, not computed by a model."""
         found = Responses.zeros(self.examples_by_row)
         known = make_sequences(self.problem, range(self.first, self.first + self.sequences)).reference
         assert known is not None
@@ -153,10 +153,10 @@ class SyntheticData:
         return self._splits[name]
 
     def make_sample_order(self) -> SampleOrder:
-        """Return the order in which training sequences are drawn, a permutation for each epoch."""
+        """Return the order in which training sequences are read: a new permutation for each epoch."""
         return SampleOrder(self.problem.seed, self.problem.train_sequences)
 
     def response_reference(self) -> ResponseReference:
-        """Return the reference log-probabilities of the responses of both splits, in the form in which preference
-        training computes them. They are generated, not computed by a model."""
+        """Return the reference log-probabilities (as in DPO) of the responses in both splits, in the type that
+        preference training uses. The values are generated, not computed by a model."""
         return ResponseReference({name: rows.responses() for name, rows in self._splits.items()}, {})

@@ -29,11 +29,11 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 @dataclass(slots=True)
 class TrackedRun:
-    """Facts about the run, given to a tracker when it starts.
+    """Description of the run that a tracker gets at its start.
 
-    name: of the run. directory: run directory. fresh: True if the run is not resumed. step: last step for which the
-    tracker has received all values. Values of later steps may be sent a second time; a tracker should show them once.
-    kept: strings that are stored in the run directory for a resume, such as the id of the run on a server; the tracker
+    name: name of the run. directory: run directory. fresh: True if the run is not resumed. step: last step whose values
+    the tracker has surely received; values of later steps may be sent a second time, and a tracker should show them
+    once. kept: strings to be stored in the run directory for a resume, such as the run's id on a server; the tracker
     may change them.
     """
 
@@ -52,20 +52,20 @@ class Tracker(Protocol):
     """
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Begin or resume the run at the tracker. recipe: dotted key -> value, such as "train.steps". Called again if
+        """Begin or resume the run in the tracker. recipe: dotted key -> value, such as "train.steps". Called again if
         it raises."""
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Record values of a step: name -> number, or sometimes text. Called again with the same values if it
+        """Log the values of a step. values: name -> number or, sometimes, text. Called again with the same values if it
         raises."""
 
     def finish(self, status: str) -> None:
-        """End the run at the tracker. status: "finished", "stopped" (it may be resumed) or "failed"."""
+        """End the run in the tracker. status: "finished", "stopped" (it may be resumed) or "failed"."""
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Raise `UserError` for a tracker named in `track.to` that is unknown, cannot be loaded, or does not accept its
-    options."""
+    """Check the trackers named in `track.to`. Raises `UserError` for one that is unknown, cannot be loaded, or does not
+    accept its options."""
     track = recipe.track
     for name in track.to:
         load_tracker_class(recipe, name)
@@ -136,8 +136,8 @@ def _is_tracker(made: object) -> bool:
 
 
 def _names_server(value: object) -> bool:
-    """Return True if the value of a tracker's option, or a value nested in it, is the address of a server, to which
-    credentials could be sent; False for a local file or SQLite database."""
+    """Return True if the value of a tracker's option is, or contains, the address of a server, to which credentials
+    could be sent; False for a local file or SQLite database."""
     if isinstance(value, Mapping):
         return any(map(_names_server, value.values()))
     if isinstance(value, list | tuple):
@@ -148,13 +148,14 @@ def _names_server(value: object) -> bool:
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:
-    """Return an instance of the tracker called `name`, made with its `track.options`. `UserError` if its class cannot
-    be loaded or does not accept them."""
+    """Create the tracker called `name` with its `track.options`. `UserError` if its class cannot be loaded or does not
+    accept them."""
     return load_tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
 
 
 def _check_options(recipe: Recipe, name: str, made: Callable[..., Tracker]) -> None:
-    """Raise `UserError` if the class `made` of the tracker called `name` does not accept its `track.options`."""
+    """Check that the tracker class `made` accepts the `track.options` of the tracker called `name`. Raises
+    `UserError`."""
     options = recipe.track.options.get(name, {})
     where = f"{recipe.where('track.options')}: track.options.{name}"
     try:

@@ -20,7 +20,7 @@ class MLflowTracker:
     """Tracker that logs a run to MLflow.
 
     uri: tracking server or database; None: MLFLOW_TRACKING_URI or MLflow's default. experiment: name of the MLflow
-    experiment, created if missing. run_name: name of the MLflow run; None: the recipe's `run.name`.
+    experiment, which is created if missing. run_name: name of the MLflow run; None: the recipe's `run.name`.
     """
 
     packages = ("mlflow", "sqlalchemy", "alembic")
@@ -38,8 +38,8 @@ class MLflowTracker:
         self._has: dict[str, int] = {}  # metric -> last step that a resumed MLflow run has
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Create the MLflow run, or resume it. recipe: dotted key -> value, logged as parameters; a value that has
-        changed since is logged as a tag, because MLflow's parameters are immutable."""
+        """Create the MLflow run, or resume it. recipe: dotted key -> value; logged as parameters, except that a value
+        changed since the first start is logged as a tag, because MLflow's parameters are immutable."""
         self._client = client = self._make(tracking_uri=self._uri)
         if not self._run:
             before = run.kept.get(_RUN_ID)
@@ -75,8 +75,8 @@ class MLflowTracker:
         figures: Mapping[str, float | str] | None = None,
         parameters: Mapping[str, str] | None = None,
     ) -> None:
-        """Send values to the server: `figures` (name -> value) of the step `step`, numbers as metrics and texts as
-        tags, and `parameters` (key -> text) of the run."""
+        """Send values to the MLflow server. figures: name -> value of step `step`, numbers as metrics, texts as tags.
+        parameters: key -> text, for the run."""
         from mlflow.entities import Metric, Param, RunTag
 
         now = int(1000 * time.time())
@@ -91,7 +91,7 @@ class MLflowTracker:
             self._client.log_batch(self._run, params=left[first : first + PARAMETERS_AT_ONCE])
 
     def _last_step(self, key: str) -> int:
-        """Return the last step for which the MLflow run has a value of the metric `key`, -1 without one."""
+        """Return the last step for which the MLflow run has a value of the metric `key`; -1 without one."""
         return max((metric.step for metric in self._client.get_metric_history(self._run, key)), default=-1)
 
     def _experiment_id(self) -> str:

@@ -11,8 +11,8 @@ from meshwright.monitoring.trackers import TrackedRun
 class TensorBoardTracker:
     """Tracker that writes TensorBoard event files: metrics as scalars, the recipe as text and hyperparameters.
 
-    directory: of the event files; None: `tensorboard` in the run directory. When a run is resumed, TensorBoard hides
-    what an earlier start logged for the steps that are sent again.
+    directory: directory of the event files; None: `tensorboard` in the run directory. When a run is resumed,
+    TensorBoard hides the earlier values of steps that are sent again.
     """
 
     packages = ("tensorboard",)

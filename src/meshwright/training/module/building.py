@@ -67,5 +67,5 @@ def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
     problem = None
     if agreement.broadcast_numbers([mine], count=1) != [mine]:
         problem = f"rank {mesh.rank} built another module than rank 0: build must not depend on the rank"
-    if (failure := agreement.first_text(problem)) is not None:
+    if (failure := agreement.broadcast_first_text(problem)) is not None:
         raise UserError(failure[1])

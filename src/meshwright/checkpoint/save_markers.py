@@ -21,9 +21,9 @@ _BEGIN = ".begin"
 
 class SaveMarkers:
     """Marker files by which the ranks of one save synchronize, in the hidden directory of the unfinished checkpoint.
-    Each rank has one object, which writes this rank's markers and reads those of other ranks.
+    Each rank has one object, which writes the rank's own markers and reads those of other ranks.
 
-    partial: the hidden directory. attempt: unique id of the save. rank, ranks: this rank's number, and the number of
+    partial: the hidden directory. attempt: unique id of the save. rank, ranks: number of this rank, and number of
     ranks. outcomes: on rank 0, save id -> "done" or the error of each earlier save of the run; `record_outcome` extends
     it. Methods raise `OSError` if a file cannot be written or read, unless stated otherwise.
     """
@@ -32,26 +32,25 @@ class SaveMarkers:
         self.partial, self.attempt, self.rank, self.ranks, self.outcomes = partial, attempt, rank, ranks, outcomes
 
     def begin(self) -> None:
-        """Write the marker file that allows the other ranks to write into the checkpoint's directory (only rank 0 calls
-        this)."""
+        """Write the marker file that allows the other ranks to write into the hidden directory. Only rank 0 calls
+        this."""
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return the set of ranks that have called `begin` for this save: {0} after rank 0's call, before it an empty
-        set. Never raises."""
+        """Return {0} if rank 0 has called `begin` for this save, else an empty set. Never raises."""
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:
             return set()
 
     def marker_name(self, what: str) -> str:
-        """Return the file name of this rank's marker of the kind `what` ("written", "hashed" or "failed"), such as
-        ".written-3" on rank 3."""
+        """Return the file name of this rank's marker, such as ".written-3" on rank 3. what: "written", "hashed" or
+        "failed"."""
         return f".{what}-{self.rank}"
 
     def mark(self, what: str, content: Any) -> None:
-        """Write this rank's marker file that it has completed the phase `what` of the save, "written" or "hashed".
-        content: JSON value for rank 0 to read."""
+        """Write the marker file which shows that this rank has completed a phase of the save. what: the phase,
+        "written" or "hashed". content: JSON value for rank 0 to read."""
         replace_file(self.partial / self.marker_name(what), json.dumps(content).encode(), sync=False)
 
     def read(self, what: str, rank: int) -> Any:
@@ -59,15 +58,14 @@ class SaveMarkers:
         return json.loads((self.partial / f".{what}-{rank}").read_bytes())
 
     def ranks_with(self, what: str) -> set[int]:
-        """Return the ranks that have written a marker file of the kind `what` ("written", "hashed" or "failed")."""
+        """Return the ranks that have written a marker file of this kind. what: "written", "hashed" or "failed"."""
         prefix = f".{what}-"
         names = [name for name in os.listdir(self.partial) if name.startswith(prefix)]
         return {int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdecimal()}
 
     def fail(self, line: str) -> None:
-        """Write this rank's failure marker with the reason `line`. Never raises: the directory may be gone, or the
-        disk full.
-        """
+        """Write this rank's failure marker with the reason `line`. Never raises, since the directory may be gone or the
+        disk full."""
         marker = self.partial / self.marker_name("failed")
         with suppress(OSError):
             replace_file(marker, line.encode(), sync=False)
@@ -83,16 +81,16 @@ class SaveMarkers:
         return None
 
     def record_outcome(self, outcome: str) -> None:
-        """Tell the other ranks how this save ended, "done" or the reason of failure, by a file that also has the
-        outcomes of the last few saves. Only rank 0 calls this."""
+        """Record how this save ended, "done" or the reason of failure, in a file that the other ranks read. The file
+        also has the outcomes of the last few saves. Only rank 0 calls this."""
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
             last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}
             replace_file(self.partial.parent / LAST_SAVE, to_json_bytes(last), sync=False)
 
     def read_outcome(self) -> str | None:
-        """Return the outcome of this save, "done" or the reason of failure; None if rank 0 has not recorded it yet.
-        Never raises."""
+        """Return the recorded outcome of this save, "done" or the reason of failure; None if rank 0 has not recorded it
+        yet. Never raises."""
         try:
             outcomes: dict[str, str] = read_json(self.partial.parent / LAST_SAVE)
         except (OSError, ValueError):
