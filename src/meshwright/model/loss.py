@@ -209,10 +209,10 @@ class _Chunk:
         self._statistics, self._to_gradient_ = _elementwise_functions(head.compile_backend)
         wide = at_least_float32(logits_CV.dtype)
         self._counted_C = (targets_C != IGNORED).to(wide)
-        places_C = targets_C.clamp(min=0) - head.first_token
-        self._here_C = (places_C >= 0) & (places_C < logits_CV.shape[1])
+        indices_C = targets_C.clamp(min=0) - head.first_token
+        self._here_C = (indices_C >= 0) & (indices_C < logits_CV.shape[1])
         # Indexing, because gather and scatter touch the whole chunk on a CPU.
-        self._targets = (torch.arange(len(places_C), device=places_C.device), torch.where(self._here_C, places_C, 0))
+        self._targets = (torch.arange(len(indices_C), device=indices_C.device), torch.where(self._here_C, indices_C, 0))
 
         self.log_sum_C, self.target_C = (
             self._reduce_softmax_statistics(head.tensor) if known_2C is None else (known_2C[0], known_2C[1])

@@ -50,9 +50,9 @@ class Pairs:
         sequences."""
         return Pairs(change(self.response_BC), change(self.counted_BP), change(self.reference_BD))
 
-    def at(self, places_C: torch.Tensor) -> Pairs:
-        """Return a copy for a context-parallel rank that holds the tokens at sequence indices `places_C` [C]."""
-        return replace(self, response_BC=self.response_BC[:, places_C])
+    def select_tokens(self, indices_C: torch.Tensor) -> Pairs:
+        """Return a copy for a context-parallel rank that holds the tokens at sequence indices `indices_C` [C]."""
+        return replace(self, response_BC=self.response_BC[:, indices_C])
 
     @property
     def count(self) -> torch.Tensor:

@@ -88,7 +88,7 @@ class RotaryTable:
             self._table = ((angles.cos() * self._scale).to(device), (angles.sin() * self._scale).to(device))
         return self._table
 
-    def at(
+    def look_up(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`. If

@@ -32,13 +32,13 @@ HIDDEN = -1e30
 
 class Span(NamedTuple):
     """A range of queries and an equally long range of keys, on one device. `queries`, `keys`: slices along the token
-    dim of the tensors. `query_place`, `key_place`: index in the unsharded sequence of the first query and the first
-    key. Either `query_place` equals `key_place` (causal mask), or all keys precede all queries (no mask)."""
+    dim of the tensors. `query_start`, `key_start`: index in the unsharded sequence of the first query and the first
+    key. Either `query_start` equals `key_start` (causal mask), or all keys precede all queries (no mask)."""
 
     queries: slice
     keys: slice
-    query_place: int = 0
-    key_place: int = 0
+    query_start: int = 0
+    key_start: int = 0
 
 
 class Tile(NamedTuple):
@@ -166,14 +166,14 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
     first visible sequence index of each query, for R sequences; None: no lower limit."""
     found = []
     at_once = len(triangle)
-    length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
+    length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start
     for start in range(0, length, at_once):
         stop = min(length, start + at_once)
         queries = slice(span.queries.start + start, span.queries.start + stop)
         oldest, end = 0, stop if diagonal else length
         mask = triangle[: stop - start, : stop - start] if diagonal else None
         if first_RS is not None:
-            first_RQ = first_RS[:, queries] - span.key_place
+            first_RQ = first_RS[:, queries] - span.key_start
             oldest, newest = (int(value) for value in first_RQ.aminmax())
             oldest = max(oldest, 0)
             if oldest >= end:

@@ -310,8 +310,8 @@ class Transformer(nn.Module):
         visible: dict[int | None, torch.Tensor | None] = {}
         if cache is None:
             context = self.axes.context
-            assert context.size == 1 or documents.places_C is not None, (
-                "with context parallelism documents need places_C"
+            assert context.size == 1 or documents.indices_C is not None, (
+                "with context parallelism documents need indices_C"
             )
             visible = {
                 window: context.visibility(documents, sequence, window, tokens_BS.device)
@@ -321,7 +321,7 @@ class Transformer(nn.Module):
             positions_BS = documents.positions_BS()
         rotation = None
         if self._rotary is not None:
-            rotation = self._rotary.at(positions_BS, cached, cached + sequence, tokens_BS.device)
+            rotation = self._rotary.look_up(positions_BS, cached, cached + sequence, tokens_BS.device)
 
         if stage.first:
             assert x is None and self.embedding is not None

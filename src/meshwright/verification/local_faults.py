@@ -136,7 +136,7 @@ def _decay_moved(by: int) -> FaultyFunction:
         """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each
         changed result."""
         original(self, *arguments)
-        held = [last - self.start for _, _, last in self.flat.within(self.start, self.stop)]  # the rest is padding
+        held = [last - self.start for _, _, last in self.flat.slices_within(self.start, self.stop)]  # without padding
         moved = min(max(self.decay_numel + by, 0), self.stop - self.start)
         counter.record_if(moved != self.decay_numel and min(moved, self.decay_numel) < max(held, default=0))
         self.decay_numel = moved
@@ -332,9 +332,9 @@ def _tile_forgets(
 
 
 def _ring_forgets(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Buggy stand-in for `spans` (`original`), which lists the pairs (query chunk, key chunk) that a ring-attention
-    step computes. In steps on another rank's KV block, it leaves out the last of several pairs. `counter` counts the
-    pairs left out."""
+    """Buggy stand-in for `list_spans` (`original`), which lists the pairs (query chunk, key chunk) that a step of ring
+    attention computes. In steps on another rank's KV block, it leaves out the last of several pairs. `counter` counts
+    the pairs left out."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 
@@ -379,6 +379,6 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "attention not masked across documents": LocalFaultSpec(Documents, "from_ids", _no_documents),
     "causal mask off by one": LocalFaultSpec(tiled_attention, "tiles_of", _sees_next, "long sequences"),
     "attention tile drops a key": LocalFaultSpec(tiled_attention, "tiles_of", _tile_forgets, "long sequences"),
-    "ring attention drops a KV block": LocalFaultSpec(context, "spans", _ring_forgets, "long sequences"),
+    "ring attention drops a KV block": LocalFaultSpec(context, "list_spans", _ring_forgets, "long sequences"),
 }
 """Name of each local fault -> what it replaces, and the case that exposes it."""
