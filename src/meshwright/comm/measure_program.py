@@ -40,10 +40,11 @@ def measure(
     timeout_seconds: float = 60.0,
     world: LocalRanks | None = None,
 ) -> dict[str, Any]:
-    """Run a collective program on gloo processes of this machine, alternating with torch.distributed's own call.
+    """Run a collective program on gloo processes of this machine, alternating with torch.distributed's own call; return
+    the measured times.
 
-    total_bytes: size of the operation's vector, rounded up to whole elements (and to equal shares where each rank owns
-    a share). repeats: number of timed runs. dtype: dtype of the vector. world: local ranks to run on, as many as the
+    total_bytes: size of the operation's vector, rounded up to whole elements (and to equal slices where each rank owns
+    a slice). repeats: number of timed runs. dtype: dtype of the vector. world: local ranks to run on, as many as the
     program has; None: start new ones, with one thread each.
 
     Returns a dict: exact (always True: the results of a test run on integers were equal), measured_seconds and
@@ -53,8 +54,7 @@ def measure(
 
     Raises UserError if this machine cannot hold the ranks or vectors, CheckFailed if results differ, and RankLost if a
     rank ends or does not answer within `timeout_seconds`; its message says which rank waits for which, and in which
-    step.
-    """
+    step."""
     program = checked.program
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
@@ -84,11 +84,10 @@ def measure(
 
 
 def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
-    """Return the number of elements of a vector of `total_bytes`, rounded up to equal shares if each rank owns a share
-    in the program's operation.
+    """Return the number of elements of a vector of `total_bytes`. In operations in which each rank owns a slice of the
+    vector, it is rounded up to equal slices.
 
-    itemsize: bytes of an element. Raises UserError for a negative size.
-    """
+    itemsize: bytes of an element. Raises UserError for a negative size."""
     if total_bytes < 0:
         raise UserError(f"bytes must be at least 0, not {total_bytes:g}")
     numel = max(1, -int(-total_bytes // itemsize))
@@ -97,10 +96,9 @@ def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int
 
 
 def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the ranks' results of `measure_rank`, `answers`, into the dict that `measure` returns.
+    """Combine the dicts `answers`, which `measure_rank` returned on each rank, into the dict that `measure` returns.
 
-    total_bytes: size of the vector. Raises CheckFailed if a rank's result differs from torch.distributed's.
-    """
+    total_bytes: size of the vector. Raises CheckFailed if a rank's result differs from torch.distributed's."""
     wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
     if wrong:
         named = f"{checked.program.operation} {checked.program.algorithm}"
@@ -134,10 +132,9 @@ def measure_rank(
     numel: number of elements of the vector. repeats: number of timed runs. dtype: such as "float32". timeout_seconds:
     limit of one wait. device: device of the vector. group: process group of the program's ranks (None: the world).
 
-    Returns a dict: exact (True if both gave the same result on integers), ours and theirs (seconds of each run of the
-    program and of torch.distributed's call), bytes_sent (by this rank), backend, native (name of torch.distributed's
-    call).
-    """
+    Returns a dict: exact (True if both gave the same result on integers), ours and theirs (lists with the seconds of
+    each run of the program and of torch.distributed's call), bytes_sent (by this rank), backend, native (name of
+    torch.distributed's call)."""
     executable, operation = Executable(checked, group, timeout_seconds, device=device), checked.program.operation
     exact = _matches_native(executable, numel, device)
     vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
@@ -178,10 +175,10 @@ def _run_program(executable: Executable, vector: torch.Tensor | None, output: to
 
 
 def _matches_native(executable: Executable, numel: int, device: str) -> bool:
-    """Return True if the program and torch.distributed's call of the same operation give equal results on integers.
+    """Run the program and torch.distributed's call of the same operation on integers; return True if their results are
+    equal.
 
-    numel: elements of the vector. device: its device.
-    """
+    numel: number of elements of the vector. device: its device."""
     program = executable.program
     if program.operation == "barrier":
         _run_program(executable, None, None)
@@ -204,8 +201,8 @@ def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
-    """Return the range of elements, in a vector of `numel`, that the operation defines on this rank, such as this
-    rank's share after a reduce-scatter. The values of all other elements are arbitrary."""
+    """Return the range of those elements, in a vector of `numel`, whose values the operation defines on this rank, such
+    as this rank's slice after a reduce-scatter. All other elements have arbitrary values."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks
@@ -224,8 +221,8 @@ def _find_receiver(executable: Executable) -> int:
 
 
 def _call_native(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the program's operation on `vector`, in place; return the result: `vector`, for
-    an all-to-all a new tensor. e: prepared program, whose process group and root are used."""
+    """Run torch.distributed's call of the program's operation on `vector`, in place. Return the result: `vector`, or a
+    new tensor for an all-to-all. e: prepared program, whose process group and root are used."""
     program, group, operation, root = e.program, e.group, e.program.operation, e.program.root
     shares = vector.view(program.ranks, -1).unbind() if operation in OWNED else (vector,) * program.ranks
     mine = shares[e.rank]
