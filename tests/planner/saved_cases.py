@@ -19,7 +19,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
@@ -110,7 +110,7 @@ def watch(case: Case) -> Watched:
     parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
     queue = WeightGradients(parallel.gradients)
     if case.backend is None or case.queued:
-        take_weight_gradients(model, queue)
+        defer_weight_gradients(model, queue)
     if case.backend is not None:
         torch._dynamo.reset()
         model.compile_blocks(backend=case.backend)

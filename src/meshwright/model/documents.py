@@ -21,8 +21,7 @@ class Documents:
 
     `starts_BS`: for each token the index, in the unsharded sequence, at which its document begins; None: every sequence
     is one document. `indices_C`: with context parallelism, the index in the unsharded sequence of each token of this
-    rank. `pairs`: for preference training, the pairs of chosen and rejected responses.
-    """
+    rank; otherwise None. `pairs`: for preference training, the pairs of chosen and rejected responses."""
 
     starts_BS: torch.Tensor | None = None
     indices_C: torch.Tensor | None = None
@@ -30,8 +29,8 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
-        """Return the boundaries of documents given by `ids_BS`, a document number for each token: a new document begins
-        wherever the number differs from that of the token before."""
+        """Build the boundaries from `ids_BS`, a document number for each token: a new document begins wherever the
+        number differs from that of the previous token."""
         ids = torch.as_tensor(ids_BS)
         changes = ids[:, 1:] != ids[:, :-1]
         if not bool(changes.any()):
@@ -42,8 +41,8 @@ class Documents:
 
     @classmethod
     def from_starts(cls, starts: Sequence[Sequence[int]], sequence: int) -> Documents:
-        """Return the boundaries given by the start indices of documents: one ascending list for each sequence of
-        `sequence` tokens. Index 0 starts a document even if it is not listed."""
+        """Build the boundaries from the start indices of documents: one ascending list for each sequence of `sequence`
+        tokens. Index 0 starts a document even if it is not listed."""
         ids = torch.zeros(len(starts), sequence, dtype=torch.int64)
         for row, places in enumerate(starts):
             assert all(0 <= place < sequence for place in places), (row, places, sequence)
@@ -59,7 +58,8 @@ class Documents:
         return Documents(starts_BS, indices_C, pairs)
 
     def select_tokens(self, indices_C: torch.Tensor) -> Documents:
-        """Return a copy for a context-parallel rank that holds the tokens at sequence indices `indices_C` [C]."""
+        """Return a copy for the context-parallel rank that holds the tokens at the indices `indices_C` [C] of each
+        sequence."""
         return Documents(self.starts_BS, indices_C, None if self.pairs is None else self.pairs.select_tokens(indices_C))
 
     def positions_BS(self) -> torch.Tensor | None:
@@ -73,12 +73,11 @@ class Documents:
         return indices_C - self.starts_BS[:, indices_C]
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return for each token the lowest sequence index that it may attend to, [B or 1, S]; None if it is 0 for all
-        tokens. (Attention is causal: the highest is the token's own index.)
+        """Return for each token the index of the first token in the sequence that it may attend to, [B or 1, S]; None
+        if that is 0 for all tokens. (Attention is causal: the last one is the token itself.)
 
-        `window`: sliding window, a token attends to itself and the `window` - 1 tokens before it; None: no sliding
-        window. `sequence`: number of tokens of an unsharded sequence.
-        """
+        `window`: sliding window; a token attends to itself and the `window` - 1 tokens before it; None: no sliding
+        window. `sequence`: number of tokens of an unsharded sequence."""
         if window is None or window >= sequence:
             return self.starts_BS
         oldest_S = (torch.arange(sequence, device=device) - (window - 1)).clamp(min=0)

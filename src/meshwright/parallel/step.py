@@ -13,7 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.pipeline import Compute, Key, Pipeline
 from meshwright.parallel.stage_compute import BackwardOrder, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
@@ -53,9 +53,9 @@ class ForwardBackward:
         queue = WeightGradients(engine.gradients)
         self._order = BackwardOrder(at_once, queue)
         if split:
-            take_weight_gradients(model, queue)
+            defer_weight_gradients(model, queue)
         elif not model.compiled:  # taps would hold the operands of all weight gradients together
-            take_weight_gradients(model, queue, fused_accumulation_min_numel)
+            defer_weight_gradients(model, queue, fused_accumulation_min_numel)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`; afterwards `engine.shards` hold the reduced
