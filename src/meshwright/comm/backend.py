@@ -3,6 +3,7 @@ computes."""
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import torch
@@ -30,3 +31,9 @@ def backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
     On CUDA it is twice `seconds`: NCCL's watchdog counts from the time at which a call was queued, and aborts the
     process. The project's own watchdog (`flight_recorder.device_calls`) thus acts first and reports the hang."""
     return timedelta(seconds=2 * seconds if torch.device(device).type == "cuda" else seconds)
+
+
+def backend_reason(error: Exception) -> str:
+    """Return the text of an error of the torch.distributed backend as one line, without the location in the backend's
+    source with which gloo's texts begin."""
+    return re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))

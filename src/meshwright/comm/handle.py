@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from meshwright.comm.backend import backend_reason
 from meshwright.comm.mesh import Communicator, calls_in_flight
 from meshwright.errors import RankLost
 from meshwright.flight_recorder.call_ring import get_process_writer
@@ -100,5 +100,4 @@ def make_rank_lost_error(describe: Callable[[], tuple[str, str]] | None, error: 
     who, where = describe() if describe else ("a collective call had no answer", "its site")
     if isinstance(error, RankLost):  # from a collective program, which names the waiting ranks
         return RankLost(f"{error}, in {where}")
-    reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo's texts begin with a source location
-    return RankLost(f"{who} in {where}: {reason[:300]}")
+    return RankLost(f"{who} in {where}: {backend_reason(error)[:300]}")

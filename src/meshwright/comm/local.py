@@ -237,8 +237,8 @@ def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
 
 
 class _Server:
-    """Server process that has loaded torch and forks rank processes on request, which start fast. Each process has at
-    most one server, started on first use. preloaded: names of modules that the server imports."""
+    """Server process that has loaded torch and forks rank processes on request, so that they start fast. Each process
+    has at most one server, started on first use. preloaded: names of modules that the server imports."""
 
     _instance: _Server | None = None
 

@@ -18,11 +18,11 @@ from meshwright.comm.programs import Executable
 from meshwright.comm.transport import native_all_gather, native_reduce_scatter
 from meshwright.errors import CheckFailed, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
-from meshwright.names import unknown
 from meshwright.program.check_collective import CheckedCollective
 
 MOST_RANKS = 16  # processes on one machine
-DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+DTYPE = torch.float32  # of the vector
+TIMEOUT_SECONDS = 60.0  # of one wait
 COPIES = 6  # of the vector that a rank may hold: ours, theirs, results, buffers
 NATIVE_NAMES = {
     "reduce-scatter": "reduce_scatter_single", "all-gather": "all_gather_single", "all-to-all": "all_to_all_single",
@@ -36,16 +36,14 @@ def measure(
     total_bytes: float,
     *,
     repeats: int = 20,
-    dtype: str = "float32",
-    timeout_seconds: float = 60.0,
     world: LocalRanks | None = None,
 ) -> dict[str, Any]:
     """Run a collective program on gloo processes of this machine, alternating with torch.distributed's own call; return
     the measured times.
 
-    total_bytes: size of the operation's vector, rounded up to whole elements (and to equal slices where each rank owns
-    a slice). repeats: number of timed runs. dtype: dtype of the vector. world: local ranks to run on, as many as the
-    program has; None: start new ones, with one thread each.
+    total_bytes: size of the operation's float32 vector, rounded up to whole elements (and to equal slices where each
+    rank owns a slice). repeats: number of timed runs. world: local ranks to run on, as many as the program has; None:
+    start new ones, with one thread each.
 
     Returns a dict: exact (always True: the results of a test run on integers were equal), measured_seconds and
     native_seconds (time of the program and of torch.distributed: median over runs of the slowest rank's time), ratio
@@ -53,11 +51,9 @@ def measure(
     rank, padding included), backend, native (name of torch.distributed's call), repeats.
 
     Raises UserError if this machine cannot hold the ranks or vectors, CheckFailed if results differ, and RankLost if a
-    rank ends or does not answer within `timeout_seconds`; its message says which rank waits for which, and in which
+    rank ends or does not answer within `TIMEOUT_SECONDS`; its message says which rank waits for which, and in which
     step."""
     program = checked.program
-    if dtype not in DTYPES:
-        raise UserError(unknown("dtype", dtype, DTYPES))
     if repeats < 1:
         raise UserError(f"repeats must be at least 1, not {repeats}")
     if program.ranks > MOST_RANKS:
@@ -65,32 +61,30 @@ def measure(
             f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; use fewer ranks, "
             "or do not run it"
         )
-    numel = count_elements(checked, total_bytes, getattr(torch, dtype).itemsize)
-    needed = program.ranks * numel * max(4, getattr(torch, dtype).itemsize) * COPIES
+    numel = count_elements(checked, total_bytes)
+    needed = program.ranks * numel * DTYPE.itemsize * COPIES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise UserError(
             f"{program.ranks} ranks with {total_bytes:,.0f} bytes each need about {needed / 2**30:.1f} GiB, and this "
             f"machine has {memory / 2**30:.1f} GiB; use fewer bytes"
         )
-    ranks = LocalRanks(program.ranks, timeout=timeout_seconds) if world is None else world
+    ranks = LocalRanks(program.ranks, timeout=TIMEOUT_SECONDS) if world is None else world
     try:
         # Every wait has its own timeout; all of them together may take longer.
-        answers = ranks.run(measure_rank, checked, numel, repeats, dtype, timeout_seconds, timeout=repeats * 600.0)
+        answers = ranks.run(measure_rank, checked, numel, repeats, timeout=repeats * 600.0)
     finally:
         if world is None:
             ranks.close()
-    return combine_answers(checked, numel * getattr(torch, dtype).itemsize, answers)
+    return combine_answers(checked, numel * DTYPE.itemsize, answers)
 
 
-def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
-    """Return the number of elements of a vector of `total_bytes`. In operations in which each rank owns a slice of the
-    vector, it is rounded up to equal slices.
-
-    itemsize: bytes of an element. Raises UserError for a negative size."""
+def count_elements(checked: CheckedCollective, total_bytes: float) -> int:
+    """Return the number of float32 elements of a vector of `total_bytes`, rounded up. In operations in which each rank
+    owns a slice of the vector, it is rounded up to equal slices. Raises UserError for a negative size."""
     if total_bytes < 0:
         raise UserError(f"bytes must be at least 0, not {total_bytes:g}")
-    numel = max(1, -int(-total_bytes // itemsize))
+    numel = max(1, -int(-total_bytes // DTYPE.itemsize))
     ranks = checked.program.ranks
     return -(-numel // ranks) * ranks if checked.program.operation in OWNED else numel
 
@@ -118,26 +112,20 @@ def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[
     }
 
 
-def measure_rank(
-    checked: CheckedCollective,
-    numel: int,
-    repeats: int,
-    dtype: str,
-    timeout_seconds: float,
-    device: str = "cpu",
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """Run and time a collective program on this rank, alternating with torch.distributed's own call.
+def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: str = "cpu") -> dict[str, Any]:
+    """Run and time a collective program on this rank of the world, alternating with torch.distributed's own call.
 
-    numel: number of elements of the vector. repeats: number of timed runs. dtype: such as "float32". timeout_seconds:
-    limit of one wait. device: device of the vector. group: process group of the program's ranks (None: the world).
+    numel: number of elements of the float32 vector. repeats: number of timed runs. device: device of the vector.
 
     Returns a dict: exact (True if both gave the same result on integers), ours and theirs (lists with the seconds of
     each run of the program and of torch.distributed's call), bytes_sent (by this rank), backend, native (name of
     torch.distributed's call)."""
-    executable, operation = Executable(checked, group, timeout_seconds, device=device), checked.program.operation
+    executable, operation = (
+        Executable(checked, timeout_seconds=TIMEOUT_SECONDS, device=device),
+        checked.program.operation,
+    )
     exact = _matches_native(executable, numel, device)
-    vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
+    vector = torch.ones(numel, dtype=DTYPE, device=device)
     output = torch.empty_like(vector) if checked.program.has_output else None
     calls: dict[str, Callable[[], Any]] = {
         "ours": lambda: _run_program(executable, None if operation == "barrier" else vector, output),
@@ -147,7 +135,7 @@ def measure_rank(
     for turn in range(repeats + 2):
         for which, call in calls.items():
             vector.fill_(1)
-            dist.barrier(group)
+            dist.barrier()
             begun = time.perf_counter()
             call()
             if vector.is_cuda:
@@ -158,7 +146,7 @@ def measure_rank(
         "exact": exact,
         **seconds,
         "bytes_sent": executable.sent_bytes(numel, vector.element_size()),
-        "backend": group_backends(group)[torch.device(device).type],
+        "backend": group_backends(None)[torch.device(device).type],
         "native": NATIVE_NAMES.get(operation, operation.replace("-", "_")),
     }
 

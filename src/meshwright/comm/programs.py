@@ -6,7 +6,6 @@ another is reduced, still in cache.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives import cutting
-from meshwright.comm.backend import group_backends
+from meshwright.comm.backend import backend_reason, group_backends
 from meshwright.comm.lowering import AwaitReceive, AwaitSend, LocalCopy, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
@@ -154,7 +153,7 @@ class Executable:
             self._divide_by_ranks(vector)
 
     def _run_segments(self, segments: list[_Segment]) -> None:
-        """Run the program on each segment of the vector; on gloo up to `SEGMENTS_IN_FLIGHT` of them at a time."""
+        """Run the program on each segment of the vector. On gloo up to `SEGMENTS_IN_FLIGHT` segments run at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
@@ -221,8 +220,8 @@ class Executable:
     def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
         """Return the memory from which a message is sent or into which it is received.
 
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the program's slots and for the
-        staging buffer."""
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector and for the staging
+        buffer; a slot is the buffer of one chunk of the vector."""
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
@@ -254,17 +253,16 @@ class Executable:
         get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
-        reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo's texts begin with a source location
         return RankLost(
             f"rank {self.ranks[self.rank]} waits for rank {self.ranks[message.peer]}: step {group} "
-            f"({self.program.describe(message.step)}) of {self.name}{among}: {reason[:200]}"
+            f"({self.program.describe(message.step)}) of {self.name}{among}: {backend_reason(error)[:200]}"
         )
 
     def _apply_locally(self, event: Reduce | LocalCopy, memory: Memory, staging: Memory) -> None:
-        """Execute a local copy or reduction, the entry `event` of the schedule.
+        """Execute `event`, a local copy or reduction in the rank's schedule.
 
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the program's slots and for the
-        staging buffer."""
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector and for the staging
+        buffer; a slot is the buffer of one chunk of the vector."""
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
         if isinstance(event, LocalCopy) and not event.combine:
@@ -350,7 +348,8 @@ class Executable:
 
     def _get_slot_memory(self, segment: _Segment, lane: int) -> Memory:
         """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of a segment's slots:
-        data, output or scratch. lane: index of the lane that runs the segment."""
+        data, output or scratch. A slot is the buffer of one chunk of the segment. lane: index of the lane (list of
+        segments) that runs the segment."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
@@ -369,21 +368,22 @@ class Executable:
         return memory
 
     def _get_scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
-        """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of `slots` scratch slots.
-        The buffer is reused from run to run.
+        """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of `slots` scratch slots,
+        each of the size of a chunk of the segment. The buffer is reused from run to run.
 
-        name: purpose of the buffer, such as "staging". lane: index of the lane that runs the segment."""
+        name: purpose of the buffer, such as "staging". lane: index of the lane (list of segments) that runs the
+        segment."""
         return _view_slots(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
 def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
-    """Return a function (first slot, number of slots) -> view of `tensor`, which holds the slots, of `n` elements each,
-    one after another."""
+    """Return a function (first slot, number of slots) -> view of those slots in `tensor`, which consists of slots
+    (buffers of chunks) of `n` elements each."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return a function (slot, 1) -> view of one slot in `tensor`, which consists of chunks of `n` elements. Slot i is
+    """Return a function (slot, 1) -> view of that slot in `tensor`, which consists of chunks of `n` elements; slot i is
     the elements [start, start + length) of chunk i."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

@@ -60,8 +60,8 @@ class Pairs:
         return self.counted_BP.sum()
 
     def log_probabilities(self, losses_T: torch.Tensor) -> torch.Tensor:
-        """Return the log-probability of each response, [B, D] (nats, float64): the sum over its tokens of log p(token |
-        prefix), 0 for a missing response.
+        """Return the log-probability of each of the D responses of a sequence, [B, D] (nats, float64): the sum over its
+        tokens of log p(token | prefix), 0 for a missing response.
 
         `losses_T`: cross-entropy of each token. With context parallelism the sum covers only this rank's tokens."""
         rows, responses = self.reference_BD.shape

@@ -311,9 +311,7 @@ class Transformer(nn.Module):
         visible: dict[int | None, torch.Tensor | None] = {}
         if cache is None:
             context = self.axes.context
-            assert context.size == 1 or documents.indices_C is not None, (
-                "with context parallelism documents need indices_C"
-            )
+            assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
             visible = {
                 window: context.visibility(documents, sequence, window, tokens_BS.device)
                 for window in set(windows.values())

@@ -28,22 +28,22 @@ WORTH_ADDING_AT_ONCE = 2**17
 class ForwardBackward:
     """Runner of the forwards and backwards of a step, or of an evaluation, on this rank, in the order of a pipeline
     program; the optimizer step is not included. `model`: the rank's stages; `engine`: ZeRO engine that owns their
-    parameters. `mark`: called with the name of each phase when the phase ends ("pipeline": wait for another stage;
-    "forward", "backward", "reduce"). `fused_accumulation_min_numel`: smallest number of elements of a weight whose
-    gradient the matrix product itself adds to the accumulation buffer. `preference`: loss of preference pairs; None:
-    next-token loss."""
+    parameters. `fused_accumulation_min_numel`: smallest number of elements of a weight whose gradient the matrix
+    product itself adds to the accumulation buffer. `preference`: loss of preference pairs; None: next-token loss."""
 
     def __init__(
         self,
         model: Transformer,
         engine: ZeroEngine,
         program: PipelineProgram,
-        mark: Callable[[str], None] = lambda part: None,
         fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
         preference: Preference | None = None,
     ) -> None:
         self.model, self.engine, self.program = model, engine, program
-        self.mark, self.preference = mark, preference
+        self.preference = preference
+        self.mark: Callable[[str], None] = lambda part: None
+        """Called with the name of each phase when the phase ends: "pipeline" (wait for another stage), "forward",
+        "backward", "reduce"."""
         self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=engine.mesh.device)
         """`PreferenceLoss.figures` of the last call, summed over the pairs whose last stage was here."""
         self.watched: Callable[[Compute], Compute] | None = None

@@ -18,7 +18,7 @@ from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_prof
 
 
 def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str], None], *, probe: bool = False) -> str:
-    """Search the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe (the
+    """Search for the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe (the
     settings of a run) with `layout = "auto"`. Return it as text such as "dp2 zero1", without a precision, which the run
     chooses itself.
 

@@ -122,9 +122,8 @@ class Run:
         every, last = self.recipe.checkpoint.every, done == train.steps
         due = last or (every > 0 and done % every == 0)
         validation = None
-        if train.validate_every and (
-            due or done % train.validate_every == 0
-        ):  # every checkpoint needs its validation loss
+        # Every checkpoint needs its validation loss.
+        if train.validate_every and (due or done % train.validate_every == 0):
             self.journal.memory.stop()
             validation = trainer.validate()
         # Before the save, so that every step is recorded.
@@ -132,7 +131,7 @@ class Run:
             self.journal.record_step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
             self.journal.record_save_failure(done, self._abandon_save())
-        self._check_skipped_steps(verdict)
+        self._check_skipped_steps()
         if due or verdict.stop:
             self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
@@ -284,10 +283,10 @@ class Run:
 
     # --- saving and stopping
 
-    def _check_skipped_steps(self, verdict: StepOutcome) -> None:
+    def _check_skipped_steps(self) -> None:
         """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
         loss or gradient norm was not finite. Steps with a finite loss whose gradients overflowed and thereby halved a
-        dynamic loss scale do not count. verdict: outcome of the last step; not used."""
+        dynamic loss scale do not count."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier save may still be in progress

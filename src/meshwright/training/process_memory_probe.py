@@ -100,9 +100,8 @@ class _ProbeRun:
 def measure(precision: str, compiled: bool) -> ProcessConstants:
     """Measure the process memory beyond tensors by training small models in this process; return it as
     `ProcessConstants`. compiled: True to measure torch.compile's memory as well."""
-    torch.nn.functional.linear(
-        torch.randn(512, 512), torch.randn(512, 512)
-    )  # loads the libraries that every rank has loaded
+    # Load the libraries that every rank has loaded.
+    torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))
     base = _measure_rss()
     kept, _ = _ProbeRun(SMALL, precision, False).run_steps()
     large = _ProbeRun(LARGE, precision, False)

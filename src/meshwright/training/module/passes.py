@@ -31,22 +31,14 @@ class ModulePasses:
     """Forward and backward passes of a user's own torch module under ZeRO.
 
     module: the module, whose parameters are sharded. spec: arguments of `fit`, such as the loss. parallel: the ZeRO
-    engine. seed: seed of the module's random draws (dropout). mark: called at the end of each phase of a step with its
-    name: "forward", "backward", "reduce".
-    """
+    engine. seed: seed of the module's random draws (dropout)."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        spec: ModuleSpec,
-        parallel: ZeroEngine,
-        seed: int,
-        mark: Callable[[str], None] = lambda part: None,
-    ) -> None:
+    def __init__(self, module: nn.Module, spec: ModuleSpec, parallel: ZeroEngine, seed: int) -> None:
         """Connect the ZeRO engine's gradient hooks with the prefetcher, which all-gathers parameters before their
         use."""
-        self.module, self.parallel, self.mark = module, parallel, mark
-        self._spec, self.seed = spec, seed
+        self.module, self.parallel, self._spec, self.seed = module, parallel, spec, seed
+        self.mark: Callable[[str], None] = lambda part: None
+        """Called at the end of each phase of a step with its name: "forward", "backward", "reduce"."""
         self.program = program_of(parallel.mesh.layout)
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is recorded: a wrapper of the `Compute` of a training step; None otherwise."""
@@ -82,8 +74,8 @@ class ModulePasses:
         return loss * batch.items if self._spec.reduction == "mean" else loss
 
     def evaluate(self, batch: Batch) -> list[torch.Tensor | float]:
-        """Compute a batch's loss and measures without gradients. Return [loss sum, number of items, sum of each measure
-        in the script's order]. Collective under ZeRO-3."""
+        """Compute a batch's loss and the script's functions `measures` without gradients. Return [loss sum, number of
+        items, result of each measure (a sum over items) in the script's order]. Collective under ZeRO-3."""
         with torch.no_grad(), self.prefetcher.forward(self.parallel.mesh.shard, backward_follows=False):
             loss = self.loss_sum(batch)
             measured = [measure(self.module, batch.content) for measure in self._spec.measures.values()]
