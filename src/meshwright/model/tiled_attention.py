@@ -68,7 +68,7 @@ def _compute_attention(
 ) -> torch.Tensor:
     """Compute causal attention, softmax(q kᵀ / √D) v, [B, N, S, D], without autograd. `first_BS`: first visible key
     index of each query (None: 0)."""
-    q, out = by_kv_head(q_BNSD, k_BKSD), empty_like_queries(q_BNSD)
+    q, out = by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
     for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
@@ -96,7 +96,7 @@ def _backward(
     """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the attention
     output. `first_BS`: first visible key index of each query; None: 0."""
     q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
-    dq, dk, dv = empty_like_queries(q_BNSD), empty_like_queries(k_BKSD), empty_like_queries(v_BKSD)
+    dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
     wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
     for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
@@ -209,17 +209,15 @@ def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-def empty_like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised tensor of the shape and dtype of `x_BNSD`, stored as [B, S, N, D]: the memory order in
-    which the projections before and after attention use it."""
+def empty_bsnd(x_BNSD: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised tensor of the shape [B, N, S, D] and dtype of `x_BNSD`, stored in memory as [B, S, N, D]:
+    the order in which the projections before and after attention use it."""
     rows, heads, sequence, size = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
 
 
-_forward.register_fake(lambda q, *_: empty_like_queries(q))
-_backward.register_fake(
-    lambda d_out, q, k, v, first: (empty_like_queries(q), empty_like_queries(k), empty_like_queries(v))
-)
+_forward.register_fake(lambda q, *_: empty_bsnd(q))
+_backward.register_fake(lambda d_out, q, k, v, first: (empty_bsnd(q), empty_bsnd(k), empty_bsnd(v)))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -36,14 +36,7 @@ from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import attend, visibility
-from meshwright.model.tiled_attention import (
-    Span,
-    by_kv_head,
-    compute_scores,
-    cut_tiles,
-    empty_like_queries,
-    flatten_heads,
-)
+from meshwright.model.tiled_attention import Span, by_kv_head, compute_scores, cut_tiles, empty_bsnd, flatten_heads
 
 SITE = "attention.ring"
 aten = torch.ops.aten
@@ -355,7 +348,7 @@ def _compute_ring_attention(
                 _add_span_fused(out, log_sum, q, k, v, span)
             else:
                 _add_span(out, log_sum, q, k, v, first_BC, span)
-    return empty_like_queries(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
+    return empty_bsnd(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
 _forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention)
@@ -387,14 +380,14 @@ def _backward(
         leaving, arriving = arriving.add_(mine), leaving
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
     handle.wait()
-    dk, dv = (empty_like_queries(k_BKCD).copy_(each) for each in arriving)
-    return empty_like_queries(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv
+    dk, dv = (empty_bsnd(k_BKCD).copy_(each) for each in arriving)
+    return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv
 
 
 _forward.register_fake(
-    lambda q, k, v, first, key: (empty_like_queries(q), q.new_empty(q.shape[:-1], dtype=at_least_float32(q.dtype)))
+    lambda q, k, v, first, key: (empty_bsnd(q), q.new_empty(q.shape[:-1], dtype=at_least_float32(q.dtype)))
 )
-_backward.register_fake(lambda d_out, saved, *_: tuple(empty_like_queries(each) for each in saved[:3]))
+_backward.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each in saved[:3]))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

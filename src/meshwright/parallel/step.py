@@ -41,9 +41,8 @@ class ForwardBackward:
     ) -> None:
         self.model, self.engine, self.program = model, engine, program
         self.preference = preference
+        # Called with each phase's name when it ends: "pipeline" (wait for a stage), "forward", "backward", "reduce".
         self.mark: Callable[[str], None] = lambda part: None
-        """Called with the name of each phase when the phase ends: "pipeline" (wait for another stage), "forward",
-        "backward", "reduce"."""
         self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=engine.mesh.device)
         """`PreferenceLoss.figures` of the last call, summed over the pairs whose last stage was here."""
         self.watched: Callable[[Compute], Compute] | None = None

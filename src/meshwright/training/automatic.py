@@ -18,9 +18,9 @@ from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_prof
 
 
 def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str], None], *, probe: bool = False) -> str:
-    """Search for the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe (the
-    settings of a run) with `layout = "auto"`. Return it as text such as "dp2 zero1", without a precision, which the run
-    chooses itself.
+    """Search for the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe
+    (the settings of a run) with `layout = "auto"`. Return it as text such as "dp2 zero1", without a precision, which
+    the run chooses itself.
 
     ranks: number of ranks that another launcher has started; None: one per GPU of this machine, or as many CPU
     processes as the hardware profile (measured machine speeds) was made with. log: called with each log line. probe:

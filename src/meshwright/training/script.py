@@ -22,13 +22,13 @@ from meshwright.terminal import print_message
 @dataclass(slots=True)
 class LaunchedProcess:
     """State of the process of one rank of a script that `meshwright run` started. place: its rank, world size and
-    rendezvous. directory: run directory, locked by the launcher. result: result document of the last `fit`.
-    rendezvous_count: number of calls of `next_rendezvous` so far."""
+    rendezvous. directory: run directory, locked by the launcher. result: result document of the last `fit`. calls:
+    number of calls of `next_rendezvous` so far."""
 
     place: Place
     directory: Path
     result: dict[str, Any] = field(default_factory=dict)
-    rendezvous_count: int = 0
+    calls: int = 0
 
 
 _launched: ContextVar[LaunchedProcess | None] = ContextVar("launched", default=None)
@@ -42,11 +42,9 @@ def next_rendezvous(rendezvous: str | None = None) -> Place:
     times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's."""
     launched = _launched.get()
     if launched is not None:
-        launched.rendezvous_count += 1
+        launched.calls += 1
         method = rendezvous or launched.place.method
-        return replace(
-            launched.place, method=f"{method}-{launched.rendezvous_count}" if method.startswith("file:") else method
-        )
+        return replace(launched.place, method=f"{method}-{launched.calls}" if method.startswith("file:") else method)
     if is_started_by_others():
         return read_place(rendezvous)
     return Place(0, 1, 0, "env://", "itself")

@@ -56,9 +56,8 @@ class ModulePrefetcher:
         self._unit_of = parameters
         if not self.sharded:
             return
-        enter, leave = map(
-            torch.compiler.disable, (self._before_forward, self._after_forward)
-        )  # not sooner: it loads the compiler
+        # Not sooner: it loads the compiler.
+        enter, leave = map(torch.compiler.disable, (self._before_forward, self._after_forward))
         for name, module in modules.items():
             module.register_forward_pre_hook(partial(enter, name))
             module.register_forward_hook(partial(leave, name))

@@ -37,8 +37,8 @@ class ModulePasses:
         """Connect the ZeRO engine's gradient hooks with the prefetcher, which all-gathers parameters before their
         use."""
         self.module, self.parallel, self._spec, self.seed = module, parallel, spec, seed
+        # Called with each phase's name when it ends: "forward", "backward", "reduce".
         self.mark: Callable[[str], None] = lambda part: None
-        """Called at the end of each phase of a step with its name: "forward", "backward", "reduce"."""
         self.program = program_of(parallel.mesh.layout)
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is recorded: a wrapper of the `Compute` of a training step; None otherwise."""
