@@ -46,9 +46,8 @@ aten = torch.ops.aten
 
 
 def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """Return the sequence indices of the tokens that cp rank `rank` holds of an unsharded sequence: ascending, int64
-    [S / cp]. `sequence`: S, the number of tokens of the unsharded sequence, a multiple of cp (for ring attention of
-    2 cp)."""
+    """Return the sequence indices of the tokens that cp rank `rank` holds of an unsharded sequence: ascending, int64 [S
+    / cp]. `sequence`: S, number of tokens of the sequence, a multiple of cp (ring attention: of 2 cp)."""
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -58,9 +57,8 @@ def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
 def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Return this cp rank's slices of unsharded tokens and targets, [B, S] -> [B, S / cp] each, and `documents`
-    (document boundaries in packed sequences) for these slices. Without context parallelism the arguments are returned
-    unchanged."""
+    """Return this cp rank's slices of unsharded tokens and targets, [B, S] -> [B, S / cp] each, and of `documents`
+    (document boundaries in packed sequences). Without context parallelism the arguments are returned unchanged."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     indices_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
@@ -68,14 +66,13 @@ def shard_sequences(
 
 
 def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the indices of the two chunks that cp rank `rank` holds of a sequence that is cut into 2 x `ranks` chunks:
-    `rank` and its mirror image (zig-zag order, which balances causal attention)."""
+    """Return the indices of the two chunks that cp rank `rank` holds of a sequence cut into 2 x `ranks` chunks: chunk
+    `rank` and its mirror image (zig-zag)."""
     return rank, 2 * ranks - 1 - rank
 
 
 class ContextParallel(ContextOperations):
-    """Base class of ring and Ulysses attention. `axis`: the mesh axis cp, over whose ranks the tokens of each sequence
-    are split."""
+    """Base class of ring and Ulysses attention. `axis`: mesh axis cp, whose ranks each hold a part of each sequence."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.size = axis, axis.size
@@ -87,15 +84,15 @@ class ContextParallel(ContextOperations):
 
 
 class RingAttention(ContextParallel):
-    """Ring attention: each cp rank keeps the queries of its two chunks of every sequence, and the ranks pass their KV
-    blocks around the ring."""
+    """Ring attention: each cp rank keeps its two chunks of each sequence, and the ranks pass KV blocks around a
+    ring."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
         """Return the attention mask for `attend`: the sequence index of the first key that each query on this rank
-        attends to, [B or 1, C]; None for plain causal attention. `documents`: document boundaries in packed sequences;
-        `tokens`: C, number of tokens of each sequence on this rank; `window`: sliding window in tokens (None: none)."""
+        attends to, [B or 1, C]; None for plain causal attention. `documents`: boundaries in packed sequences; `tokens`:
+        C, tokens of each sequence on this rank; `window`: sliding window in tokens (None: none)."""
         assert documents.indices_C is not None
         first_BS = documents.first_visible_BS(self.size * tokens, window, device)
         return None if first_BS is None else first_BS[:, documents.indices_C]
@@ -104,7 +101,7 @@ class RingAttention(ContextParallel):
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`: the
-        attention mask that `visibility` returned."""
+        mask that `visibility` returned."""
         arguments = q_BNSD, k_BKSD, v_BKSD, visible, self.axis.key
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _compute_ring_attention(*arguments)[0]  # a custom operator's first call loads the compiler
@@ -118,19 +115,17 @@ class UlyssesAttention(ContextParallel):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the attention mask of the unsharded sequences for `attend`, in the form of
-        `model.scaled_dot_product.visibility`; None for plain causal attention. `documents`: document boundaries in
-        packed sequences; `tokens`: number of tokens of each sequence on this rank; `window`: sliding window in tokens
-        (None: none)."""
+        """Return the attention mask of the unsharded sequences, from `model.scaled_dot_product.visibility`; None for
+        plain causal attention. `documents`: boundaries in packed sequences; `tokens`: tokens of each sequence on this
+        rank; `window`: sliding window in tokens (None: none)."""
         return visibility(documents, self.size * tokens, window, device)
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. One all-to-all
-        gives each rank unsharded sequences of N / cp heads, a second one restores token slices. Where there are more
-        ranks than key-value heads, several ranks get copies of the same head. `visible`: the attention mask that
-        `visibility` returned."""
+        gives each rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than
+        key-value heads, several ranks get copies of a head. `visible`: the mask that `visibility` returned."""
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
@@ -152,10 +147,9 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 
 
 def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """List the blocks of causal attention between the queries of cp rank `rank` and the KV block of rank `source`. Each
-    rank has two chunks of the sequence; each pair of a query chunk and a key chunk is one `Span` (slice of queries,
-    slice of keys), except pairs that the causal mask hides entirely. `ranks`: size of cp; `tokens`: number of tokens of
-    a sequence on each rank."""
+    """List the blocks of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
+    `Span` (slice of queries, slice of keys) for each pair of a query chunk and a key chunk, of two each, that the
+    causal mask does not hide. `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -212,9 +206,9 @@ def _add_span_fused(
 
 
 def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into the first. `out`, `log_sum`:
-    output and log-sum-exp of the first result; `more`, `log_sum_more`: those of the second. The merged output is the
-    mean of both outputs, weighted by the exponentials of their log-sum-exps."""
+    """Merge two attention results of the same queries over different keys, in place into the first: `out`, `log_sum`
+    (output and log-sum-exp). `more`, `log_sum_more`: the second result. The merged output is the mean of both outputs,
+    weighted by the exponentials of their log-sum-exps."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -275,9 +269,9 @@ def _add_span_gradients_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) with PyTorch's flash
-    attention and add them in place to `dq_BKGCD` and `d_keys_values` [2, B, K, C, D]. Counterpart of
-    `_add_span_gradients` for plain causal attention. `saved`: this rank's queries, outputs and output gradients."""
+    """Compute the gradients of the attention of `span` with PyTorch's flash attention and add them in place to
+    `dq_BKGCD` and `d_keys_values` [2, B, K, C, D]: the counterpart of `_add_span_gradients` for plain causal attention.
+    `span`: a slice of queries over a slice of keys; `saved`: this rank's queries, outputs and output gradients."""
     q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
     log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
@@ -308,8 +302,8 @@ def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, .
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape a per-query tensor [sequences, heads, G, X] to [sequences x heads, G x X, 1], to broadcast against the
-    scores of `flatten_heads` queries. G: query heads per key-value head; X: queries."""
+    """Reshape a per-query tensor [sequences, heads, G, X] to [sequences x heads, G x X, 1], the order of
+    `flatten_heads`. G: query heads per key-value head; X: queries."""
     return flatten_heads(x[..., None])
 
 
@@ -317,9 +311,8 @@ def _to_column(x: torch.Tensor) -> torch.Tensor:
 
 
 def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Pass the cp ranks' KV blocks around the ring; yield (rank that owns the block, block [2, B, K, C, D]) for every
-    rank, this rank's own block first. The next block is received while the caller computes with the current one.
-    `site`: label of the transfers in traces."""
+    """Pass KV blocks around the ring of cp ranks; yield (owner rank, block [2, B, K, C, D]) for every rank, this rank's
+    own first. The next block is received while the caller computes with the current one. `site`: label in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -336,8 +329,8 @@ def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ring attention without autograd; return the output [B, N, C, D] and each query's log-sum-exp [B, N, C].
-    `first_BC`: index of the first key that each query attends to (None: 0); `key`: string by which `find_axis` finds
-    the mesh axis cp, as custom operators accept no Python objects."""
+    `first_BC`: index of the first key that each query attends to (None: 0); `key`: `Axis.key` of axis cp, a string by
+    which `find_axis` finds it."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -360,7 +353,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of ring attention's queries, keys and values, in their shapes, given the output gradient
     `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps; `first_BC`: index of the first key that
-    each query attends to (None: 0); `key`: string by which `find_axis` finds the mesh axis cp."""
+    each query attends to (None: 0); `key`: `Axis.key` of axis cp, for `find_axis`."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -391,16 +384,15 @@ _backward.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the inputs and outputs of ring attention for backward: the `setup_context` function of
-    torch.library.register_autograd."""
+    """Save the inputs and outputs of ring attention for backward (`setup_context` of
+    torch.library.register_autograd)."""
     q_BNCD, k_BKCD, v_BKCD, ctx.first_BC, ctx.key = inputs
     ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of ring attention's inputs, given the gradient of its output: the `backward` function of
-    torch.library.register_autograd."""
+    """Return the gradients of ring attention's inputs (`backward` of torch.library.register_autograd)."""
     operator = torch.ops.meshwright.ring_attention_backward
     return (*operator(d_out_BNCD, list(ctx.saved_tensors), ctx.first_BC, ctx.key), None, None)
 
