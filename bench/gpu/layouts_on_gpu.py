@@ -135,7 +135,7 @@ def check(model: dict[str, Any], layout_text: str, device: str, compiled: bool, 
     updates: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for piece, old in zip(pieces, before, strict=True):
         # Position of the slice in the parameter: its element indices, sharded like the parameter.
-        numbers = piece.of(torch.arange(found.task.table.entry(piece.name).numel))
+        numbers = piece.select(torch.arange(found.task.table.entry(piece.name).numel))
         updates.setdefault(piece.name, []).append((numbers, (piece.tensor - old).double().cpu()))
     found.mesh.close()
     return {

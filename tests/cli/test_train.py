@@ -239,7 +239,7 @@ def test_only_rank_0_of_externally_started_ranks_reports_stop(recipe, command_li
     def join(*_: object, **__: object) -> None:
         raise stopped
 
-    monkeypatch.setattr(worker, "join", join)
+    monkeypatch.setattr(worker, "train_as_rank", join)
     for key, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0"}.items():
         monkeypatch.setenv(key, value)
     outcome = command_line("train", recipe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.collectives.library import ALGORITHMS, generate
-from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
+from meshwright.comm.lowering import AwaitReceive, AwaitSend, LocalCopy, Message, RankProgram, Reduce, lower
 from meshwright.errors import UserError
 from meshwright.program.check_collective import CheckedCollective, check_collective
 from meshwright.program.collective import Builder
@@ -42,7 +42,7 @@ def test_both_ends_lower_to_same_messages_in_order(ranks: int, merge: bool):
         assert [part.sent for part in parts] == checked.bytes_sent(checked.program.chunks).tolist()
 
 
-def slots(message: Message | Reduce | Local) -> set[int]:
+def slots(message: Message | Reduce | LocalCopy) -> set[int]:
     return set(range(message.slot, message.slot + message.size))
 
 
@@ -72,9 +72,9 @@ def test_buffers_are_not_overwritten_before_last_read(ranks: int, merge: bool):
                 for message in group.ahead:
                     post_receive(message, reading, filling, staged)
                 for event in group.after:
-                    if isinstance(event, Arrive):
+                    if isinstance(event, AwaitReceive):
                         filling.pop(event.message.number, None)
-                    elif isinstance(event, Leave):
+                    elif isinstance(event, AwaitSend):
                         del reading[event.message.number]
                     else:
                         assert is_free(slots(event), reading, filling)

@@ -24,7 +24,7 @@ from meshwright.launcher.rank_threads import (
 from meshwright.launcher.rendezvous import Place
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.training import loop
-from meshwright.training.worker import join
+from meshwright.training.worker import train_as_rank
 from tests.training import training_cases as cases
 
 
@@ -149,7 +149,7 @@ def test_resumed_run_reports_its_threads(tmp_path, monkeypatch, capsys):
     before, said, found = torch.get_num_threads(), [], []
     try:
         for steps, chosen in ((1, {"run_threads": 2}), (2, {}), (3, {"run_threads": 1})):
-            join(cases.recipe(tmp_path, "dp1 fp32", train_steps=steps, train_warmup=0, **chosen), probe=False)
+            train_as_rank(cases.recipe(tmp_path, "dp1 fp32", train_steps=steps, train_warmup=0, **chosen), probe=False)
             said.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("threads")])
             found.append(torch.get_num_threads())
     finally:

@@ -56,11 +56,11 @@ class KeyValueCache:
             return visibility(ONE_DOCUMENT, sequence, window, device)
         if sequence == 1:
             return None
-        places_C = torch.arange(self.length + sequence, device=device)
-        now_S1 = places_C[self.length :, None]
-        mask_SC = places_C <= now_S1
+        indices_C = torch.arange(self.length + sequence, device=device)
+        now_S1 = indices_C[self.length :, None]
+        mask_SC = indices_C <= now_S1
         if window is not None:
-            mask_SC &= places_C > now_S1 - window
+            mask_SC &= indices_C > now_S1 - window
         return mask_SC[None, None]
 
 

@@ -201,7 +201,7 @@ def test_router_bias_affects_only_choice_with_excess_load_gradient():
     assert (chosen_TK == 2).any(dim=1).all() and not (chosen_TK == 4).any()
     picked_TK = scores_TE.gather(1, chosen_TK)
     torch.testing.assert_close(weights_TK, 2.5 * picked_TK / picked_TK.sum(dim=1, keepdim=True))
-    loss = router.balance(scores_TE, chosen_TK, torch.tensor([17, 0]))
+    loss = router.balance_loss(scores_TE, chosen_TK, torch.tensor([17, 0]))
     assert float(loss.detach()) == 0
     load_E = torch.bincount(chosen_TK.flatten(), minlength=5)
     assert torch.equal(torch.autograd.grad(loss, router.bias)[0], load_E - 40 * 3 / 5)

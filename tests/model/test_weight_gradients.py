@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, grouped_linear, linear, take_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients, grouped_linear, linear
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -86,7 +86,7 @@ def test_input_and_weight_gradient_passes_equal_full_backward(name: str, recompu
     for each in batches:
         model(*each).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    take_weight_gradients(model, queue)
+    defer_weight_gradients(model, queue)
     loss = model(*batches[0])
     with queue.collecting("a look"):
         loss.backward()
@@ -105,7 +105,7 @@ def test_split_bfloat16_backward_matches_autograd(name: str) -> None:
     batches = [batch(0, model.config.vocabulary)]
     model(*batches[0]).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    take_weight_gradients(model, queue)
+    defer_weight_gradients(model, queue)
     for parameter, gradient in split(model, queue, sums, batches).items():
         error = (gradient - whole[parameter]).double().norm() / whole[parameter].double().norm()
         assert error < 2**-8, parameter
@@ -116,7 +116,7 @@ def test_backward_is_unsplit_outside_of_collecting_context() -> None:
     each = batch(0, model.config.vocabulary)
     model(*each).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    take_weight_gradients(model, queue)
+    defer_weight_gradients(model, queue)
     model.zero_grad()
     model(*each).backward()
     for name, parameter in model.named_parameters():
@@ -135,7 +135,7 @@ def test_split_passes_compute_disjoint_matrix_products() -> None:
     each = batch(0, model.config.vocabulary)
     loss = model(*each)
     whole = flops(loss.backward)
-    take_weight_gradients(model, queue)
+    defer_weight_gradients(model, queue)
     loss = model(*each)
     with queue.collecting(0):
         first = flops(loss.backward)
@@ -159,7 +159,7 @@ class Operators(TorchDispatchMode):
 
 def test_expert_weight_gradients_are_deferred_too() -> None:
     model, queue = build("qwen2-moe-tiny"), WeightGradients(Grads())
-    take_weight_gradients(model, queue)
+    defer_weight_gradients(model, queue)
     loss = model(*batch(0, model.config.vocabulary))
     with queue.collecting(0), Operators() as first:
         loss.backward()
@@ -200,7 +200,7 @@ def held_bytes(queue: WeightGradients) -> int:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_memory_between_split_backwards_is_that_of_the_queue(recompute: str) -> None:
     model, queue = build("llama-tiny", recompute=recompute), WeightGradients(Grads())
-    take_weight_gradients(model, queue)
+    defer_weight_gradients(model, queue)
     each = batch(0, model.config.vocabulary)
     model.zero_grad(set_to_none=True)
     with Storages() as storages:
@@ -238,7 +238,7 @@ def test_compiled_blocks_split_their_backward(name: str, recompute: str) -> None
     batches = [batch(0, model.config.vocabulary)]
     model(*batches[0]).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    take_weight_gradients(model, queue)
+    defer_weight_gradients(model, queue)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model.compile_blocks(backend="aot_eager")

@@ -12,7 +12,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
-from meshwright.parallel.context import local_positions, shard_sequences, spans
+from meshwright.parallel.context import list_spans, local_positions, shard_sequences
 from tests.parallel import context_cases as cases
 
 # rows, tokens, query heads, key-value heads, head size; documents; window; queries of a tile
@@ -53,10 +53,10 @@ def test_ring_sharding_gives_each_rank_early_and_late_tokens():
 def test_sharded_documents_know_positions_of_local_tokens():
     documents = Documents.from_ids(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8]))
     places = torch.tensor([1, 2, 5, 6])
-    assert documents.at(places).positions_BS().tolist() == [[1, 2, 2, 3], [1, 2, 5, 6]]
-    assert Documents().at(places).positions_BS().tolist() == [[1, 2, 5, 6]]
-    moved = documents.at(places).to("meta")
-    assert moved.starts_BS.device.type == moved.places_C.device.type == "meta"
+    assert documents.select_tokens(places).positions_BS().tolist() == [[1, 2, 2, 3], [1, 2, 5, 6]]
+    assert Documents().select_tokens(places).positions_BS().tolist() == [[1, 2, 5, 6]]
+    moved = documents.select_tokens(places).to("meta")
+    assert moved.starts_BS.device.type == moved.indices_C.device.type == "meta"
 
 
 def test_single_rank_keeps_whole_sequences():
@@ -73,9 +73,9 @@ def test_ring_spans_cover_every_visible_key_once(ranks):
     seen = torch.zeros(ranks * tokens, ranks * tokens)
     for rank, source in itertools.product(range(ranks), repeat=2):
         mine, theirs = (local_positions(Layout(cp=ranks), each, ranks * tokens) for each in (rank, source))
-        for span in spans(rank, source, ranks, tokens):
+        for span in list_spans(rank, source, ranks, tokens):
             queries, keys = mine[span.queries], theirs[span.keys]
-            assert (int(queries[0]), int(keys[0])) == (span.query_place, span.key_place)
+            assert (int(queries[0]), int(keys[0])) == (span.query_start, span.key_start)
             seen[queries[:, None], keys] += 1
     assert torch.equal(seen.tril(), torch.ones_like(seen).tril())
     assert float(seen.max()) == 1
@@ -86,7 +86,7 @@ def work(rank: int, source: int, ranks: int, tokens: int, first: torch.Tensor | 
     triangle = torch.zeros(tiles.TILE_QUERIES, tiles.TILE_QUERIES)
     return sum(
         (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
-        for span in spans(rank, source, ranks, tokens)
+        for span in list_spans(rank, source, ranks, tokens)
         for tile in tiles.tiles_of(span, triangle, first)
     )
 

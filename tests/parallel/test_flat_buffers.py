@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from meshwright.parallel.flat_buffers import even_share, flat_layout, slices_of
+from meshwright.parallel.flat_buffers import cut_slices, flat_layout, split_evenly
 from meshwright.spec.parameter_entries import ALIGNMENT, padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -25,7 +25,7 @@ def test_slices_of_all_shards_cover_every_parameter_once(name, shards):
         for shard in range(shards):
             start, stop = shard * length, (shard + 1) * length
             flat = torch.arange(start, stop)
-            for piece in slices_of(unit, "master", flat, start, start, min(stop, unit.numel)):
+            for piece in cut_slices(unit, "master", flat, start, start, min(stop, unit.numel)):
                 assert piece.tensor.numel() == piece.stop - piece.start > 0
                 seen[piece.name][piece.start : piece.stop] += 1
                 offset = next(part.offset for part in unit.slices if part.entry.name == piece.name)
@@ -45,16 +45,16 @@ def test_slice_is_writable_view_for_checkpoint():
     table = parameter_table(preset("llama-tiny"))
     unit = flat_layout(table, "head")
     flat = torch.zeros(unit.padded)
-    for piece in slices_of(unit, "master", flat, 0, 0, unit.numel):
+    for piece in cut_slices(unit, "master", flat, 0, 0, unit.numel):
         piece.tensor.fill_(1.0)
     assert flat[: unit.numel].sum() == unit.numel and not flat[unit.numel :].any()
 
 
 def test_parts_of_range_are_adjacent_and_complete():
-    edges = [even_share(7, 30, index, 4) for index in range(4)]
+    edges = [split_evenly(7, 30, index, 4) for index in range(4)]
     assert edges[0][0] == 7 and edges[-1][1] == 30
     assert all(left[1] == right[0] for left, right in itertools.pairwise(edges))
-    assert even_share(5, 5, 0, 3) == (5, 5)
+    assert split_evenly(5, 5, 0, 3) == (5, 5)
 
 
 def test_padding_is_minimal():

@@ -15,7 +15,7 @@ from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.flat_buffers import flat_layout, slices_of
+from meshwright.parallel.flat_buffers import cut_slices, flat_layout
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec import chunks
@@ -56,8 +56,8 @@ def test_every_element_is_saved_once_with_holder_count(config, layout_text):
             stop = min(start + length, unit.numel)
             flat = torch.ones(length)
             for counts, position in ((written, coordinates["tp"]), (held, None)):
-                for piece in slices_of(unit, "master", flat, start, start, stop, position):
-                    place = piece.of(torch.arange(counts[piece.name].numel()))
+                for piece in cut_slices(unit, "master", flat, start, start, stop, position):
+                    place = piece.select(torch.arange(counts[piece.name].numel()))
                     assert len(place) == piece.tensor.numel() == piece.stop - piece.start > 0
                     counts[piece.name][place] += 1
     for entry in table.entries:
@@ -69,12 +69,14 @@ def test_slice_reports_its_columns_of_parameter():
     table, layout = parameter_table(LLAMA), Layout(tp=2)
     unit = flat_layout(table, "layers.0", 1, layout, {"tp": 1})
     entry = table.entry("model.layers.0.mlp.down_proj.weight")
-    (piece,) = [p for p in slices_of(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == entry.name]
+    (piece,) = [
+        p for p in cut_slices(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == entry.name
+    ]
     values = torch.arange(entry.numel)
-    assert torch.equal(piece.of(values), values.view(entry.engine_shape)[:, 20:].reshape(-1))
+    assert torch.equal(piece.select(values), values.view(entry.engine_shape)[:, 20:].reshape(-1))
     piece.tensor.fill_(7)
     written = torch.zeros(entry.numel)
-    piece.put(written)
+    piece.write_into(written)
     assert torch.equal(written.view(entry.engine_shape)[:, 20:], torch.full((24, 20), 7.0)) and written.sum() == 7 * 480
 
 
@@ -89,7 +91,7 @@ def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bo
         entry = table.entry(piece.name)
         value = initial_value(entry, 3).double()
         right.append(
-            (piece.name, torch.equal(piece.tensor, piece.of((value.T if entry.transposed else value).reshape(-1))))
+            (piece.name, torch.equal(piece.tensor, piece.select((value.T if entry.transposed else value).reshape(-1))))
         )
     one_step(parallel, model, mesh, config)
     for shard in parallel.shards:

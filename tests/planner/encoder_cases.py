@@ -15,7 +15,7 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
-from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.ledger import ledger
@@ -157,7 +157,7 @@ def measure(step: EncoderStep) -> Measured:
         torch._dynamo.reset()
         model.compile_blocks()
     else:
-        take_weight_gradients(model, WeightGradients(parallel.gradients))
+        defer_weight_gradients(model, WeightGradients(parallel.gradients))
 
     def once() -> None:
         parallel.begin_step(layout.micro_batches)

@@ -19,7 +19,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.axes import axis_operations
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
@@ -110,7 +110,7 @@ def watch(case: Case) -> Watched:
     parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=dtype, master_dtype=master, partition=partition)
     queue = WeightGradients(parallel.gradients)
     if case.backend is None or case.queued:
-        take_weight_gradients(model, queue)
+        defer_weight_gradients(model, queue)
     if case.backend is not None:
         torch._dynamo.reset()
         model.compile_blocks(backend=case.backend)
@@ -124,7 +124,7 @@ def watch(case: Case) -> Watched:
         documents = dataclasses.replace(documents, pairs=Pairs.from_ids(ids.cumsum(dim=1)))
     numbers, documents = numbers.to(device), documents.to(device)
     batch = shard_sequences(numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous(), documents, mesh)
-    of_batch = (*batch[:2], batch[2].starts_BS, batch[2].places_C)
+    of_batch = (*batch[:2], batch[2].starts_BS, batch[2].indices_C)
     if (pairs := batch[2].pairs) is not None:
         of_batch = (*of_batch, pairs.response_BC, pairs.counted_BP, pairs.reference_BD)
     given = {each.untyped_storage()._cdata for each in of_batch if each is not None}

@@ -13,7 +13,7 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.compiled_split import queued_bytes
 from meshwright.planner.estimate import evaluate
@@ -77,7 +77,7 @@ def test_saved_and_queued_tensors_of_split_backward_match_prediction(recompute: 
     layout, queue = Layout.parse(case.layout), WeightGradients(Sums())
     parts = Transformer(config, dtype=dtype, axes=AxisOperations(recompute=ActivationCheckpointing(layout.recompute)))
     initialise(parts, parameter_table(config), seed=1)
-    take_weight_gradients(parts, queue)
+    defer_weight_gradients(parts, queue)
     parts.compile_blocks(backend=PARTITIONED)
     tokens = torch.randint(0, config.vocabulary, (rows, sequence + 1))
     loss = parts(tokens[:, :-1], tokens[:, 1:])

@@ -14,8 +14,8 @@ def test_neither_generation_nor_training_loads_the_compiler(tiny_recipe: Path):
         "import sys, torch, meshwright.serving.offline, meshwright.evaluation.evaluation\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "from meshwright.recipe import load_recipe\n"
-        "from meshwright.training.worker import join\n"
-        "result = join(load_recipe(sys.argv[1], sys.argv[2:]), show_progress=False)\n"
+        "from meshwright.training.worker import train_as_rank\n"
+        "result = train_as_rank(load_recipe(sys.argv[1], sys.argv[2:]), show_progress=False)\n"
         "assert result['step'] == 4\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )

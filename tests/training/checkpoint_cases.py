@@ -19,7 +19,7 @@ from meshwright.checkpoint.directory_lock import LOCK
 from meshwright.checkpoint.files import write_at
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.parallel.flat_buffers import TensorSlice, even_share, flat_layout, slices_of
+from meshwright.parallel.flat_buffers import TensorSlice, cut_slices, flat_layout, split_evenly
 from meshwright.recipe import ModelRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -54,10 +54,10 @@ def state_pieces(
             unit = flat_layout(table, name)
             whole = torch.zeros(unit.padded)
             for part in unit.slices:
-                whole[part.offset : part.offset + part.numel] = part.of(entry_values(kind, part.entry, salt))
-            low, high = even_share(0, unit.numel, rank, ranks)
+                whole[part.offset : part.offset + part.numel] = part.select(entry_values(kind, part.entry, salt))
+            low, high = split_evenly(0, unit.numel, rank, ranks)
             shard = whole[low:high].clone()
-            pieces += slices_of(unit, kind, shard, low, low, high)
+            pieces += cut_slices(unit, kind, shard, low, low, high)
     return pieces
 
 

@@ -52,7 +52,7 @@ def join() -> None:
     recipe, fault, marker = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     plant(fault, int(os.environ["RANK"]), marker)
     try:
-        worker.join(load_recipe_text(recipe, "recipe"))
+        worker.train_as_rank(load_recipe_text(recipe, "recipe"))
     except RankLost as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)

@@ -32,7 +32,7 @@ from meshwright.training.automatic import search_fastest_layout
 from meshwright.training.first_start import find_hardware_profile, measure_first_start
 from meshwright.training.prediction import find_training_cluster
 from meshwright.training.start import launch_recipe
-from meshwright.training.worker import join
+from meshwright.training.worker import train_as_rank
 from tests.planner.calibration_cases import cluster_file
 from tests.training import training_cases as cases
 from tests.training.test_process_memory import CONSTANTS
@@ -46,7 +46,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv(PROBE_VARIABLE)
-    monkeypatch.setattr(first_start, "on_processors", lambda device: device != "cuda")
+    monkeypatch.setattr(first_start, "runs_on_cpu", lambda device: device != "cuda")
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_external_ranks_measure_if_all_are_on_one_host(
     monkeypatch.setattr("meshwright.launcher.rendezvous.read_place", lambda method: place)
     monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
     recipe = cases.recipe(tmp_path, "dp2 fp32", run_threads=3)
-    assert join(recipe, probe=probe) == {"done": True}
+    assert train_as_rank(recipe, probe=probe) == {"done": True}
     assert [(each["ranks"], each["threads"]) for each in asked] == [(2, 3)] * measures
 
 
@@ -338,15 +338,15 @@ def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_pa
     )
     monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
-    assert join(cases.recipe(tmp_path, "dp2 fp32")) == {"done": True} and asked == measured_memory == []
+    assert train_as_rank(cases.recipe(tmp_path, "dp2 fp32")) == {"done": True} and asked == measured_memory == []
     monkeypatch.delenv("SLURM_CPUS_PER_TASK")
-    join(cases.recipe(tmp_path, "dp2 fp32"))
+    train_as_rank(cases.recipe(tmp_path, "dp2 fp32"))
     assert len(asked) == len(measured_memory) == 1
 
 
 def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
     assert first_start.measurement_advice("auto") == "start once without --no-probe"
-    monkeypatch.setattr(first_start, "on_processors", lambda device: device == "cpu")  # as with a GPU
+    monkeypatch.setattr(first_start, "runs_on_cpu", lambda device: device == "cpu")  # as with a GPU
     assert first_start.measurement_advice("auto") == "start once with run.device=cpu"
     monkeypatch.setenv(PROBE_VARIABLE, "0")
     assert first_start.measurement_advice("cpu") == "start once without MESHWRIGHT_PROBE=0"

@@ -43,7 +43,7 @@ def test_memory_is_checked_when_external_launcher_fills_one_host(
     monkeypatch.setattr(worker, "machine_memory", lambda: 1)
     monkeypatch.setattr(worker, "_run_as_rank", train)
     with pytest.raises(UserError if refused else Passed, match="take at least" if refused else None):
-        worker.join(load_recipe(tiny_recipe, ["run.device=cpu"]), probe=False)
+        worker.train_as_rank(load_recipe(tiny_recipe, ["run.device=cpu"]), probe=False)
 
 
 def test_verified_ranks_compile_into_separate_caches_unless_named(monkeypatch: pytest.MonkeyPatch):

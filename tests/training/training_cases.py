@@ -162,7 +162,7 @@ def whole_state(outcomes: list[dict[str, Any]]) -> Values:
         size = sum(piece.stop - piece.start for piece in found)
         whole[key] = torch.full((size,), torch.nan, dtype=found[0].tensor.dtype)
         for piece in found:
-            piece.put(whole[key])
+            piece.write_into(whole[key])
         assert bool(whole[key].isfinite().all()), key  # no element is missing
     return whole
 

@@ -3,6 +3,7 @@ computes."""
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import torch
@@ -10,24 +11,29 @@ import torch.distributed as dist
 
 
 def group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return {device type: name of the torch.distributed backend}, such as {"cpu": "gloo", "cuda": "nccl"}.
+    """Return the torch.distributed backend of each device type in a process group: {device type: backend name}, such as
+    {"cpu": "gloo", "cuda": "nccl"}.
 
     group: process group; None for the world. (`torch.distributed.get_backend` returns one combined text for several
-    backends.)
-    """
+    backends.)"""
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream on which this rank computes, None on a device without streams. The simulator of streams
+    """Return the current CUDA stream of `device`; None on a device without streams. The simulator of streams
     (tests/emulation/streams.py) replaces this function."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
-    """Return the time limit to give to torch.distributed for calls on tensors of `device` that may take `seconds`.
+    """Return the time limit to pass to torch.distributed for calls on tensors of `device` that may take `seconds`.
 
     On CUDA it is twice `seconds`: NCCL's watchdog counts from the time at which a call was queued, and aborts the
-    process. This project's own watch (`flight_recorder.device_calls`) then acts first and reports the hang.
-    """
+    process. The project's own watchdog (`flight_recorder.device_calls`) thus acts first and reports the hang."""
     return timedelta(seconds=2 * seconds if torch.device(device).type == "cuda" else seconds)
+
+
+def backend_reason(error: Exception) -> str:
+    """Return the text of an error of the torch.distributed backend as one line, without the location in the backend's
+    source with which gloo's texts begin."""
+    return re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))

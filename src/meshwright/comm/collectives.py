@@ -23,11 +23,10 @@ from meshwright.errors import RankLost
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
-    """Replace `tensor` on every rank by its elementwise sum (op="max": its maximum) over the ranks of `axis`.
+    """Replace `tensor` on every rank by its elementwise sum (op="max": its maximum) over the ranks of `axis`. Return a
+    handle to wait on (already complete, unless `async_op`).
 
-    site: label of the call in records, such as "data.gradients". async_op: return before completion. Returns a handle
-        to wait on (already complete, unless `async_op`).
-    """
+    site: label of the call in records, such as "data.gradients". async_op: return before completion."""
     sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
     call = _record_call("all_reduce", axis, site, tensor.nbytes, sent, tensor if op == "sum" else None)
     if call is None:
@@ -44,9 +43,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
     """Write to `output` this rank's slice of the sum of `source` over the ranks of `axis`; return a handle to wait on.
 
     The slice of rank r is source[r * n : (r + 1) * n], n = output.numel(). `source` must not change before the handle
-    is waited for, and may be overwritten except for this rank's slice. On an axis of size 1 `output` is a copy of
-    `source`. site: label of the call in records. async_op: return before completion.
-    """
+    is waited for; the call may overwrite it except for this rank's slice. On an axis of size 1 `output` is a copy of
+    `source`. site: label of the call in records. async_op: return before completion."""
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     sent = source.nbytes * (axis.size - 1) // axis.size
@@ -108,9 +106,8 @@ def all_to_all(
     """Send part i of `source` to rank i of the axis, and receive the part from rank i as part i of `output`; parts are
     consecutive rows (dim 0). Return a handle to wait on.
 
-    source_sizes, output_sizes: number of rows of each part; None: equal parts. site: label of the call in records.
-    async_op: return before completion.
-    """
+    source_sizes, output_sizes: number of rows of each part (None: equal parts). site: label of the call in records.
+    async_op: return before completion."""
     if axis.trivial:
         _copy_unless_shared(output, source)
         return DONE
@@ -135,15 +132,14 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     """Post point-to-point messages (sends and receives) together; return one handle for each, in order.
 
     Messages from one rank to another arrive in posting order. A sent tensor must not change before its handle is waited
-    for. A fault injected for tests changes what the receiver gets: zeros (kinds "skip" and "drop"), doubled values
-    ("double"), or the previous message of the same size ("stale").
-    """
+    for. An injected fault (for tests) changes what the receiver gets: zeros (kinds "skip" and "drop"), doubled values
+    ("double"), or the previous message of the same size ("stale")."""
     communicator = axis.communicator
     calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
     with communicator.calls.together():
         for m in messages:
             size, here, there = m.tensor.nbytes, axis.ranks[axis.rank], axis.ranks[m.peer]
-            communicator.record.note(m.site, "transfer", axis.name, size, 0 if m.arrives else size)
+            communicator.record.count_call(m.site, "transfer", axis.name, size, 0 if m.arrives else size)
             pair = communicator.calls.group(axis.ranks, (there, here) if m.arrives else (here, there))
             dtype, shape = m.tensor.dtype, m.tensor.shape
             calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
@@ -161,7 +157,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
         if fault is not None and fault.kind in ("skip", "drop"):
             handle.then(m.tensor.zero_)
         elif fault is not None:
-            handle.then(partial(communicator.faults.spoil_result, fault, m.tensor))
+            handle.then(partial(communicator.faults.corrupt_result, fault, m.tensor))
         calls_in_flight[handle] = communicator
         handles.append(handle)
     return handles
@@ -220,7 +216,7 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def barrier(axis: Axis, site: str) -> None:
-    """Block until every rank of the axis has called this; on CUDA the host also waits for its current stream. site:
+    """Block until every rank of the axis has made this call; on CUDA the host also waits for its current stream. site:
     label of the call in records."""
     call = _record_call("barrier", axis, site, 0, 0)
     if call is None:
@@ -238,20 +234,21 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, which has one equal slice for each rank, with the slices shifted cyclically by one
-    rank. Used to inject the fault "wrong group" (data of other ranks)."""
+    """Return a copy of `parts`, which has one slice of equal size for each rank, with the slices shifted cyclically by
+    one rank. Used to inject the fault "wrong group" (data of other ranks)."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time for which the host may wait for a call on `tensor` to complete. None (no limit) for a CUDA
-    tensor, because `launcher.device_watch` ends calls that hang on the device."""
+    """Return the time for which the host may wait for a call on `tensor` to complete; None (no limit) for a CUDA
+    tensor, because `launcher.device_watch` detects calls that hang on the device."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
-    """Return two texts for the error of a message that was not delivered: which rank waits for which, and the site,
-    name and axis of the message. index: number of the message between these two ranks."""
+    """Return two texts for the error message about a point-to-point message that was not delivered: which rank waits
+    for which, and the message's site, name and axis. index: number of the message among those between these two
+    ranks."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.arrives else f"had no reader for what it sends to rank {peer}"
     return (
@@ -262,12 +259,11 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """Collective call that is counted in the call records. The object itself can be called; it then returns two texts
-    for an error message: which rank waits for which others, and in which call.
+    """Collective call that is counted in the call records. Calling this object returns two texts for an error message:
+    which rank waits for which others, and in which call.
 
-    payload: bytes of the whole vector. fault: fault to inject at this call; None: none. index: number of this call
-    among the calls of its process group, known once it is posted.
-    """
+    payload: bytes of the whole vector. fault: fault to inject at this call (None: none). index: number of this call
+    among those of its process group, set when it is posted."""
 
     operation: str
     axis: Axis
@@ -278,8 +274,8 @@ class _RecordedCall:
 
     @property
     def dropped_rank(self) -> int | None:
-        """Index in the axis of the rank whose contribution is left out by the injected fault "drop"; None without such
-        a fault."""
+        """Index in the axis of the rank whose contribution the injected fault "drop" leaves out; None without such a
+        fault."""
         fault = self.fault
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
@@ -294,20 +290,19 @@ class _RecordedCall:
 def _record_call(
     operation: str, axis: Axis, site: str, payload: int, sent: int, vector: torch.Tensor | None = None
 ) -> _RecordedCall | None:
-    """Count a collective call in the records; return it with the fault to inject at it, if any. Return None if the
-    caller must not communicate: on an axis of one rank (such calls are not counted), and if the injected fault is
-    "skip".
+    """Count a collective call in the records and look up the fault to inject at it. Return the recorded call; None if
+    the caller must not communicate: on an axis of one rank (not counted), or if the injected fault is "skip".
 
-    site: label of the call. payload: bytes of the whole vector. sent: bytes that this rank sends by the backend's own
-    algorithm. vector: the whole vector, if a collective program may replace the backend's call on this axis; else None.
-    """
+    site: label of the call. payload: bytes of the whole vector. sent: bytes that this rank sends in the backend's
+    algorithm. vector: the whole vector, if a collective program may replace the backend's call on this axis; else
+    None."""
     if axis.trivial:
         return None
     program = None if vector is None else axis.program(operation, vector.nbytes)
     if vector is not None and program is not None:
         sent = program.sent_bytes(vector.numel(), vector.element_size())
     communicator = axis.communicator
-    communicator.record.note(site, operation, axis.name, payload, sent)
+    communicator.record.count_call(site, operation, axis.name, payload, sent)
     faults = communicator.faults
     fault = faults.match_call(site, operation) if faults.active is not None else None
     skipped = fault is not None and fault.kind == "skip"
@@ -320,9 +315,9 @@ def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:
 
 
 def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, torch.Tensor]:
-    """Return (axis over which to make the call, tensor that this rank contributes): the call's own axis and `source`,
-    except under the injected fault "wrong group". Then the axis is another one, or `source` has its slices shifted by
-    one rank."""
+    """Apply the injected fault "wrong group" to a call. Return (axis over which to make the call, tensor that this rank
+    contributes): under the fault another axis, or `source` with its slices shifted by one rank; otherwise the call's
+    own axis and `source`."""
     over, turned = call.axis.communicator.faults.redirect(call.fault, call.axis)
     return over, _shift_by_one_rank(source, call.axis) if turned else source
 
@@ -338,9 +333,8 @@ def _post_call(
     """Post a collective call and record it in the flight recorder; return the handle to wait on.
 
     post: function that posts the transfers. call: the call's record. output: the result tensor, which an injected fault
-    corrupts at completion. then: function called at completion, before the fault corrupts the result; None: none.
-    async_op: return before completion. uneven: True if dim 0 of `output` differs between ranks.
-    """
+    corrupts at completion. then: callback at completion, before that corruption (None: none). async_op: return before
+    completion. uneven: True if dim 0 of `output` differs between ranks."""
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks
     number = calls.post(axis.calls_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
@@ -352,7 +346,7 @@ def _post_call(
         raise make_rank_lost_error(call, error) from error
     handle = Handle(works, call, _host_timeout(axis, output), axis.communicator, number).then(finish).then(then)
     if fault is not None:
-        handle.then(lambda: axis.communicator.faults.spoil_result(fault, output))
+        handle.then(lambda: axis.communicator.faults.corrupt_result(fault, output))
     if async_op:
         calls_in_flight[handle] = axis.communicator
     else:

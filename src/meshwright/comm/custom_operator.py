@@ -13,9 +13,9 @@ COMPILER = "torch._dynamo"
 
 
 def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that registers a function as the torch custom operator `name`, as
-    `torch.library.custom_op(name, mutates_args=(), schema=schema)` does. The function must not mutate its arguments.
-    schema: operator schema; None: inferred from the function's annotations."""
+    """Return a decorator that registers a function as the torch custom operator `name`, like
+    `torch.library.custom_op(name, mutates_args=(), schema=schema)`. The function must not mutate its arguments. schema:
+    operator schema; None: inferred from the function's annotations."""
 
     def define(function: Callable[..., Any]) -> Any:
         """Register `function` as a custom operator."""
@@ -30,8 +30,8 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
 
 
 def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `kernel`, a function that torch.library.custom_op has decorated. The decorated function loads torch's
-    compiler, so the wrapper calls the undecorated one until the compiler is loaded anyway."""
+    """Wrap the function `kernel` of a custom operator to skip torch.library's decorator, whose first call loads torch's
+    compiler. Once the compiler is loaded, the decorated function is called."""
     plain = getattr(kernel, "__wrapped__", kernel)
 
     @functools.wraps(kernel)

@@ -9,8 +9,8 @@ import torch
 
 
 def start_thread(run: Callable[[], object], name: str, cuda: bool) -> threading.Thread:
-    """Start a daemon thread called `name` that calls `run`; return the thread. cuda: True: the thread uses the caller's
-    current CUDA device. (A new thread's current device is the first GPU, on which its first CUDA call would open a
+    """Start a daemon thread named `name` that calls `run`; return the thread. cuda: True: the thread uses the caller's
+    current CUDA device. (The default in a new thread is the first GPU, on which its first CUDA call would open a
     context.)"""
     device = torch.cuda.current_device() if cuda else None
 

@@ -18,15 +18,14 @@ _REMEMBER = "remember"  # not a fault: stores the result for the next stale call
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault to inject at collective calls, to test that errors are detected.
+    """Deliberate error in collective calls, injected to test that it is detected.
 
     site: label of the calls. operation: such as "all_reduce". kind: "skip" (the call is not made), "drop" (one rank's
     contribution is missing), "double" (the result is multiplied by 2), "stale" (the result is that of the previous
     call) or "wrong group" (the call is made over other ranks). position: index in the group of the rank that "drop"
     leaves out. call: number of the only call to corrupt, counted from 1 since injection; None: every call. axis: name
     of the mesh axis of the calls. groups: rank groups for "wrong group"; empty: the right ranks, shifted cyclically by
-    one.
-    """
+    one."""
 
     site: str
     operation: str
@@ -42,7 +41,7 @@ class Fault:
 
 
 class NamedAxis(Protocol):
-    """Part of a mesh axis that fault injection reads: the name of the axis."""
+    """Interface of a mesh axis for fault injection, which reads only the axis's name."""
 
     @property
     def name(self) -> str:
@@ -53,11 +52,10 @@ AxisType = TypeVar("AxisType", bound=NamedAxis)
 
 
 class Faults(Generic[AxisType]):
-    """Holder of the fault, if any, that is injected into this process's collective calls. All ranks of a group inject
-    the same fault, so that no call hangs.
+    """Fault injection of one process: holds the active fault, if any, and applies it to collective calls. All ranks of
+    a group inject the same fault, so that no call hangs.
 
-    struck: number of calls whose result was corrupted.
-    """
+    struck: number of calls that the fault has affected so far."""
 
     def __init__(self) -> None:
         self.active: Fault | None = None
@@ -67,10 +65,9 @@ class Faults(Generic[AxisType]):
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def inject(self, fault: Fault | None, other: AxisType | None = None) -> None:
-        """Inject a fault in this process and replace the one injected before; None: remove it.
+        """Activate a fault in this process in place of the previous one; None: deactivate it.
 
-        other: this rank's axis over the wrong ranks, for the kind "wrong group" (made by `Mesh.inject`).
-        """
+        other: for the kind "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`)."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active, self.other = fault, other
@@ -78,8 +75,9 @@ class Faults(Generic[AxisType]):
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
-        """Return the fault to apply to the call that is being made, or None. site: label of the call. A call with the
-        site and operation of the injected fault is counted, because a fault may apply to its n-th call alone."""
+        """Return the fault to apply to the collective call that is about to be made; None: none. site: label of the
+        call. Calls with the site and operation of the active fault are counted, because a fault may apply only to the
+        n-th call."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -90,12 +88,11 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis over which to make a call, shift). shift: True if the ranks' data must be shifted cyclically by
-        one rank instead of using another axis.
+        """Apply the fault "wrong group" to a call. Return (axis over which to make the call, shift). shift: True if the
+        ranks' data must be shifted cyclically by one rank, in place of using another axis.
 
         The result is (`axis`, False) unless `fault` is a "wrong group" (call over other ranks) for this axis. ordered:
-        True if the call's result depends on the order of ranks.
-        """
+        True if the call's result depends on the order of ranks."""
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:
@@ -103,10 +100,9 @@ class Faults(Generic[AxisType]):
         self.struck += 1
         return (axis, True) if self.other is None else (self.other, False)
 
-    def spoil_result(self, fault: Fault, output: torch.Tensor) -> None:
-        """Corrupt the finished result `output` in place according to the kind of `fault`: "double" multiplies it by 2;
-        "stale" replaces it by the result of the previous matching call with the same shape and dtype. Other kinds
-        change nothing here."""
+    def corrupt_result(self, fault: Fault, output: torch.Tensor) -> None:
+        """Corrupt the finished result `output` of a call in place, for two kinds of `fault`: "double" multiplies it by
+        2; "stale" replaces it by the result of the previous matching call with the same shape and dtype."""
         if fault.kind == "double":
             output.mul_(2)
         elif fault.kind in ("stale", _REMEMBER):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from meshwright.comm.backend import backend_reason
 from meshwright.comm.mesh import Communicator, calls_in_flight
 from meshwright.errors import RankLost
 from meshwright.flight_recorder.call_ring import get_process_writer
@@ -18,18 +18,17 @@ class Handle:
     """Handle of a collective call in flight, like torch.distributed's Work. `wait` returns when the result is valid; it
     may be called again, and raises the same error again if the call has failed.
 
-    works: torch.distributed work handles of the call's transfers. what: function that returns two texts for an error
-    message: which rank waits for which, and in which call. timeout: limit of one wait (None: the backend's).
+    works: torch.distributed work handles of the call's transfers. describe: function that returns two texts for an
+    error message: which rank waits for which, and in which call. timeout: limit of one wait (None: the backend's).
     communicator: owner of the flight recorder that has recorded the call under the number `call`; None: the call is not
-    recorded.
-    """
+    recorded."""
 
-    __slots__ = ("_call", "_communicator", "_error", "_finishers", "_timeout", "_what", "_works")
+    __slots__ = ("_call", "_communicator", "_describe", "_error", "_finishers", "_timeout", "_works")
 
     def __init__(
         self,
         works: Sequence[Any] = (),
-        what: Callable[[], tuple[str, str]] | None = None,
+        describe: Callable[[], tuple[str, str]] | None = None,
         timeout: timedelta | None = None,
         communicator: Communicator | None = None,
         call: int = 0,
@@ -39,19 +38,20 @@ class Handle:
         self._error: RankLost | None = None
         self._works = works
         self._finishers: list[Callable[[], Any]] = []
-        self._what = what
+        self._describe = describe
         self._timeout = timeout
 
     def then(self, finish: Callable[[], Any] | None) -> Handle:
-        """Add the callback `finish`, which `wait` runs once after the transfers are complete; None: add nothing. Return
-        this handle."""
+        """Add the callback `finish`, which `wait` calls once when the transfers are complete (None: add nothing).
+        Return this handle."""
         if finish is not None:
             self._finishers.append(finish)
         return self
 
     def wait(self) -> None:
-        """Wait until the call's result may be used. For a CUDA tensor that means: used by later work on the current
-        stream, while the host does not wait. Raises RankLost on an error or timeout."""
+        """Wait until the call's result may be used, then run the callbacks. The result of a CUDA tensor may then be
+        used by later work on the current stream; the host does not wait for it. Raises RankLost on an error or
+        timeout."""
         if self._error is not None:
             raise self._error
         works, finishers = self._works, self._finishers
@@ -67,7 +67,7 @@ class Handle:
                 else:
                     work.wait(self._timeout)
         except (RuntimeError, RankLost) as error:
-            self._error = make_rank_lost_error(self._what, error)
+            self._error = make_rank_lost_error(self._describe, error)
             raise self._error from error
         if works and self._communicator is not None:
             self._communicator.calls.done(self._call)
@@ -76,8 +76,8 @@ class Handle:
             finish()
 
     def settle(self, seconds: float) -> None:
-        """Wait for the transfers of a call whose result is no longer needed, ignore errors, and run no callbacks.
-        seconds: limit of each wait, for a handle that has a timeout."""
+        """Wait for the transfers of a call whose result is no longer needed; ignore errors and run no callbacks.
+        seconds: limit of the wait for each transfer, if the handle has a timeout."""
         works, self._works, self._finishers = self._works, (), []
         calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):
@@ -91,15 +91,13 @@ DONE = Handle()
 """Handle of a call without communication: complete."""
 
 
-def make_rank_lost_error(what: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
-    """Return the RankLost error for a call that got no answer.
+def make_rank_lost_error(describe: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
+    """Build the RankLost error for a collective call that failed.
 
-    what: function that returns two texts for the message: which rank waits for which, and in which call. error: the
-        backend's error.
-    """
+    describe: function that returns two texts for the message: which rank waits for which, and in which call. error: the
+    backend's error."""
     get_process_writer().give_up()
-    who, where = what() if what else ("a collective call had no answer", "its site")
+    who, where = describe() if describe else ("a collective call had no answer", "its site")
     if isinstance(error, RankLost):  # from a collective program, which names the waiting ranks
         return RankLost(f"{error}, in {where}")
-    reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo's texts begin with a source location
-    return RankLost(f"{who} in {where}: {reason[:300]}")
+    return RankLost(f"{who} in {where}: {backend_reason(error)[:300]}")

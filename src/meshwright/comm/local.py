@@ -55,13 +55,14 @@ PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
 
 def find_socket_parent() -> str:
     """Return the directory in which to create private directories for Unix sockets: the temporary directory, or /tmp if
-    its path is so long that socket paths would exceed the limit of 108 bytes (unix(7))."""
+    the temporary directory's path would make socket paths exceed the limit of 108 bytes (unix(7))."""
     parent = tempfile.gettempdir()
     return parent if len(os.fsencode(parent)) <= 48 else "/tmp"
 
 
 class RemoteTraceback(Exception):
-    """Traceback text of an exception on a local rank, set as `__cause__` of the exception raised here."""
+    """Carrier of a local rank's traceback text: the `__cause__` of the exception that is raised in this process for
+    that rank's exception."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")
@@ -70,9 +71,8 @@ class RemoteTraceback(Exception):
 class LocalRanks:
     """Pool of processes on this machine, with torch.distributed initialised, that runs functions on all ranks.
 
-    world_size: number of processes. threads: number of torch threads of each process. timeout: default time limit of
-    `run` in seconds. backend: backend of torch.distributed.
-    """
+    world_size: number of processes (ranks). threads: number of torch threads of each process. timeout: default time
+    limit of `run` in seconds. backend: backend of torch.distributed."""
 
     def __init__(self, world_size: int, threads: int = 1, timeout: float = 120.0, backend: str = "gloo") -> None:
         self.world_size = world_size
@@ -99,11 +99,10 @@ class LocalRanks:
     def run(self, function: str | Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Call `function(*args)` on every rank and return the list of results, by rank.
 
-        function: "package.module:function", or a function of an importable module. timeout: limit in seconds; None:
-        that of the pool. An exception on a rank is raised here, with the rank's traceback as its cause. RankLost is
+        function: "package.module:function", or a function of an importable module. timeout: limit in seconds (None:
+        that of the pool). An exception on a rank is raised here, with the rank's traceback as its cause. RankLost is
         raised if a rank ends or does not answer in time; its message names the rank and the collective call at which
-        ranks diverged. After either error the rank processes are ended, and the next `run` starts new ones.
-        """
+        ranks diverged. After either error the rank processes are ended, and the next `run` starts new ones."""
         if not self._connections:
             self._start_ranks()
         if not isinstance(function, str):
@@ -117,7 +116,8 @@ class LocalRanks:
         return self._collect_results(function, self.timeout if timeout is None else timeout)
 
     def calls(self) -> Snapshot:
-        """Return a snapshot of the collective calls that the flight recorder has stored for each rank of the pool."""
+        """Return a snapshot of the flight recorder of every rank of the pool: the last collective calls that each has
+        made."""
         return Snapshot.take(self._rings)
 
     def _collect_results(self, function: str, timeout: float) -> list[Any]:
@@ -237,17 +237,16 @@ def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
 
 
 class _Server:
-    """Server process that has loaded torch and forks rank processes on request. This process has at most one server,
-    started when it is first needed."""
+    """Server process that has loaded torch and forks rank processes on request, so that they start fast. Each process
+    has at most one server, started on first use. preloaded: names of modules that the server imports."""
 
     _instance: _Server | None = None
 
     @classmethod
     def running(cls, preloaded: Sequence[str] | None = None) -> _Server:
-        """Return this process's server of local ranks, started now if it does not run.
+        """Return this process's server of local ranks; start it if it does not run.
 
-        preloaded: names of modules that a new server imports (None: those of the last server, or the default).
-        """
+        preloaded: names of modules that a new server imports (None: those of the last server, or the default)."""
         last = cls._instance
         if last is None or last.process.poll() is not None or last.owner != os.getpid():
             cls._instance = last = cls(preloaded or (PRELOADED if last is None else last.preloaded))
@@ -278,7 +277,7 @@ class _Server:
             raise RankLost(f"the server of local ranks has exited: {error}") from error
 
     def stop(self) -> None:
-        """Close the connection to the server process, which makes the server end, and wait for its end."""
+        """Close the connection to the server process, at which the server ends, and wait for its end."""
         if self.owner == os.getpid():
             self.connection.close()
             self.process.wait()
@@ -353,8 +352,8 @@ def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
 
 
 def _serve_calls(connection: Connection) -> None:
-    """Run the functions requested on `connection`, until it is closed. A request is ("package.module:function",
-    arguments); the answer ("ok", result, "") or ("error", exception, traceback text)."""
+    """Answer the function calls requested on `connection`, until it is closed. A request is ("package.module:function",
+    arguments); its answer is ("ok", result, "") or ("error", exception, traceback text)."""
     while True:
         try:
             name, args = connection.recv()

@@ -19,14 +19,13 @@ from meshwright.program.order import Integers
 
 
 class Message(NamedTuple):
-    """Point-to-point message between this rank and another. It carries adjacent slots: a slot is the buffer of one
-    chunk of the vector.
+    """Point-to-point message between this rank and another, which carries adjacent slots (a slot is the buffer of one
+    chunk of the vector).
 
     number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: number of
-    slots, 0 for a signal without data. staging: for a received message that is reduced into its slots: first slot of
-    the staging buffer into which it is received; otherwise -1. step: index of the first program step that it carries
-    out.
-    """
+    slots, 0 for a signal without data. staging: first slot of the staging buffer into which a message is received that
+    is then reduced into its slots; -1 for all other messages. step: index of the first program step that the message
+    carries out."""
 
     number: int
     peer: int
@@ -36,31 +35,31 @@ class Message(NamedTuple):
     step: int
 
 
-class Arrive(NamedTuple):
-    """Entry of a rank's schedule: wait until the message `message` has been received."""
+class AwaitReceive(NamedTuple):
+    """Entry of a rank's schedule: wait until `message` has been received."""
 
     message: Message
 
 
-class Leave(NamedTuple):
-    """Entry of a rank's schedule: wait until the send of `message` is complete, after which its slots may be
+class AwaitSend(NamedTuple):
+    """Entry of a rank's schedule: wait until the send of `message` is complete, so that its slots may be
     overwritten."""
 
     message: Message
 
 
 class Reduce(NamedTuple):
-    """Entry of a rank's schedule: reduce `size` slots of the staging buffer, starting at its slot `staging`, into the
-    slots starting at `slot` (with the program's reduction: sum, minimum or maximum)."""
+    """Entry of a rank's schedule: reduce `size` slots of the staging buffer, from its slot `staging` on, into the slots
+    from `slot` on (by the program's reduction: sum, minimum or maximum)."""
 
     slot: int
     size: int
     staging: int
 
 
-class Local(NamedTuple):
-    """Entry of a rank's schedule: copy `size` slots, starting at slot `source`, to the slots starting at `slot`.
-    combine: True: reduce them into those slots instead (with the program's reduction: sum, minimum or maximum)."""
+class LocalCopy(NamedTuple):
+    """Entry of a rank's schedule: copy `size` slots, from slot `source` on, to the slots from `slot` on. combine: True
+    to reduce them into those slots instead (by the program's reduction: sum, minimum or maximum)."""
 
     slot: int
     size: int
@@ -70,28 +69,27 @@ class Local(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """One group of a rank's schedule: messages that are posted together, then waits and local work. Its fields are
-    executed in their order.
+    """One group of a rank's schedule: messages that are posted together, then waits and local work. The fields are
+    executed in this order.
 
     before: waits for earlier sends whose slots this group receives into. receives, sends: messages to post. ahead:
     receives of the next group that can be posted already. after: waits for received messages and earlier sends, local
-    copies and reductions.
-    """
+    copies and reductions."""
 
-    before: list[Leave] = field(default_factory=list)
+    before: list[AwaitSend] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
     ahead: list[Message] = field(default_factory=list)
-    after: list[Arrive | Leave | Reduce | Local] = field(default_factory=list)
+    after: list[AwaitReceive | AwaitSend | Reduce | LocalCopy] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """Schedule of one rank for a collective program, as `comm.programs.Executable` runs it.
+    """Schedule of one rank for a collective program, which `comm.programs.Executable` runs. Sizes are in slots (a slot
+    is the buffer of one chunk of the vector).
 
     groups: groups of messages and local work, in execution order. messages: number of messages sent and received.
-    staging: number of slots of the staging buffer. sent: number of slots that the rank sends.
-    """
+    staging: number of slots of the staging buffer. sent: number of slots that the rank sends."""
 
     groups: list[Group]
     messages: int
@@ -103,9 +101,8 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
     """Compile a collective program to the schedule of rank `rank`: groups of messages, waits, local copies and
     reductions.
 
-    merge: True: send adjacent slots as one message; False: one message for each slot, for memory in which consecutive
-    slots are not adjacent.
-    """
+    merge: True: send adjacent slots (buffers of chunks) as one message; False: one message for each slot, for memory in
+    which consecutive slots are not adjacent."""
     steps = checked.program.steps
     own = steps.of_rank(rank)
     groups = [Group() for _ in range(int(steps.group[own[-1]]) + 1 if len(own) else 0)]
@@ -128,7 +125,7 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
             slot, size, source = (int(column[step]) for column in (steps.slot, steps.count, steps.source))
             at_once = size if merge else 1
             groups[int(steps.group[step])].after += [
-                Local(slot + i, at_once, source + i, kind == Kind.COMBINE) for i in range(0, size, at_once)
+                LocalCopy(slot + i, at_once, source + i, kind == Kind.COMBINE) for i in range(0, size, at_once)
             ]
     for group_ in groups:
         group_.sends.sort(key=lambda message: (message.step, message.slot))
@@ -138,12 +135,12 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
 
 
 class _TransferEnd(NamedTuple):
-    """One rank's end (sending or receiving) of one transfer of the program. A message carries one or several transfers.
+    """Sending or receiving end, on one rank, of one transfer of the program. A message carries one or several
+    transfers.
 
     step: index of the send or receive step. slot, size: first slot and number of slots. outgoing: True for a send.
     reduces: True if the receiver reduces the data into its slots, False if the data overwrite them. offset: position of
-    the transfer in its message, in slots. message: the message; None until it is created.
-    """
+    the transfer in its message, in slots. message: the message; None until it is created."""
 
     step: int
     slot: int
@@ -155,12 +152,11 @@ class _TransferEnd(NamedTuple):
 
 
 def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> Iterator[list[_TransferEnd]]:
-    """Yield the messages from and to `rank`, each as the list of transfers that it carries.
+    """Group the transfers from and to `rank` into messages; yield each message as the list of its transfers.
 
-    Transfers are joined to one message if they are consecutive, in one group, and adjacent in memory on both ranks;
-    hence sender and receiver form the same messages. Messages from one rank to another are yielded in sending order.
-    merge: False: send every slot as a message of its own.
-    """
+    Transfers share a message if they are consecutive, in one group, and adjacent in memory on both ranks; hence sender
+    and receiver form the same messages. Messages from one rank to another are yielded in sending order. merge: False:
+    send every slot as a message of its own."""
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)
     send, receive = checked.sends[here], checked.receives[here]
@@ -195,20 +191,18 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
 
 
 def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
-    """Return, for each slot number, the memory region that it is in: 0 for data, 1 for output, 2 for scratch.
+    """Return the memory region of each slot number: 0 for data, 1 for output, 2 for scratch.
 
-    Slots of different regions are not adjacent in memory.
-    """
+    Slots of different regions are not adjacent in memory."""
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
     """Add to each group the waits for its received messages, and after each wait the reductions of the message into its
-    slots. Messages to be reduced are received into slots of the staging buffer; return the number of these slots.
+    slots. Messages to be reduced are received into a staging buffer; return its number of slots.
 
     groups: schedule, changed in place. arriving: for each group, the received transfers. Reductions run in step order.
-    Even and odd groups have separate staging slots, because two consecutive groups may be in flight.
-    """
+    Even and odd groups have separate staging slots, because two consecutive groups may be in flight."""
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
     for number, (group, parts) in enumerate(zip(groups, arriving, strict=True)):
@@ -225,7 +219,7 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
             message = staged[part.message]
             if message not in waited:
                 waited.add(message)
-                group.after.append(Arrive(message))
+                group.after.append(AwaitReceive(message))
             reduce = Reduce(part.slot, part.size, message.staging + part.offset)
             last = group.after[-1]
             adjacent = isinstance(last, Reduce) and last.slot + last.size == reduce.slot
@@ -233,21 +227,21 @@ def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) 
                 group.after[-1] = last._replace(size=last.size + reduce.size)
             else:
                 group.after.append(reduce)
-        group.after += [Arrive(message) for message in group.receives if message not in waited]
+        group.after += [AwaitReceive(message) for message in group.receives if message not in waited]
     return base + max(sizes[1::2], default=0)
 
 
 def _schedule_waits(groups: list[Group]) -> None:
     """Complete a rank's schedule `groups` in place. Before each step that overwrites slots, add waits for the
-    unfinished sends that read these slots; and where possible, post receives one group early."""
+    unfinished sends that read these slots. Where possible, post receives one group early."""
     leaving: list[Message] = []  # sends that have not been waited for
 
-    def leave(slot: int, count: int) -> list[Leave]:
+    def leave(slot: int, count: int) -> list[AwaitSend]:
         """Return waits for the unfinished sends that read slots slot .. slot + count; these then count as finished."""
         over = [message for message in leaving if _slots_overlap(message.slot, message.size, slot, count)]
         for message in over:
             leaving.remove(message)
-        return [Leave(message) for message in over]
+        return [AwaitSend(message) for message in over]
 
     for number, group in enumerate(groups):
         for message in group.receives:
@@ -255,29 +249,28 @@ def _schedule_waits(groups: list[Group]) -> None:
                 group.before += leave(message.slot, message.size)
         leaving += group.sends
         touched = [(message.slot, message.size) for message in leaving]
-        after: list[Arrive | Leave | Reduce | Local] = []
+        after: list[AwaitReceive | AwaitSend | Reduce | LocalCopy] = []
         for event in group.after:
-            if isinstance(event, (Reduce, Local)):
+            if isinstance(event, (Reduce, LocalCopy)):
                 touched.append((event.slot, event.size))
                 after += leave(event.slot, event.size)
-            if isinstance(event, Local):
+            if isinstance(event, LocalCopy):
                 touched.append((event.source, event.size))
-            if isinstance(event, Arrive) and event.message.staging < 0:
+            if isinstance(event, AwaitReceive) and event.message.staging < 0:
                 touched.append((event.message.slot, event.message.size))
             after.append(event)
         group.after = after
         if number + 1 < len(groups):
             _post_early(group, groups[number + 1], touched)
     if groups:
-        groups[-1].after += [Leave(message) for message in leaving]
+        groups[-1].after += [AwaitSend(message) for message in leaving]
 
 
 def _post_early(group: Group, following: Group, touched: list[tuple[int, int]]) -> None:
     """Move receives from `following.receives` to `group.ahead`, so that they are posted one group earlier.
 
-    touched: (first slot, number of slots) of each slot range in use while `group` runs. A receive into such a range
-    stays, and so do later receives from the same rank, because messages from one rank arrive in order.
-    """
+    touched: slot ranges in use while `group` runs, as (first slot, number of slots). A receive into such a range is not
+    moved, nor are later receives from the same rank, because messages from one rank arrive in order."""
     held: set[int] = set()
     for message in following.receives:
         in_use = message.staging < 0 and any(_slots_overlap(message.slot, message.size, *other) for other in touched)

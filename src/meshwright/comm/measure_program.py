@@ -18,11 +18,11 @@ from meshwright.comm.programs import Executable
 from meshwright.comm.transport import native_all_gather, native_reduce_scatter
 from meshwright.errors import CheckFailed, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
-from meshwright.names import unknown
 from meshwright.program.check_collective import CheckedCollective
 
 MOST_RANKS = 16  # processes on one machine
-DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+DTYPE = torch.float32  # of the vector
+TIMEOUT_SECONDS = 60.0  # of one wait
 COPIES = 6  # of the vector that a rank may hold: ours, theirs, results, buffers
 NATIVE_NAMES = {
     "reduce-scatter": "reduce_scatter_single", "all-gather": "all_gather_single", "all-to-all": "all_to_all_single",
@@ -36,15 +36,14 @@ def measure(
     total_bytes: float,
     *,
     repeats: int = 20,
-    dtype: str = "float32",
-    timeout_seconds: float = 60.0,
     world: LocalRanks | None = None,
 ) -> dict[str, Any]:
-    """Run a collective program on gloo processes of this machine, alternating with torch.distributed's own call.
+    """Run a collective program on gloo processes of this machine, alternating with torch.distributed's own call; return
+    the measured times.
 
-    total_bytes: size of the operation's vector, rounded up to whole elements (and to equal shares where each rank owns
-    a share). repeats: number of timed runs. dtype: dtype of the vector. world: local ranks to run on, as many as the
-    program has; None: start new ones, with one thread each.
+    total_bytes: size of the operation's float32 vector, rounded up to whole elements (and to equal slices where each
+    rank owns a slice). repeats: number of timed runs. world: local ranks to run on, as many as the program has; None:
+    start new ones, with one thread each.
 
     Returns a dict: exact (always True: the results of a test run on integers were equal), measured_seconds and
     native_seconds (time of the program and of torch.distributed: median over runs of the slowest rank's time), ratio
@@ -52,12 +51,9 @@ def measure(
     rank, padding included), backend, native (name of torch.distributed's call), repeats.
 
     Raises UserError if this machine cannot hold the ranks or vectors, CheckFailed if results differ, and RankLost if a
-    rank ends or does not answer within `timeout_seconds`; its message says which rank waits for which, and in which
-    step.
-    """
+    rank ends or does not answer within `TIMEOUT_SECONDS`; its message says which rank waits for which, and in which
+    step."""
     program = checked.program
-    if dtype not in DTYPES:
-        raise UserError(unknown("dtype", dtype, DTYPES))
     if repeats < 1:
         raise UserError(f"repeats must be at least 1, not {repeats}")
     if program.ranks > MOST_RANKS:
@@ -65,42 +61,38 @@ def measure(
             f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; use fewer ranks, "
             "or do not run it"
         )
-    numel = count_elements(checked, total_bytes, getattr(torch, dtype).itemsize)
-    needed = program.ranks * numel * max(4, getattr(torch, dtype).itemsize) * COPIES
+    numel = count_elements(checked, total_bytes)
+    needed = program.ranks * numel * DTYPE.itemsize * COPIES
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise UserError(
             f"{program.ranks} ranks with {total_bytes:,.0f} bytes each need about {needed / 2**30:.1f} GiB, and this "
             f"machine has {memory / 2**30:.1f} GiB; use fewer bytes"
         )
-    ranks = LocalRanks(program.ranks, timeout=timeout_seconds) if world is None else world
+    ranks = LocalRanks(program.ranks, timeout=TIMEOUT_SECONDS) if world is None else world
     try:
         # Every wait has its own timeout; all of them together may take longer.
-        answers = ranks.run(measure_rank, checked, numel, repeats, dtype, timeout_seconds, timeout=repeats * 600.0)
+        answers = ranks.run(measure_rank, checked, numel, repeats, timeout=repeats * 600.0)
     finally:
         if world is None:
             ranks.close()
-    return combine_answers(checked, numel * getattr(torch, dtype).itemsize, answers)
+    return combine_answers(checked, numel * DTYPE.itemsize, answers)
 
 
-def count_elements(checked: CheckedCollective, total_bytes: float, itemsize: int) -> int:
-    """Return the number of elements of a vector of `total_bytes`, rounded up to equal shares if each rank owns a share
-    in the program's operation.
-
-    itemsize: bytes of an element. Raises UserError for a negative size.
-    """
+def count_elements(checked: CheckedCollective, total_bytes: float) -> int:
+    """Return the number of float32 elements of a vector of `total_bytes`, rounded up. In operations in which each rank
+    owns a slice of the vector, it is rounded up to equal slices. Raises UserError for a negative size."""
     if total_bytes < 0:
         raise UserError(f"bytes must be at least 0, not {total_bytes:g}")
-    numel = max(1, -int(-total_bytes // itemsize))
+    numel = max(1, -int(-total_bytes // DTYPE.itemsize))
     ranks = checked.program.ranks
     return -(-numel // ranks) * ranks if checked.program.operation in OWNED else numel
 
 
 def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the ranks' results of `measure_rank`, `answers`, into the dict that `measure` returns.
+    """Combine the dicts `answers`, which `measure_rank` returned on each rank, into the dict that `measure` returns.
 
-    total_bytes: size of the vector. Raises CheckFailed if a rank's result differs from torch.distributed's.
-    """
+    total_bytes: size of the vector. Raises CheckFailed if a rank's result differs from torch.distributed's."""
     wrong = [rank for rank, answer in enumerate(answers) if not answer["exact"]]
     if wrong:
         named = f"{checked.program.operation} {checked.program.algorithm}"
@@ -120,27 +112,20 @@ def combine_answers(checked: CheckedCollective, total_bytes: int, answers: list[
     }
 
 
-def measure_rank(
-    checked: CheckedCollective,
-    numel: int,
-    repeats: int,
-    dtype: str,
-    timeout_seconds: float,
-    device: str = "cpu",
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """Run and time a collective program on this rank, alternating with torch.distributed's own call.
+def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: str = "cpu") -> dict[str, Any]:
+    """Run and time a collective program on this rank of the world, alternating with torch.distributed's own call.
 
-    numel: number of elements of the vector. repeats: number of timed runs. dtype: such as "float32". timeout_seconds:
-    limit of one wait. device: device of the vector. group: process group of the program's ranks (None: the world).
+    numel: number of elements of the float32 vector. repeats: number of timed runs. device: device of the vector.
 
-    Returns a dict: exact (True if both gave the same result on integers), ours and theirs (seconds of each run of the
-    program and of torch.distributed's call), bytes_sent (by this rank), backend, native (name of torch.distributed's
-    call).
-    """
-    executable, operation = Executable(checked, group, timeout_seconds, device=device), checked.program.operation
+    Returns a dict: exact (True if both gave the same result on integers), ours and theirs (lists with the seconds of
+    each run of the program and of torch.distributed's call), bytes_sent (by this rank), backend, native (name of
+    torch.distributed's call)."""
+    executable, operation = (
+        Executable(checked, timeout_seconds=TIMEOUT_SECONDS, device=device),
+        checked.program.operation,
+    )
     exact = _matches_native(executable, numel, device)
-    vector = torch.ones(numel, dtype=getattr(torch, dtype), device=device)
+    vector = torch.ones(numel, dtype=DTYPE, device=device)
     output = torch.empty_like(vector) if checked.program.has_output else None
     calls: dict[str, Callable[[], Any]] = {
         "ours": lambda: _run_program(executable, None if operation == "barrier" else vector, output),
@@ -150,7 +135,7 @@ def measure_rank(
     for turn in range(repeats + 2):
         for which, call in calls.items():
             vector.fill_(1)
-            dist.barrier(group)
+            dist.barrier()
             begun = time.perf_counter()
             call()
             if vector.is_cuda:
@@ -161,7 +146,7 @@ def measure_rank(
         "exact": exact,
         **seconds,
         "bytes_sent": executable.sent_bytes(numel, vector.element_size()),
-        "backend": group_backends(group)[torch.device(device).type],
+        "backend": group_backends(None)[torch.device(device).type],
         "native": NATIVE_NAMES.get(operation, operation.replace("-", "_")),
     }
 
@@ -178,10 +163,10 @@ def _run_program(executable: Executable, vector: torch.Tensor | None, output: to
 
 
 def _matches_native(executable: Executable, numel: int, device: str) -> bool:
-    """Return True if the program and torch.distributed's call of the same operation give equal results on integers.
+    """Run the program and torch.distributed's call of the same operation on integers; return True if their results are
+    equal.
 
-    numel: elements of the vector. device: its device.
-    """
+    numel: number of elements of the vector. device: its device."""
     program = executable.program
     if program.operation == "barrier":
         _run_program(executable, None, None)
@@ -204,8 +189,8 @@ def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
-    """Return the range of elements, in a vector of `numel`, that the operation defines on this rank, such as this
-    rank's share after a reduce-scatter. The values of all other elements are arbitrary."""
+    """Return the range of those elements, in a vector of `numel`, whose values the operation defines on this rank, such
+    as this rank's slice after a reduce-scatter. All other elements have arbitrary values."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks
@@ -224,8 +209,8 @@ def _find_receiver(executable: Executable) -> int:
 
 
 def _call_native(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the program's operation on `vector`, in place; return the result: `vector`, for
-    an all-to-all a new tensor. e: prepared program, whose process group and root are used."""
+    """Run torch.distributed's call of the program's operation on `vector`, in place. Return the result: `vector`, or a
+    new tensor for an all-to-all. e: prepared program, whose process group and root are used."""
     program, group, operation, root = e.program, e.group, e.program.operation, e.program.root
     shares = vector.view(program.ranks, -1).unbind() if operation in OWNED else (vector,) * program.ranks
     mine = shares[e.rank]

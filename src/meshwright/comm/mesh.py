@@ -48,9 +48,8 @@ SETTLING_SECONDS = 10.0
 class Communicator:
     """Communication state of one process, shared by its mesh axes: call records, flight recorder, injected fault.
 
-    timeout_seconds: limit of one wait. programs: (axis name, operation) -> collective program to run instead of the
-    backend's own call.
-    """
+    timeout_seconds: limit of one wait. programs: (axis name, operation) -> collective program to run in place of the
+    backend's own call."""
 
     def __init__(
         self,
@@ -75,11 +74,9 @@ class Communicator:
         self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
     ) -> Iterator[None]:
         """Context manager around an operation that all `ranks` make together, such as the creation of a process group;
-        the flight recorder shows it as one call.
+        it records the operation as one call in the flight recorder.
 
-        site: label of the call. operation, axis, dtype, shape: what the flight recorder shows for it. A RuntimeError
-        inside becomes RankLost.
-        """
+        site, operation, axis, dtype, shape: values recorded for the call. A RuntimeError inside becomes RankLost."""
         number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
         try:
@@ -95,11 +92,11 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the device mesh as seen by one rank: the group of ranks along the axis that contains this rank.
+    """One axis of the device mesh as seen by one rank: the group of those ranks along the axis that contains this rank.
 
     name: such as "dp". ranks: global ranks along the axis, in order. rank: index of this rank in `ranks`. group:
-    process group of `ranks` (usually None if the axis has one rank). communicator: communication state of the process.
-    """
+    process group of `ranks` (usually None if the axis has one rank). communicator: communication state of the
+    process."""
 
     name: str
     ranks: tuple[int, ...]
@@ -114,33 +111,33 @@ class Axis:
 
     @property
     def trivial(self) -> bool:
-        """True if collective calls over this axis communicate nothing, because it has only one rank. (A test may force
+        """True if the axis has only one rank, so that collective calls over it communicate nothing. (A test may force
         calls even over one rank; then False.)"""
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
-        """Return the collective program to run instead of the backend's own call over this axis; None: use the
+        """Return the collective program to run over this axis in place of the backend's own call; None: use the
         backend's call.
 
-        operation: such as "all_reduce". size: bytes of the vector.
-        """
+        operation: such as "all_reduce". size: bytes of the vector."""
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
 
     @cached_property
     def backends(self) -> dict[str, str]:
-        """Device type -> torch.distributed backend of this axis's process group, such as {"cpu": "gloo"}."""
+        """Names of the torch.distributed backends of this axis's process group, by device type, such as {"cpu":
+        "gloo"}."""
         return group_backends(self.group)
 
     @cached_property
     def calls_group(self) -> int:
-        """Number under which the flight recorder knows this axis's set of ranks; axes over the same ranks share the
-        number and their connections."""
+        """Number of this axis's set of ranks in the flight recorder. Axes over the same ranks share the number and
+        their connections."""
         return self.communicator.calls.group(self.ranks)
 
     @property
     def key(self) -> str:
-        """String that identifies this axis within the process; passed to custom operators, which accept no Python
-        objects."""
+        """String that identifies this axis within the process. Custom operators, which accept no Python objects, get it
+        as an argument and call `find_axis`."""
         return f"{self.name}{self.ranks}"
 
 
@@ -150,7 +147,7 @@ serves all of these meshes, as their groups have the same ranks."""
 
 
 def find_axis(key: str) -> Axis:
-    """Return the axis of this process with the given `Axis.key`. Used inside custom operators, which accept strings but
+    """Return the axis of this process whose `Axis.key` is `key`. Called in custom operators, which accept strings but
     no Python objects."""
     return _axes[key][-1]
 
@@ -159,11 +156,10 @@ class Mesh:
     """Device mesh of a parallel layout: all its axes as seen by one rank.
 
     `tp cp dp pp ep etp`: tensor, context, data, pipeline, expert and expert-tensor parallelism. `data`: dp x cp, over
-    which gradients are summed. `shard`: ranks among which ZeRO shards model states (`data`, or with `hsN` groups of N
+    which gradients are summed. `shard`: ranks over which ZeRO shards model states (`data`, or with `hsN` groups of N
     ranks inside it). `replica`: ranks with equal shards, one in each sharding group. `expert_data expert_shard
     expert_replica`: the counterparts for expert parameters under ep x etp, otherwise equal to data, shard and replica.
-    `world`: all ranks.
-    """
+    `world`: all ranks."""
 
     tp: Axis
     cp: Axis
@@ -210,7 +206,7 @@ class Mesh:
 
     @property
     def faults(self) -> Faults[Axis]:
-        """Fault injection into this process's collective calls."""
+        """Fault injection of this process, which applies to its collective calls."""
         return self.communicator.faults
 
     @classmethod
@@ -270,17 +266,17 @@ class Mesh:
         return mesh
 
     def make_block_axis(self, name: str, size: int) -> Axis:
-        """Return the sub-axis of this rank when the ranks of axis `name` (such as "tp") are divided into blocks of
-        `size` consecutive ranks: the block that contains this rank. Collective over all ranks, with the same arguments,
-        because it creates process groups."""
+        """Create the sub-axis of this rank within the axis `name` (such as "tp"), whose ranks are divided into blocks
+        of `size` consecutive ranks: the block that contains this rank. Collective over all ranks, with the same
+        arguments, because it creates process groups."""
         axis: Axis = getattr(self, name)
         title = f"{name}/{size}"
         return axis if size == axis.size else self._make_axis(title, list_axis_groups(self.layout, title)) or axis
 
     def make_subset_axis(self, name: str, places: Sequence[int]) -> Axis | None:
-        """Return the sub-axis of the ranks at the indices `places` (from 0) of the axis `name`, such as "pp"; None on
-        ranks at other indices. Collective over all ranks, with the same arguments, because it creates process groups.
-        """
+        """Create the sub-axis of the ranks at the indices `places` (from 0) of the axis `name`, such as "pp"; return
+        None on ranks at other indices. Collective over all ranks, with the same arguments, because it creates process
+        groups."""
         everywhere = len(places) == getattr(self, name).size
         title = name if everywhere else f"{name}[{','.join(map(str, places))}]"
         return self._make_axis(title, list_axis_groups(self.layout, title))

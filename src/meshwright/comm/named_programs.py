@@ -59,12 +59,11 @@ class _StreamWork:
 
 
 class NamedPrograms:
-    """Collective programs that run instead of calls of the torch.distributed backend in one process, and the queue of
+    """Collective programs that one process runs in place of calls of the torch.distributed backend, and the queue of
     their runs.
 
-    named: (axis name, operation) -> program; all other calls are left to the backend. timeout_seconds: limit of one
-    wait. device: device of the vectors.
-    """
+    named: (axis name, operation) -> program; the backend makes all other calls. timeout_seconds: limit of one wait.
+    device: device of the vectors."""
 
     def __init__(
         self,
@@ -84,11 +83,10 @@ class NamedPrograms:
     def find(
         self, axis: str, operation: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None, size: int
     ) -> Executable | None:
-        """Return the prepared program to run instead of a call of the backend; None: use the backend's call.
+        """Return the prepared program to run in place of a call of the backend; None: use the backend's call.
 
         axis: name of the mesh axis. operation: such as "all_reduce". ranks, group: global ranks of the axis and their
-        process group. size: bytes of the vector, by which the program is chosen.
-        """
+        process group. size: bytes of the vector, by which the program is chosen."""
         named = self.named.get((axis, operation))
         if named is None:
             return None
@@ -100,12 +98,11 @@ class NamedPrograms:
         return self._executables[key][1]
 
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
-        """Queue a run of a program and return its work handle at once.
+        """Queue a run of a program and return its work handle without waiting for it.
 
-        run: function that runs the program on `tensor`, the operation's vector. batched: True if the backend is NCCL:
-        the run is queued on a CUDA stream if `tensor` is on CUDA. In all other cases the communication thread executes
-        the run.
-        """
+        run: function that runs the program on `tensor`, the operation's vector. batched: True if the backend is NCCL;
+        then a run on a CUDA tensor is queued on a CUDA stream. In all other cases the communication thread executes the
+        run."""
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())

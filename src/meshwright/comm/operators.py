@@ -60,12 +60,11 @@ def split_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tens
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
-    """All-to-all of equal parts: send part i of `x` along dim `split` to rank i, concatenate received parts along dim
-    `join`.
+    """All-to-all of equal parts: send part i of `x` along dim `split` to rank i, return the received parts concatenated
+    along dim `join`.
 
     Backward is the inverse all-to-all (DeepSpeed-Ulysses: arXiv 2309.14509, section 3.1). site: label of the calls in
-    traces.
-    """
+    traces."""
     return _call_operator("all_to_all", x, axis, site, split, join)
 
 
@@ -79,11 +78,11 @@ def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Ten
 
 
 def exchange(x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]) -> torch.Tensor:
-    """All-to-all of uneven parts: send source_sizes[i] rows (dim 0) of `x` to rank i, return the rows received.
+    """All-to-all of uneven parts: send source_sizes[i] rows (dim 0) of `x` to rank i and return the received rows, in
+    rank order.
 
-    output_sizes: rows received from each rank, in rank order. Backward returns the gradients of received rows to their
-        senders. site: label of the calls in traces.
-    """
+    output_sizes: number of rows received from each rank. Backward returns the gradients of received rows to their
+    senders. site: label of the calls in traces."""
     return _call_operator("exchange", x, axis, site, source_sizes, output_sizes)
 
 
@@ -200,12 +199,11 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 class Operator(NamedTuple):
-    """Definition of a differentiable collective operator, from which the operator is registered with torch.
+    """Definition of a differentiable collective operator that `_register` registers with torch.
 
     conjugate: name of the operator that computes the gradient; it takes the further arguments in reverse order.
     forward: implementation. result: function of x, axis and the further arguments that allocates an empty result, for
-    tracing. arguments: schema declarations of the further arguments, those after x, axis and site.
-    """
+    tracing. arguments: schema declarations of the further arguments, those after x, axis and site."""
 
     conjugate: str
     forward: Callable[..., torch.Tensor]
@@ -243,7 +241,7 @@ OPERATORS = {
 
 
 def _register(name: str, operator: Operator) -> None:
-    """Register the operator `name` with torch: custom op, fake implementation for torch.compile, and autograd
+    """Register the operator `name` with torch: custom operator, fake implementation for torch.compile, and autograd
     formula."""
 
     def forward(x: torch.Tensor, axis: str, site: str, *arguments: Any) -> torch.Tensor:

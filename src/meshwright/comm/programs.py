@@ -6,7 +6,6 @@ another is reduced, still in cache.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives import cutting
-from meshwright.comm.backend import group_backends
-from meshwright.comm.lowering import Arrive, Leave, Local, Message, RankProgram, Reduce, lower
+from meshwright.comm.backend import backend_reason, group_backends
+from meshwright.comm.lowering import AwaitReceive, AwaitSend, LocalCopy, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.program.check_collective import CheckedCollective
@@ -41,10 +40,9 @@ Memory = Callable[[int, int], torch.Tensor]
 class _Segment:
     """Part of the vector on which the whole collective program runs by itself, so that segments can run concurrently.
 
-    plan: schedule of this rank. n: elements of a slot, the buffer of one chunk of the segment. data, output: functions
-    (first slot, number of slots) -> memory of these slots, for the vector and for a separate output; output None: in
-    place. finish: function called after the run; None: none.
-    """
+    plan: schedule of this rank. n: elements of a slot (the buffer of one chunk of the segment). data, output: functions
+    (first slot, number of slots) -> memory of these slots, for the vector and for a separate output (None: in place).
+    finish: callback after the run; None: none."""
 
     plan: RankProgram
     n: int
@@ -54,17 +52,17 @@ class _Segment:
 
 
 class Buffers:
-    """Scratch buffers reused from run to run; programs that never run concurrently may share them."""
+    """Scratch buffers that are reused from run to run. Programs that never run concurrently may share them."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a 1-D buffer of `numel` elements with dtype and device of `like`; its contents are undefined.
+        """Return the 1-D buffer for one purpose, with `numel` elements and the dtype and device of `like`; its contents
+        are undefined. It is allocated on first use.
 
         name: purpose, such as "staging". lane: index of the lane that uses the buffer (segments in different lanes run
-        concurrently and get different buffers).
-        """
+        concurrently and get different buffers)."""
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
@@ -121,9 +119,8 @@ class Executable:
         """Run the program in place on `vector`, the operation's whole vector, contiguous (None: barrier).
 
         output: receives the result of an all-to-all; None for other operations. In all-gather, gather, scatter and
-        reduce-scatter, rank r's share is part r of the vector. Elements that the operation does not define have
-        arbitrary values afterwards. Raises RankLost, and UserError for vectors that the program cannot take.
-        """
+        reduce-scatter, rank r owns slice r of the vector. Elements that the operation does not define have arbitrary
+        values afterwards. Raises RankLost, and UserError for vectors that the program cannot take."""
         assert (output is not None) == self.program.has_output, self.name
         if vector is None:
             device = f"cuda:{torch.cuda.current_device()}" if self.batched else "cpu"
@@ -140,23 +137,23 @@ class Executable:
         (vector if output is None else output).view(-1).copy_(result)
 
     def _run_flat(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run the program on the 1-D `vector`, which is in memory that the backend can send: GPU memory with NCCL, CPU
-        memory otherwise. output: tensor that receives the result of an all-to-all; None for other operations, whose
-        result is written into `vector`."""
+        """Run the program on the 1-D `vector`, in memory from which the backend can send: GPU memory with NCCL, CPU
+        memory otherwise. output: receives the result of an all-to-all; None for other operations, whose result is
+        written into `vector`."""
         if self.program.reduction == "mean" and not vector.is_floating_point():
             raise UserError(f"{self.name}: a mean needs floating point numbers, not {vector.dtype}")
         if self.program.operation not in cutting.OWNED:
             cuts = cutting.split_segments(self.program, vector.numel(), vector.element_size(), whole=self.batched)
             self._run_segments([self._make_segment(vector, *cut) for cut in cuts])
-        elif self._chunks_divide_shares(vector.numel()):
-            self._run_segments(self._split_shares(vector, output))
+        elif self._needs_no_padding(vector.numel()):
+            self._run_segments(self._split_rank_slices(vector, output))
         else:
             self._run_padded(vector, output)
         if self.program.reduction == "mean":
             self._divide_by_ranks(vector)
 
     def _run_segments(self, segments: list[_Segment]) -> None:
-        """Run the program on each segment of the vector; on gloo up to `SEGMENTS_IN_FLIGHT` of them at a time."""
+        """Run the program on each segment of the vector. On gloo up to `SEGMENTS_IN_FLIGHT` segments run at a time."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
@@ -174,8 +171,8 @@ class Executable:
         """Run several segments one after the other. A generator: it yields True after posting each group of messages,
         so that the caller can alternate between lanes.
 
-        lane: index of this list of segments among those that run concurrently; each lane has its own message tag.
-        """
+        lane: index of this list of segments among the lists that run concurrently; each lane has its own message
+        tag."""
         tag = TAG + lane
         for segment in segments:
             memory = self._get_slot_memory(segment, lane)
@@ -191,7 +188,7 @@ class Executable:
                         self._post_message(works, message, call, tensor, tag)
                 yield True
                 for event in group.after:
-                    if isinstance(event, (Arrive, Leave)):
+                    if isinstance(event, (AwaitReceive, AwaitSend)):
                         self._wait_for_message(works, event.message)
                     else:
                         self._apply_locally(event, memory, staging)
@@ -199,8 +196,8 @@ class Executable:
                 segment.finish()
 
     def _run_in_batches(self, segment: _Segment) -> None:
-        """Run a segment with one batched call per group on the current CUDA stream, as NCCL requires (one
-        ncclGroup)."""
+        """Run the program on a segment with one batched call per group of messages on the current CUDA stream, as NCCL
+        requires (one ncclGroup)."""
         memory = self._get_slot_memory(segment, 0)
         staging = self._get_scratch_memory("staging", 0, segment, segment.plan.staging)
         memory_of = partial(self._get_message_memory, memory=memory, staging=staging)
@@ -215,17 +212,16 @@ class Executable:
                 work.wait()
             early = group.ahead
             for event in group.after:
-                if isinstance(event, (Reduce, Local)):
+                if isinstance(event, (Reduce, LocalCopy)):
                     self._apply_locally(event, memory, staging)
         if segment.finish is not None:
             segment.finish()
 
     def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """Return the memory that a message is read from or received into.
+        """Return the memory from which a message is sent or into which it is received.
 
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the program's slots and for the
-            staging buffer.
-        """
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector and for the staging
+        buffer; a slot is the buffer of one chunk of the vector."""
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
         return memory(message.slot, message.size) if message.staging < 0 else staging(message.staging, message.size)
@@ -236,8 +232,7 @@ class Executable:
         """Post a message with `call`, the send or recv of the process group. Raises RankLost.
 
         works: list of work handles, in which the new handle is stored at the message's number. tensor: memory of the
-            message. tag: message tag.
-        """
+        message. tag: message tag."""
         try:
             works[message.number] = call([tensor], message.peer, tag)
         except RuntimeError as error:  # a lost connection fails immediately
@@ -253,26 +248,24 @@ class Executable:
         works[message.number] = None
 
     def _make_rank_lost_error(self, message: Message, error: RuntimeError) -> RankLost:
-        """Return the RankLost error for a message that failed: which rank waits for which, in which step, and the
+        """Build the RankLost error for a message that failed: which rank waits for which, in which step, and the
         backend's error."""
         get_process_writer().give_up()
         group = int(self.program.steps.group[message.step])
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
-        reason = re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))  # gloo's texts begin with a source location
         return RankLost(
             f"rank {self.ranks[self.rank]} waits for rank {self.ranks[message.peer]}: step {group} "
-            f"({self.program.describe(message.step)}) of {self.name}{among}: {reason[:200]}"
+            f"({self.program.describe(message.step)}) of {self.name}{among}: {backend_reason(error)[:200]}"
         )
 
-    def _apply_locally(self, event: Reduce | Local, memory: Memory, staging: Memory) -> None:
-        """Execute the local copy or reduction `event` of the schedule.
+    def _apply_locally(self, event: Reduce | LocalCopy, memory: Memory, staging: Memory) -> None:
+        """Execute `event`, a local copy or reduction in the rank's schedule.
 
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the program's slots and for the
-            staging buffer.
-        """
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector and for the staging
+        buffer; a slot is the buffer of one chunk of the vector."""
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
-        if isinstance(event, Local) and not event.combine:
+        if isinstance(event, LocalCopy) and not event.combine:
             target.copy_(source)
         else:
             self._combine(target, source, out=target)
@@ -289,11 +282,10 @@ class Executable:
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
         """Return the segment of `vector` that starts at element `start` and has chunks of `n` elements. Used for
-        operations in which ranks own no share, such as broadcast.
+        operations in which ranks own no slice of the vector, such as broadcast.
 
         If the vector ends before the segment does, the program runs on a padded copy, which is copied back after the
-        run.
-        """
+        run."""
         length = n * self.program.chunks
         part = vector[start : start + length]
         if part.numel() == length:
@@ -303,17 +295,17 @@ class Executable:
         padded[part.numel() :] = 0
         return _Segment(self._adjacent, n, _view_slots(padded, n), finish=lambda: part.copy_(padded[: part.numel()]))
 
-    def _chunks_divide_shares(self, numel: int) -> bool:
-        """Return True if each rank's share of a vector of `numel` elements consists of whole chunks, without
+    def _needs_no_padding(self, numel: int) -> bool:
+        """Return True if each rank's slice of a vector of `numel` elements consists of whole chunks, without
         padding."""
         return (
             cutting.compute_chunk_length(self.program, numel) * self.program.chunks == numel
             and self.program.chunks % self.program.ranks == 0
         )
 
-    def _split_shares(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Split a vector, of which each rank owns a share, into segments that can run concurrently. Each segment takes
-        the same element range of every chunk, and thus a part of every rank's share. output: receives the result of an
+    def _split_rank_slices(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
+        """Split a vector, of which each rank owns a slice, into segments that can run concurrently. Each segment takes
+        the same element range of every chunk, and thus a part of every rank's slice. output: receives the result of an
         all-to-all and is split in the same way; None: in place."""
         chunks = self.program.chunks
         n = vector.numel() // chunks
@@ -337,10 +329,10 @@ class Executable:
         ]
 
     def _run_padded(self, vector: torch.Tensor, output: torch.Tensor | None) -> None:
-        """Run the program on a copy of `vector` in which every share is padded to whole chunks.
+        """Run the program on a copy of `vector` in which every rank's slice is padded to whole chunks, and copy the
+        result back.
 
-        output: receives the result of an all-to-all; None: in place.
-        """
+        output: receives the result of an all-to-all; None: in place."""
         n, ranks = cutting.compute_chunk_length(self.program, vector.numel()), self.program.ranks
         padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
         result = padded if output is None else self._buffers.take("padded output", 0, padded.numel(), vector)
@@ -355,8 +347,9 @@ class Executable:
             target[rank * share : (rank + 1) * share] = result[place]
 
     def _get_slot_memory(self, segment: _Segment, lane: int) -> Memory:
-        """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of any slots of a
-        segment, be they data, output or scratch. lane: index of the lane that runs the segment."""
+        """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of a segment's slots:
+        data, output or scratch. A slot is the buffer of one chunk of the segment. lane: index of the lane (list of
+        segments) that runs the segment."""
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data
@@ -376,21 +369,21 @@ class Executable:
 
     def _get_scratch_memory(self, name: str, lane: int, segment: _Segment, slots: int) -> Memory:
         """Return a function (first slot, number of slots) -> 1-D tensor that gives the memory of `slots` scratch slots,
-        which are reused from run to run.
+        each of the size of a chunk of the segment. The buffer is reused from run to run.
 
-        name: purpose of the buffer, such as "staging". lane: index of the lane that runs the segment.
-        """
+        name: purpose of the buffer, such as "staging". lane: index of the lane (list of segments) that runs the
+        segment."""
         return _view_slots(self._buffers.take(name, lane, slots * segment.n, segment.data(0, 1)), segment.n)
 
 
 def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
-    """Return a function (first slot, number of slots) -> view of `tensor`, in which the slots, of `n` elements each,
-    lie one after another."""
+    """Return a function (first slot, number of slots) -> view of those slots in `tensor`, which consists of slots
+    (buffers of chunks) of `n` elements each."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return a function (slot, 1) -> view of `tensor`, which consists of chunks of `n` elements: slot i is the elements
-    [start, start + length) of chunk i."""
+    """Return a function (slot, 1) -> view of that slot in `tensor`, which consists of chunks of `n` elements; slot i is
+    the elements [start, start + length) of chunk i."""
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

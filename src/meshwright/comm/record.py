@@ -13,8 +13,7 @@ class SiteRecord:
     """Totals of the collective calls of one call site on one mesh axis, since the last `Record.clear`.
 
     site: label of the calls. operation: such as "all_reduce". calls: number of calls. payload_bytes: bytes of the whole
-        vectors (input of a reduction, result of a gather). sent_bytes: bytes that this rank has sent.
-    """
+    vectors (input of a reduction, result of a gather). sent_bytes: bytes that this rank has sent."""
 
     site: str
     operation: str
@@ -36,9 +35,9 @@ class Record:
     def __init__(self) -> None:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
 
-    def note(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
-        """Add one collective call to the counters. site: label of the call. payload_bytes: bytes of the whole vector.
-        sent_bytes: bytes that this rank sends."""
+    def count_call(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
+        """Count one collective call. site: label of the call. payload_bytes: bytes of the whole vector. sent_bytes:
+        bytes that this rank sends."""
         entry = self.sites.get((site, operation, axis))
         if entry is None:
             entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
@@ -49,17 +48,16 @@ class Record:
         self.sites.clear()
 
     def sent_by_site(self) -> dict[str, int]:
-        """Return {call site: bytes that this rank has sent there since the last `clear`}, without sites that sent
-        nothing."""
+        """Return {call site: bytes that this rank has sent since the last `clear`}, without sites that sent nothing."""
         return self._sum_sent_bytes(lambda entry: entry.site)
 
     def sent_by_axis(self) -> dict[str, int]:
-        """Return {mesh axis: bytes that this rank has sent over it since the last `clear`}, without axes that sent
-        nothing. A sub-axis ("tp/2", "pp[0,3]") counts as its axis."""
+        """Return {mesh axis: bytes that this rank has sent over it since the last `clear`}, without axes over which
+        nothing was sent. A sub-axis ("tp/2", "pp[0,3]") counts as its axis."""
         return self._sum_sent_bytes(lambda entry: re.split(r"[/[]", entry.axis, maxsplit=1)[0])
 
     def _sum_sent_bytes(self, key_of: Callable[[SiteRecord], str]) -> dict[str, int]:
-        """Return {key: bytes sent}, summed over all call sites with that key, without keys that sent nothing. key_of:
+        """Return {key: bytes sent}, summed over all call sites with that key, without keys whose sum is 0. key_of:
         function that returns the key of a call site's totals, such as its site or axis."""
         sent: Counter[str] = Counter()
         for entry in self.sites.values():
@@ -78,7 +76,7 @@ class Record:
 
 
 def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return {key: increase of its byte counter} from `before` to `after` (both: key -> bytes), without keys that have
-    not increased."""
+    """Return the increases of byte counters from `before` to `after` (both: key -> bytes), without keys that have not
+    increased."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}
     return {key: size for key, size in sent.items() if size}

@@ -39,7 +39,7 @@ class Message:
 
 def uses_native_calls(axis: Axis, tensor: torch.Tensor) -> bool:
     """Return True if reduce-scatter and all-gather of `tensor` over `axis` use the backend's own calls. False for CPU
-    tensors on gloo with several ranks: their data are sent directly between the final buffers instead."""
+    tensors on gloo with several ranks, whose data are sent directly between the final buffers instead."""
     return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
 
 
@@ -51,9 +51,8 @@ native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     """Post a reduce-scatter: output[:] = sum over ranks of source[rank * n : (rank + 1) * n], n = output.numel().
 
-    If the axis runs a collective program instead of the backend's call, `source` is overwritten. Returns (work handles,
-    function to call when they are complete); the second may be None.
-    """
+    If the axis runs a collective program in place of the backend's call, `source` is overwritten. Returns (work
+    handles, function to call when they are complete, or None)."""
     program = axis.program("reduce_scatter", source.nbytes)
     if program is not None:
         mine = source.view(axis.size, -1)[axis.rank]
@@ -131,8 +130,7 @@ def all_to_all(
     """Post an all-to-all along dim 0: part i of `source` goes to rank i, and the part from rank i becomes part i of
     `output`.
 
-    source_sizes, output_sizes: rows of the parts; None: equal parts. Returns (work handles, None).
-    """
+    source_sizes, output_sizes: number of rows of each part (None: equal parts). Returns (work handles, None)."""
     work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
     return [work], None
 
@@ -214,8 +212,7 @@ def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], a
     handles.
 
     Each rank sends first to its right neighbour. Calls the group's own methods, because `dist.isend` and `dist.irecv`
-    look up the group for each call.
-    """
+    look up the group at each call."""
     works: list[Any] = []
     group, tag = axis.group, 0
     assert group is not None

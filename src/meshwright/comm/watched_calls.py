@@ -30,8 +30,8 @@ class WatchedCall:
 
 
 class WatchedCalls:
-    """Call recorder that passes everything on to the recorder `calls` and also stores the times of each collective
-    call. Attribute `seen`: the calls so far, in posting order."""
+    """Call recorder that also stores the times of each collective call; it forwards all calls to the recorder `calls`.
+    Attribute `seen`: the calls so far, in posting order."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -45,8 +45,7 @@ class WatchedCalls:
         """Record a posted call and its time; return its number in the flight recorder.
 
         group: number of the call's set of ranks in the flight recorder. site: label of the call. payload_bytes: bytes
-            of the whole vector. dtype, shape: of the tensor.
-        """
+        of the whole vector. dtype, shape: those of the tensor."""
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
         call = self._numbers[number] = WatchedCall(site, operation, axis, payload_bytes, time.time_ns())
         self.seen.append(call)
@@ -67,11 +66,10 @@ class WatchedCalls:
 
 @contextmanager
 def watch_calls(communicator: Communicator) -> Iterator[list[WatchedCall]]:
-    """Context manager that yields a list. While the context is active, each of the communicator's collective calls is
-    appended to the list with its times.
+    """Context manager that yields a list, to which each collective call of the communicator is appended with its times
+    while the context is active.
 
-    On exit it waits for calls in flight, unless an error occurred.
-    """
+    On exit it waits for calls in flight, unless an error occurred."""
     calls = communicator.calls
     watched = WatchedCalls(calls)
     communicator.calls = watched  # type: ignore[assignment]
@@ -83,6 +81,6 @@ def watch_calls(communicator: Communicator) -> Iterator[list[WatchedCall]]:
 
 
 def settle_calls(communicator: Communicator) -> None:
-    """Wait for all of the communicator's calls in flight. Raises RankLost."""
+    """Wait until all of the communicator's calls in flight are complete. Raises RankLost."""
     for call in [call for call, whose in calls_in_flight.items() if whose is communicator]:
         call.wait()

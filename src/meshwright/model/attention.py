@@ -19,13 +19,12 @@ from meshwright.spec.config import ModelConfig
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with `heads` query heads and `kv_heads` key-value heads on this rank (Ainslie et al.
-    2023, arXiv:2305.13245).
+    """Grouped-query attention layer of a transformer block, with `heads` query heads and `kv_heads` key-value heads on
+    this rank (Ainslie et al. 2023, arXiv:2305.13245).
 
     Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then
     those of keys and values. Queries and keys may be normalised before the rotary embedding (QK norm: Henry et al.
-    2020, arXiv:2010.04245; Qwen3).
-    """
+    2020, arXiv:2010.04245; Qwen3)."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -49,10 +48,11 @@ class Attention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] of `x_BSH`. `rotation`: rotary cosine and sine of each token, [B or 1,
-        1, S, D/2] each; None with learned positions. `visible`: attention mask from `visibility` (encoder: from
-        `bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache; the new keys and values are
-        stored as those of layer number `layer`, attention runs over the cached tokens too, and `visible` is ignored."""
+        """Return the attention output [B, S, H] for the hidden states `x_BSH`. `rotation`: rotary cosine and sine of
+        each token, [B or 1, 1, S, D/2] each; None with learned positions. `visible`: attention mask from `visibility`
+        (encoder: from `bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache, to which the
+        new keys and values are added as those of layer number `layer`; attention then covers the cached tokens too, and
+        `visible` is ignored."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

@@ -20,8 +20,9 @@ Function = Callable[..., Any]
 
 
 class TokenAxis:
-    """Parallel axis whose ranks hold different tokens of the same sequences. This base class is for one device: its
-    `size` (number of ranks) is 1, and nothing is communicated. name: "tp" or "cp"."""
+    """Base class of the communication over a parallel axis whose ranks hold different tokens of the same sequences.
+    This class itself is for one device: its `size` (number of ranks) is 1, and nothing is communicated. name: "tp" or
+    "cp"."""
 
     name: str
     size = 1
@@ -34,7 +35,8 @@ class TokenAxis:
 
 class TensorOperations(TokenAxis):
     """Communication of tensor parallelism: `enter` precedes column-parallel products, `leave` follows row-parallel
-    ones. This base class is for one device: every method returns its input. `site`: label of the call in traces."""
+    ones. This base class is for one device, where every method returns its input. Argument `site` of all methods: label
+    of the call in traces."""
 
     name = "tp"
     rank = 0
@@ -65,9 +67,8 @@ class TensorOperations(TokenAxis):
         return x_BSH
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the ranks' token slices [B, S / size, H] concatenated, [B, S, H]. `site`: label of the call in
-        traces.
-        """
+        """Return the concatenation [B, S, H] of the ranks' token slices `x_BSH` [B, S / size, H]. `site`: label of the
+        call in traces."""
         return x_BSH
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
@@ -77,17 +78,17 @@ class TensorOperations(TokenAxis):
 
 
 class ContextOperations(TokenAxis):
-    """Attention under context parallelism, which splits the tokens of each sequence over ranks. This base class is for
-    one device, which holds all tokens."""
+    """Attention under context parallelism, which splits the tokens of each sequence over ranks. This base class
+    computes it on one device, which holds all tokens."""
 
     name = "cp"
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the attention mask that `attend` takes as its argument `visible`; None if attention is plain causal.
-        `documents`: boundaries in packed sequences; `tokens`: number of tokens of each sequence on this rank; `window`:
-        sliding window in tokens; None: no sliding window."""
+        """Return the attention mask that `attend` takes as its argument `visible`; None for plain causal attention.
+        `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on this rank;
+        `window`: sliding window in tokens (None: none)."""
         return visibility(documents, tokens, window, device)
 
     def attend(
@@ -99,9 +100,9 @@ class ContextOperations(TokenAxis):
 
 
 class TokenDispatcher(Protocol):
-    """Token dispatcher of expert parallelism: sends tokens to the ranks that hold their experts and combines the
-    results. expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks that split the
-    width of each expert (etp). torch.compile cannot trace `dispatch` and `combine`."""
+    """Interface of a token dispatcher of expert parallelism, which sends tokens to the ranks that hold their experts
+    and combines the results. expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks
+    that split the width of each expert (etp). torch.compile cannot trace `dispatch` and `combine`."""
 
     expert_ranks: int
     """Ranks among which experts are split."""
@@ -109,21 +110,22 @@ class TokenDispatcher(Protocol):
     """Ranks that split the width of each expert."""
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Send token copies `x_NH`, sorted by expert (the copies of expert e end at index `ends_E[e]`), to the ranks of
-        their experts. Return three things: the R copies received for the local experts, [R, H], sorted by expert; the
-        exclusive end index of each local expert's copies; and an opaque record of the routes, for `combine`."""
+        """Send token copies `x_NH`, sorted by expert, to the ranks of their experts. `ends_E[e]`: index at which the
+        copies of expert e end (exclusive). Return three things: the R copies received for this rank's experts, [R,
+        H], sorted by expert; the exclusive end index of each of these experts' copies; and an opaque state for
+        `combine`."""
 
     def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
         """Send expert outputs `y_RH` back to the ranks of their tokens. Return [N, H], in the order of the `x_NH` that
         was dispatched.
 
-        y_RH: partial sums where several ranks (`width_ranks`) split each expert. routes: third result of `dispatch`.
-        """
+        y_RH: partial sums where several ranks (`width_ranks`) split each expert. routes: the state that `dispatch`
+        returned (third result)."""
 
 
 class Recompute:
-    """Activation checkpointing of the functions that run a transformer block. This base class recomputes nothing:
-    autograd saves what it needs."""
+    """Activation checkpointing of the functions that run a transformer block. This base class checkpoints nothing:
+    autograd saves all that backward needs."""
 
     kind = "none"
 
@@ -133,21 +135,21 @@ class Recompute:
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return a function to call in place of `function`, which is the forward of a transformer block or of a part of
-        it. This base class at most compiles `function`; subclasses first add activation checkpointing that chooses
-        among its operators. compile_options: keyword arguments of torch.compile; None: do not compile. around: function
-        that wraps the compiled function; unused without compilation."""
+        """Return a replacement for `function`, the forward of a transformer block or of a part of it. This base class
+        only compiles `function`, if requested; subclasses also add activation checkpointing of some of its operators.
+        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
+        compiled function; unused without compilation."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_block(self, function: Function) -> Function:
-        """Return a function to call in place of `function`, the forward of a whole transformer block (which calls the
-        functions that `wrap` returned). Here it is `function` itself; subclasses may checkpoint the whole block."""
+        """Return a replacement for `function`, the forward of a whole transformer block. This base class returns
+        `function` itself; subclasses may checkpoint the whole block."""
         return function
 
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """Bundle of the parallel operations that a model is built with; the default is one device. `tensor`, `context`:
+    """Parallel operations that a model is built with; the defaults are those of one device. `tensor`, `context`:
     communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert parallelism; None: no
     expert parallelism, tp ranks split the width of each expert. `recompute`: activation checkpointing."""
 

@@ -11,12 +11,11 @@ import torch
 
 
 class AttentionCache(Protocol):
-    """Interface of a KV cache for attention layers: it stores the keys and values of new tokens, and computes the
+    """Interface of a KV cache of all attention layers: it stores the keys and values of new tokens, and computes the
     attention of new tokens to themselves and to the cached tokens.
 
-    length: number of tokens of each sequence that all layers have cached. Unless the caller passes position IDs, those
-    of new tokens start at `length`.
-    """
+    length: number of cached tokens of each sequence. Unless the caller passes position IDs, those of new tokens start
+    at `length`."""
 
     length: int
 
@@ -25,4 +24,5 @@ class AttentionCache(Protocol):
         [B, N, S, D] of the new queries to the cached and the new tokens, within the layer's sliding window."""
 
     def advance(self, tokens: int) -> None:
-        """Add `tokens`, the number of new tokens of each sequence, to `length`; called after the last layer."""
+        """Add `tokens`, the number of new tokens of each sequence, to `length`. Called when all layers have stored the
+        new keys and values."""

@@ -20,18 +20,17 @@ class Documents:
     IDs restart at 0 in each document.
 
     `starts_BS`: for each token the index, in the unsharded sequence, at which its document begins; None: every sequence
-    is one document. `places_C`: with context parallelism, the index in the unsharded sequence of each token of this
-    rank. `pairs`: for preference training, the pairs of chosen and rejected responses.
-    """
+    is one document. `indices_C`: with context parallelism, the index in the unsharded sequence of each token of this
+    rank; otherwise None. `pairs`: for preference training, the pairs of chosen and rejected responses."""
 
     starts_BS: torch.Tensor | None = None
-    places_C: torch.Tensor | None = None
+    indices_C: torch.Tensor | None = None
     pairs: Pairs | None = None
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
-        """Return the boundaries of documents given by `ids_BS`, a document number for each token: a new document begins
-        wherever the number differs from that of the token before."""
+        """Build the boundaries from `ids_BS`, a document number for each token: a new document begins wherever the
+        number differs from that of the previous token."""
         ids = torch.as_tensor(ids_BS)
         changes = ids[:, 1:] != ids[:, :-1]
         if not bool(changes.any()):
@@ -42,8 +41,8 @@ class Documents:
 
     @classmethod
     def from_starts(cls, starts: Sequence[Sequence[int]], sequence: int) -> Documents:
-        """Return the boundaries given by the start indices of documents: one ascending list for each sequence of
-        `sequence` tokens. Index 0 starts a document even if it is not listed."""
+        """Build the boundaries from the start indices of documents: one ascending list for each sequence of `sequence`
+        tokens. Index 0 starts a document even if it is not listed."""
         ids = torch.zeros(len(starts), sequence, dtype=torch.int64)
         for row, places in enumerate(starts):
             assert all(0 <= place < sequence for place in places), (row, places, sequence)
@@ -52,33 +51,33 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """Return a copy whose tensors are on `device`."""
-        if self.starts_BS is None and self.places_C is None and self.pairs is None:
+        if self.starts_BS is None and self.indices_C is None and self.pairs is None:
             return self
-        starts_BS, places_C = (None if each is None else each.to(device) for each in (self.starts_BS, self.places_C))
+        starts_BS, indices_C = (None if each is None else each.to(device) for each in (self.starts_BS, self.indices_C))
         pairs = None if self.pairs is None else self.pairs.map(lambda tensor: tensor.to(device))
-        return Documents(starts_BS, places_C, pairs)
+        return Documents(starts_BS, indices_C, pairs)
 
-    def at(self, places_C: torch.Tensor) -> Documents:
-        """Return a copy for a context-parallel rank that holds the tokens at sequence indices `places_C` [C]."""
-        return Documents(self.starts_BS, places_C, None if self.pairs is None else self.pairs.at(places_C))
+    def select_tokens(self, indices_C: torch.Tensor) -> Documents:
+        """Return a copy for the context-parallel rank that holds the tokens at the indices `indices_C` [C] of each
+        sequence."""
+        return Documents(self.starts_BS, indices_C, None if self.pairs is None else self.pairs.select_tokens(indices_C))
 
     def positions_BS(self) -> torch.Tensor | None:
         """Return the position ID of each token of this rank within its document, [B or 1, C]; None if the position IDs
         are 0, 1, 2 ... in every sequence."""
-        places_C = self.places_C
+        indices_C = self.indices_C
         if self.starts_BS is None:
-            return None if places_C is None else places_C[None]
-        if places_C is None:
+            return None if indices_C is None else indices_C[None]
+        if indices_C is None:
             return torch.arange(self.starts_BS.shape[1], device=self.starts_BS.device) - self.starts_BS
-        return places_C - self.starts_BS[:, places_C]
+        return indices_C - self.starts_BS[:, indices_C]
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return for each token the lowest sequence index that it may attend to, [B or 1, S]; None if it is 0 for all
-        tokens. (Attention is causal: the highest is the token's own index.)
+        """Return for each token the index of the first token in the sequence that it may attend to, [B or 1, S]; None
+        if that is 0 for all tokens. (Attention is causal: the last one is the token itself.)
 
-        `window`: sliding window, a token attends to itself and the `window` - 1 tokens before it; None: no sliding
-        window. `sequence`: number of tokens of an unsharded sequence.
-        """
+        `window`: sliding window; a token attends to itself and the `window` - 1 tokens before it; None: no sliding
+        window. `sequence`: number of tokens of an unsharded sequence."""
         if window is None or window >= sequence:
             return self.starts_BS
         oldest_S = (torch.arange(sequence, device=device) - (window - 1)).clamp(min=0)

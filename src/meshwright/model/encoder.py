@@ -40,14 +40,16 @@ class EncoderBlock(nn.Module):
         self.mlp_norm = make_norm(config, **options)
 
     def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-        """Return the block's output [B, S, H]. `added`: additive attention mask [B or 1, 1, S or 1, S] (0 or a large
-        negative number) of `bidirectional_mask`; None: every token attends to every other."""
+        """Return the block's output [B, S, H] for the hidden states `x_BSH`. `added`: additive attention mask [B or 1,
+        1, S or 1, S] (0 or a large negative number) from `bidirectional_mask`; None: every token attends to every
+        other."""
         x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
 
 class _VocabularyBias(nn.Module):
-    """Output bias [V] of the masked-language-model head, as a module; the head's weight matrix is the embedding's."""
+    """Module that holds the output bias [V] of the masked-language-model head. The head's weight matrix is the
+    embedding table."""
 
     def __init__(self, vocabulary: int, **options: Any) -> None:
         super().__init__()
@@ -55,21 +57,20 @@ class _VocabularyBias(nn.Module):
 
 
 class EncoderInputs(TypedDict, total=False):
-    """Optional inputs of an encoder. attention_mask_BS: 0 at padding, which no token attends to. token_types_BS:
-    segment ID of each token (default 0)."""
+    """Optional inputs of an encoder. attention_mask_BS: 0 at padding, to which no token attends, else 1.
+    token_types_BS: segment ID of each token (default 0)."""
 
     attention_mask_BS: torch.Tensor | None
     token_types_BS: torch.Tensor | None
 
 
 class Encoder(nn.Module):
-    """BERT-style encoder with the head `config.head`: "masked" predicts masked tokens, "classes" classifies sequences
-    (or documents of packed sequences), "none" has a pooler alone. `forward` returns a summed loss; `logits`, `hidden`
-    and `pooled` return what `transformers` returns. There is no dropout.
+    """BERT-style encoder with the head that `config.head` names: "masked" predicts masked tokens, "classes" classifies
+    sequences (or the documents of packed sequences), "none" has only a pooler. `forward` returns a summed loss;
+    `logits`, `hidden` and `pooled` return what `transformers` returns. There is no dropout.
 
     Parameters are uninitialised: `initialise`, `load_encoder` or an engine fills them. `recompute`: activation
-    checkpointing of the blocks; by default none.
-    """
+    checkpointing of the blocks; by default none."""
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class Encoder(nn.Module):
         self._loss_backend: Any = None
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile the blocks and the elementwise part of the loss with torch.compile, which gets `options`."""
+        """Compile the blocks, and from then on the elementwise part of the loss, with torch.compile. `options`: its
+        keyword arguments."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         self._run_block = self._recompute.wrap_block(self._recompute.wrap(EncoderBlock.forward, options))
@@ -150,8 +152,8 @@ class Encoder(nn.Module):
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the last block's output, [B, S, H]. `units`: hooks around FSDP units; `attention_mask_BS`: 0 at
-        padding, which no token attends to; `token_types_BS`: segment ID of each token (default 0); `documents`:
-        boundaries in packed sequences."""
+        padding, to which no token attends; `token_types_BS`: segment ID of each token (default 0); `documents`:
+        document boundaries in packed sequences."""
         sequence = tokens_BS.shape[1]
         if sequence > self.config.max_positions:
             most = self.config.max_positions
@@ -192,11 +194,9 @@ class Encoder(nn.Module):
     def logits(
         self, tokens_BS: torch.Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]
     ) -> torch.Tensor:
-        """Return logits in the model's dtype: with head "masked" [B, S, V], with head "classes" [B, C] (packed
-        documents: [D, C]).
-
-        `documents`: boundaries in packed sequences.
-        """
+        """Return the logits of the head in the model's dtype: [B, S, V] for "masked", [B, C] for "classes" (with packed
+        documents [D, C]). `documents`: document boundaries in packed sequences; `inputs`: attention mask and token
+        types."""
         hidden_BSH = self.hidden(tokens_BS, documents, **inputs)
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)

@@ -42,7 +42,8 @@ class Mixture(nn.Module):
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the layer's output [B, S, H] and its load-balancing loss (scalar; None without `counted_B`).
-        `counted_B`: number of targets of each sequence, by which the loss of the sequence is weighted."""
+        `counted_B`: number of target tokens of each sequence, by which the sequence's load-balancing loss is
+        weighted."""
         if self.expert_parallel:
             return self._forward_expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
@@ -57,8 +58,8 @@ class Mixture(nn.Module):
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer with expert parallelism; only the shared expert is tensor-parallel. Return the output [B, S,
-        H] and the load-balancing loss (None without `counted_B`, the number of targets of each sequence).
-        """
+        H] and the load-balancing loss (None without `counted_B`). `counted_B`: number of target tokens of each
+        sequence."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
         y_BSH, loss = self._forward_routed(own_BSH, counted_B)
@@ -72,9 +73,8 @@ class Mixture(nn.Module):
     def _forward_routed(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Route the tokens through their experts; return the output [B, S, H] and the load-balancing loss (None
-        without `counted_B`, the number of targets of each sequence).
-        """
+        """Run the routed experts: route each token to its experts and sum their weighted outputs. Return the output [B,
+        S, H] and the load-balancing loss (None without `counted_B`, the number of target tokens of each sequence)."""
         x_TH = x_BSH.flatten(0, 1)
         scores_TE = self.router.scores(x_TH)
         weights_TK, chosen_TK = self.router.choose(scores_TE)
@@ -82,7 +82,7 @@ class Mixture(nn.Module):
         loss = None
         if counted_B is not None:
             parts = (self.context, self.tensor) if self.expert_parallel else (self.context,)
-            loss = self.router.balance(scores_TE, chosen_TK, counted_B, *parts)
+            loss = self.router.balance_loss(scores_TE, chosen_TK, counted_B, *parts)
         return y_TH.view_as(x_BSH), loss
 
     def _forward_shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
@@ -107,16 +107,16 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.experts, **options)) if config.router_bias else None
 
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
-        """Return the score of each expert for each token, [T, E], positive, in float32 or float64. `product`: function
-        that computes x Wᵀ from (x, W)."""
+        """Return the router score of each expert for each token, [T, E], positive, in float32 or float64. `product`:
+        function (x, W) -> x Wᵀ."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
             return product(x_TH.to(wide), self.weight.to(wide)).sigmoid()
         return product(x_TH, self.weight).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (weights [T, K], expert indices [T, K]): for each token its K chosen experts and the factors on their
-        outputs. `scores_TE`: result of `scores`."""
+        """Choose each token's K experts by their scores. Return (factors on the outputs of these experts [T, K], expert
+        indices [T, K]). `scores_TE`: result of `scores`."""
         count = self.config.experts_per_token
         if self.bias is None:
             weights_TK, chosen_TK = scores_TE.topk(count, dim=-1)
@@ -127,21 +127,21 @@ class Router(nn.Module):
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return weights_TK * self.config.routed_scale, chosen_TK
 
-    def balance(
+    def balance_loss(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
         """Return this layer's load-balancing term of the summed loss (scalar). `scores_TE`: scores of all experts;
-        `chosen_TK`: expert indices of each token; `counted_B`: number of targets of each sequence; `parts`: parallel
-        axes whose ranks hold different tokens of a sequence, over which expert loads are all-reduced.
+        `chosen_TK`: expert indices of each token; `counted_B`: number of target tokens of each sequence; `parts`:
+        parallel axes whose ranks hold different tokens of a sequence, over which expert loads are all-reduced.
 
         The auxiliary loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean
         score of the expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is
-        averaged over layers and weighted by the sequence's number of targets. The caller divides the summed loss by the
-        targets of the whole step; so the split into micro-batches and ranks does not change the result.
+        averaged over layers and weighted by the sequence's number of target tokens. The caller divides the summed loss
+        by the target tokens of the whole step, so that the split into micro-batches and ranks does not change the
+        result.
 
         With a router bias, the term's value stays the same, but the gradient of an expert's bias becomes that expert's
-        load minus the mean load.
-        """
+        load minus the mean load."""
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
         load_BE = scores_TE.new_zeros(rows, config.experts)
@@ -162,8 +162,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed expert MLPs of this rank, stacked: `up.weight` is [E x 2F, H], each expert's gate before its up
-    projection; `down.weight` is [E x H, F]."""
+    """MLPs of the routed experts on this rank, stacked. `up.weight` is [E x 2F, H]: for each expert the gate
+    projection, then the up projection. `down.weight` is [E x H, F]."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Experts(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         """Return for each token the weighted sum of the outputs of its K experts, [T, H]. `weights_TK`: factors on
-        those outputs; `chosen_TK`: expert indices."""
+        those outputs; `chosen_TK`: indices of the experts."""
         tokens, chosen = chosen_TK.shape
         expert_N, order_N = chosen_TK.flatten().sort(stable=True)
         inverse_N = invert_permutation(order_N)

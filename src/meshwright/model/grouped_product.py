@@ -21,16 +21,17 @@ ALIGNMENT = 16  # bytes; the strides of grouped_mm operands must be multiples of
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, each with its expert's W; differentiable.
-    `weight_EYX`: one W for each expert; `ends_E`: exclusive end index of each expert's copies, int32."""
+    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, where W is the matrix of the copy's expert;
+    differentiable. `weight_EYX`: one W for each expert; `ends_E`: exclusive end index of each expert's copies,
+    int32."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _compute_grouped_product(x_NX, weight_EYX, ends_E)  # a custom operator's first call loads the compiler
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E)
 
 
 def _compute_grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], without autograd, for token copies sorted by expert, each with its expert's W. `ends_E`:
-    exclusive end index of each expert's token copies."""
+    """Return x Wᵀ, [N, Y], without autograd, for token copies sorted by expert, where W is the matrix of the copy's
+    expert. `ends_E`: exclusive end index of each expert's token copies."""
     if _supports_grouped_mm(x_NX, weight_EYX):
         return F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
@@ -57,9 +58,8 @@ def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch
 
 @custom_operator("meshwright::grouped_product_weight")
 def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return for each expert dyᵀ x over its token copies, [E, Y, X]; 0 without copies. `ends_E`: exclusive end index
-    of each expert's copies.
-    """
+    """Return the gradient [E, Y, X] of the grouped product's weights: for each expert dyᵀ x over its token copies, 0
+    without copies. `ends_E`: exclusive end index of each expert's copies."""
     if _supports_grouped_mm(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
@@ -97,12 +97,14 @@ _weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.sha
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs for backward (`setup_context` of register_autograd)."""
+    """Save the inputs of the grouped product for backward: the `setup_context` function of
+    torch.library.register_autograd."""
     ctx.save_for_backward(*inputs)
 
 
 def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Return the gradients of input and weight (`backward` of register_autograd)."""
+    """Return the gradients of the grouped product's input and weight (None for `ends_E`), given the output gradient
+    `dy_NY`: the `backward` function of torch.library.register_autograd."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
     operators = torch.ops.meshwright
     return (

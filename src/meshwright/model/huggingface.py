@@ -36,10 +36,9 @@ CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddi
 
 
 class CheckpointFiles:
-    """Tensors of a Hugging Face directory, which are read by name when they are needed.
+    """Reader of the safetensors files of a Hugging Face directory; each tensor is read by name when it is requested.
 
-    Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index.
-    """
+    Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -56,21 +55,21 @@ class CheckpointFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name` without reading its values."""
-        return self._ask(name, lambda file: tuple(file.get_slice(name).get_shape()))
+        return self._query_file(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
     def read(self, name: str) -> torch.Tensor:
         """Read the unsharded tensor of this name in its dtype on disk."""
-        return self._ask(name, lambda file: file.get_tensor(name))
+        return self._query_file(name, lambda file: file.get_tensor(name))
 
     def dtype(self, name: str) -> str:
         """Return the safetensors dtype name ("F32") of the tensor `name` without reading its values."""
-        return self._ask(name, lambda file: str(file.get_slice(name).get_dtype()))
+        return self._query_file(name, lambda file: str(file.get_slice(name).get_dtype()))
 
-    def _ask(self, name: str, question: Callable[[Any], Found]) -> Found:
-        """Call `question` with the open safetensors file that contains the tensor `name`; return its result. Read
+    def _query_file(self, name: str, query: Callable[[Any], Found]) -> Found:
+        """Call `query` with the open safetensors file that contains the tensor `name`, and return the result. Read
         errors become UserErrors."""
         with _convert_read_errors(self._place[name], name):
-            return question(self._open(self._place[name]))
+            return query(self._open(self._place[name]))
 
     def read_weights(self, name: str) -> torch.Tensor:
         """Read the unsharded floating-point tensor `name` in its dtype on disk. Raises UserError for another dtype and
@@ -88,7 +87,8 @@ class CheckpointFiles:
         return value
 
     def check_weights(self, name: str) -> None:
-        """Raise UserError unless the dtype of the tensor `name` is one of `WEIGHT_TYPES`."""
+        """Raise UserError unless the tensor `name` has a floating-point dtype in which weights are supported
+        (`WEIGHT_TYPES`)."""
         dtype = self.dtype(name)
         if dtype not in WEIGHT_TYPES:
             raise UserError(
@@ -151,7 +151,8 @@ class CheckpointFiles:
 
 
 def _reject_duplicate_keys(index: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object from its key-value pairs; raise UserError for a duplicate key, which json would ignore."""
+    """Build a JSON object of the file `index` from its key-value pairs; raise UserError for a duplicate key, which the
+    json module would accept. An `object_pairs_hook` of json.loads."""
     made: dict[str, Any] = {}
     for name, value in pairs:
         if name in made:
@@ -236,10 +237,10 @@ def _load_model(
     build: Callable[[ModelConfig], AnyModel], config: ModelConfig, files: CheckpointFiles, seed: int = 0,
     new_head: bool = False,
 ) -> AnyModel:  # fmt: skip
-    """Return the model of configuration `config` with all parameters loaded from `files`. `build`: builds it from
-    `config`, called when the files have been checked, since a configuration that does not fit them may be of any size.
-    `new_head`: True: initialise, from `seed`, head parameters that are missing in the files or have another shape
-    there. Raises UserError if other tensors are missing, misshapen or unexpected."""
+    """Build the model of configuration `config` and load all its parameters from `files`. `build`: function that builds
+    the model; it is called after the files are checked against the configuration, which could otherwise demand a model
+    of any size. `new_head`: True to initialise, from `seed`, head parameters that are missing in the files or have
+    another shape there. Raises UserError if other tensors are missing, misshapen or unexpected."""
     table = parameter_table(config)
     names = match_entries(files, table, config, new_head)
     model = build(config)
@@ -255,13 +256,12 @@ def _load_model(
 def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Return {name of each parameter entry of `table`: name of its tensor in the files}; a parameter entry is one
-    tensor of a checkpoint. Raises UserError for missing, misshapen or unexpected tensors.
+    """Match the parameter entries of `table` to the tensors in the files; return {entry name: tensor name}. Raises
+    UserError for missing, misshapen or unexpected tensors.
 
     Files of a base model may omit the prefix "transformer.", "model." or "bert.". The tensor of an output head tied to
     the embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: True: do not raise
-    for entries of the head that are missing or of another shape; leave them out of the result.
-    """
+    for entries of the head that are missing or of another shape; leave them out of the result."""
     prefix = BASE_PREFIX[config.family]
     bare = not any(name.startswith(prefix) for name in files.names)
     written = _map_current_names(files, config)
@@ -295,8 +295,8 @@ def match_entries(
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
-    """Return {current Hugging Face name of a tensor: its name in the files}. The two names differ where the files use
-    the naming of an older version of transformers."""
+    """Return {current Hugging Face name of a tensor: its name in the files}. The names differ if an older version of
+    transformers wrote the files."""
     found = {name: name for name in files.names}
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
         for name in files.names:

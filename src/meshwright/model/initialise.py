@@ -34,8 +34,8 @@ def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
 def fill_parameters(
     model: nn.Module, table: ParameterTable, value_of: Callable[[ParameterEntry], torch.Tensor]
 ) -> None:
-    """Write all parameters of an unsharded model, in place. table: its parameter table. value_of: returns the value of
-    a parameter entry in its shape on disk (before any transposition)."""
+    """Write all parameters of an unsharded model, in place. table: its parameter table. value_of: function that returns
+    the value of a parameter entry in its shape on disk (before any transposition)."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in table.entries:
@@ -43,15 +43,16 @@ def fill_parameters(
 
 
 def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
-    """Copy `value` into `tensor`. `entry`: parameter entry (one tensor of a checkpoint); `value`: its value, in its
-    shape on disk; `tensor`: unsharded model parameter of which the entry is a slice (such as fused qkv). Transposes the
-    value if the entry says that the model does so."""
+    """Copy the value of one parameter entry (one tensor of a checkpoint) into a model parameter. `value`: in its shape
+    on disk, transposed here if the model stores the transpose; `tensor`: unsharded model parameter of which the entry
+    is a slice (such as fused qkv)."""
     part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
     part.copy_(value.T if entry.transposed else value)
 
 
 def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
-    """Return a view of one parameter entry (one tensor of a checkpoint), in its shape on disk. `tensor`: the unsharded
-    model parameter that contains the entry as a slice (such as fused qkv), or the gradient of that parameter."""
+    """Return one parameter entry (one tensor of a checkpoint) as a view of a model parameter, in its shape on disk.
+    `tensor`: the unsharded model parameter of which the entry is a slice (such as fused qkv), or that parameter's
+    gradient."""
     part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
     return part.T if entry.transposed else part

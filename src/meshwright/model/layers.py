@@ -19,8 +19,9 @@ from meshwright.spec.config import ModelConfig
 
 class Linear(nn.Module):
     """Linear layer y = x Wᵀ + b with W [y, x]; parameters are uninitialised. `x`, `y`: input and output size.
-    weight_gradients: queue to which backward hands the weight-gradient computation; None: autograd computes it. taps:
-    set only during a compiled call: dummy inputs whose gradients pass dy and x to that queue."""
+    weight_gradients: queue to which backward hands the computation of the weight gradient; None: autograd computes it.
+    taps: set only during a compiled call: two dummy inputs whose gradients carry dy and x out of the compiled graph to
+    that queue."""
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     taps: Taps | None = None  # set during a compiled call
@@ -36,16 +37,17 @@ class Linear(nn.Module):
 
 
 class RowParallelLinear(Linear):
-    """Row-parallel linear layer: its product is summed over the ranks of tensor parallelism before the bias is added.
-    `x`: input size on this rank; `y`: output size; `tensor`: operations that communicate over those ranks; `site`:
-    label of the sum in traces."""
+    """Row-parallel linear layer: the ranks' partial products are summed over tensor parallelism before the bias is
+    added. `x`: input size on this rank; `y`: output size; `tensor`: communication of tensor parallelism; `site`: label
+    of the sum in traces."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
         self.tensor, self.site = tensor, site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the summed product plus bias, [..., Y] (with sequence parallelism this rank's token slice)."""
+        """Return x Wᵀ + b summed over the tp ranks, [..., Y] (with sequence parallelism this rank's token slice of
+        it)."""
         if self.tensor.trivial:
             return super().forward(x)
         y = linear(x, self.weight, None, self.weight_gradients, self.taps)
@@ -93,7 +95,8 @@ def make_norm(config: ModelConfig, **options: Any) -> nn.Module:
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the activation function named "silu", "relu", "gelu" or "gelu_tanh" applied to `x`, elementwise."""
+    """Apply the activation function named `activation` ("silu", "relu", "gelu" or "gelu_tanh") to `x` elementwise and
+    return the result."""
     if activation == "silu":
         return F.silu(x)
     if activation == "relu":
@@ -126,9 +129,9 @@ class FeedForward(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Embedding table [rows, hidden]: one row for each ID. Its gradient is summed in float32 or float64. With `tensor`
-    (operations of tensor parallelism) the table is vocabulary-parallel: each rank holds a slice and returns zeros for
-    IDs outside it."""
+    """Embedding table [rows, hidden] with one row for each ID; its gradient is summed in float32 or float64. `tensor`:
+    communication of tensor parallelism; if given, the table is vocabulary-parallel: each rank holds a slice of the rows
+    and returns zeros for other IDs."""
 
     def __init__(self, rows: int, hidden: int, tensor: TensorOperations | None, **options: Any) -> None:
         super().__init__()

@@ -27,34 +27,32 @@ SLICE_LOGITS = 1 << 19  # logits processed together on a CPU, so that intermedia
 def linear_cross_entropy(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, keep: bool = True
 ) -> torch.Tensor:
-    """Return the sum over tokens of -log softmax(hidden weightᵀ + bias)[target] (nats, scalar, float32 or float64);
-    targets of -100 do not count. `head`: weight and bias.
+    """Return the cross-entropy loss summed over tokens: -log softmax(hidden weightᵀ + bias)[target] (nats, scalar,
+    float32 or float64); targets of -100 do not count. `head`: weight and bias.
 
     `keep`: True: compute the gradients in the forward pass and save them, which takes memory of the weight's size;
-    False: backward recomputes the logits. Both give bitwise equal gradients. Tensor parallelism communicates in the
-    forward pass alone, either way.
-    """
+    False: backward recomputes the logits. Both give bitwise equal gradients. In both cases, tensor parallelism
+    communicates in the forward pass alone."""
     mode = _Mode("none" if not torch.is_grad_enabled() else "save" if keep else "recompute", of_tokens=False)
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
 
 def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
-    """Return each token's -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64; 0 where the
-    target is -100. `head`: weight and bias.
+    """Return each token's cross-entropy -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64; 0
+    where the target is -100. `head`: weight and bias.
 
-    Backward recomputes the logits; saved are `hidden_TH` and two numbers per token.
-    """
+    Backward recomputes the logits from `hidden_TH` and two saved numbers per token."""
     mode = _Mode("recompute" if torch.is_grad_enabled() else "none", of_tokens=True)
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
 
 class OutputHead(NamedTuple):
-    """Output head; with tensor parallelism, this rank's vocabulary slice of it.
+    """Weight and bias of the output head and how to compute with them; with tensor parallelism, this rank's slice of
+    the vocabulary.
 
-    `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: operations that
-    communicate over tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: backend of
-    torch.compile that fuses the elementwise work of the loss; None: that work runs eagerly.
-    """
+    `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: communication over
+    tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: torch.compile backend that fuses
+    the elementwise operations of the loss; None: they run eagerly."""
 
     weight_VH: torch.Tensor
     tensor: TensorOperations
@@ -65,18 +63,18 @@ class OutputHead(NamedTuple):
 
 
 class _Mode(NamedTuple):
-    """Options of a cross-entropy. gradients: "save": the forward pass computes and saves the gradients; "recompute":
-    backward recomputes the logits and computes them; "none": no backward follows (autograd's `needs_input_grad` does
-    not tell: it stays True under torch.no_grad). of_tokens: True: return the loss of each token, [T]; False: the sum.
-    """
+    """Options of a cross-entropy. gradients: "save": forward computes the gradients and saves them; "recompute":
+    backward recomputes the logits and computes the gradients; "none": no backward follows (autograd's
+    `needs_input_grad` does not show that: it stays True under torch.no_grad). of_tokens: True: return the loss of each
+    token, [T]; False: the sum."""
 
     gradients: Literal["none", "save", "recompute"]
     of_tokens: bool
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Autograd function of `linear_cross_entropy` and `token_cross_entropy`: chunked cross-entropy of the output head,
-    summed over tokens or of each token."""
+    """Autograd function of the output head's cross-entropy, computed over chunks of tokens; for `linear_cross_entropy`
+    (sum over tokens) and `token_cross_entropy` (loss of each token)."""
 
     @staticmethod
     def forward(
@@ -88,9 +86,10 @@ class _CrossEntropy(torch.autograd.Function):
         head: OutputHead,
         mode: _Mode,
     ) -> torch.Tensor:
-        """Return the loss (nats): the sum, a scalar, or the loss of each token, [T]. `targets_T`: token IDs; -100:
-        ignored. `head`: vocabulary slice and tensor parallelism of the output head; `mode`: sum or token losses, and
-        how backward gets the gradients. `weight_VH`, `bias_V`: those of `head`, as inputs that autograd sees."""
+        """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T]. `weight_VH`, `bias_V`:
+        those of `head`, passed as separate inputs so that autograd sees them; `targets_T`: token IDs, -100 for ignored
+        tokens; `head`: vocabulary slice and communication; `mode`: sum or token losses, and how backward gets the
+        gradients."""
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
@@ -132,8 +131,8 @@ def _scale_gradients(
     d_bias_V: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias, each multiplied by the scalar `factor`; None for a
-    gradient that is None. Those of weight and bias are cast to `dtype`."""
+    """Multiply the gradients of hidden states, weight and bias by the scalar `factor` and return them; None stays None.
+    Those of weight and bias are also cast to `dtype`."""
     if d_hidden_TH is not None:
         # The factor (1 / targets of the step) stays in its wide type: rounding it would scale all gradients.
         d_hidden_TH = (d_hidden_TH.to(factor.dtype) * factor).to(d_hidden_TH.dtype)
@@ -163,8 +162,7 @@ class _Gradients:
         return self.hidden_TH, self.weight_VH, self.bias_V
 
     def add(self, chunk: _Chunk, factors_T: torch.Tensor | None = None) -> None:
-        """Add the gradients of one chunk of tokens. `factors_T`: a factor for the loss of each token, for all T tokens;
-        None: 1."""
+        """Add the gradients of one chunk of tokens. `factors_T`: factors on the losses of all T tokens; None: 1."""
         hidden_TH, weight_VH = self._inputs
         d_logits_CV = chunk.differentiate(None if factors_T is None else factors_T[chunk.tokens])
         if self.hidden_TH is not None:
@@ -181,8 +179,9 @@ class _Gradients:
 def _recompute_gradients(
     context: Any, factors_T: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Recompute the logits and return the gradients of hidden states, weight and bias. `context`: autograd context with
-    the tensors that forward saved; `factors_T`: a factor for the loss of each token; None: 1."""
+    """Recompute the logits and return the gradients of hidden states, weight and bias (None where not required).
+    `context`: autograd context with the tensors that forward saved; `factors_T`: a factor on the loss of each token;
+    None: 1."""
     hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
     head = context.head._replace(weight_VH=weight_VH, bias_V=bias_V)
     sums = _Gradients(hidden_TH, head, *context.needs_input_grad[:3])
@@ -192,9 +191,9 @@ def _recompute_gradients(
 
 
 class _Chunk:
-    """Logits, losses (nats) and logit gradients of one chunk of C tokens. `tokens`: slice that selects the chunk from
-    all T tokens. `known_2C`: [2, C], log-sum-exp and target logit of each token, if the forward pass has computed them;
-    None: compute them here, with all-reduces over tp."""
+    """Logits and losses (nats) of one chunk of C tokens, from which `differentiate` computes the logits' gradients.
+    `tokens`: slice that selects the chunk from all T tokens. `known_2C`: [2, C], log-sum-exp and target logit of each
+    token, if the forward pass has computed them; None: compute them here, with all-reduces over tp."""
 
     def __init__(
         self,
@@ -209,10 +208,10 @@ class _Chunk:
         self._statistics, self._to_gradient_ = _elementwise_functions(head.compile_backend)
         wide = at_least_float32(logits_CV.dtype)
         self._counted_C = (targets_C != IGNORED).to(wide)
-        places_C = targets_C.clamp(min=0) - head.first_token
-        self._here_C = (places_C >= 0) & (places_C < logits_CV.shape[1])
+        indices_C = targets_C.clamp(min=0) - head.first_token
+        self._here_C = (indices_C >= 0) & (indices_C < logits_CV.shape[1])
         # Indexing, because gather and scatter touch the whole chunk on a CPU.
-        self._targets = (torch.arange(len(places_C), device=places_C.device), torch.where(self._here_C, places_C, 0))
+        self._targets = (torch.arange(len(indices_C), device=indices_C.device), torch.where(self._here_C, indices_C, 0))
 
         self.log_sum_C, self.target_C = (
             self._reduce_softmax_statistics(head.tensor) if known_2C is None else (known_2C[0], known_2C[1])
@@ -220,8 +219,8 @@ class _Chunk:
         self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
 
     def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's log-sum-exp and its target's logit over the whole vocabulary, [C] each. `tensor`:
-        operations that all-reduce both over tp."""
+        """Return each token's log-sum-exp over the whole vocabulary and the logit of its target, [C] each. `tensor`:
+        communication by which both are all-reduced over tp."""
         logits_CV = self._logits_CV
         parts = [self._statistics(logits_CV[part]) for part in self._token_slices()]
         maximum_C, sum_C = (torch.cat(values) for values in zip(*parts, strict=True))
@@ -234,8 +233,8 @@ class _Chunk:
         return highest_C + sum_C.log(), target_C
 
     def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
-        """Overwrite the chunk's logits with the gradient of its summed loss, softmax - one-hot, and return them, [C,
-        V]. `factors_C`: a factor for the loss of each token; None: 1."""
+        """Overwrite the chunk's logits with their gradients, (softmax - one-hot) times the factor on the token's loss,
+        and return them, [C, V]. `factors_C`: those factors; None: 1. Ignored tokens get 0."""
         counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
         for part in self._token_slices():
             self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], counted_C[part])
@@ -245,8 +244,8 @@ class _Chunk:
         return self._logits_CV
 
     def _token_slices(self) -> Iterator[slice]:
-        """Yield slices of the chunk's tokens, to be processed one after another. On a CPU the logits of a slice fit in
-        the caches; on other devices, and with compiled (fused) kernels, one slice holds all tokens."""
+        """Yield slices of the chunk's tokens for elementwise operations. On a CPU the logits of a slice fit in the
+        caches; on other devices, and with compiled (fused) kernels, one slice holds all tokens."""
         tokens, vocabulary = self._logits_CV.shape
         fused = self._compiled or self._logits_CV.device.type != "cpu"
         at_once = tokens if fused else max(1, SLICE_LOGITS // vocabulary)
@@ -262,14 +261,14 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor) -> None:
-    """Overwrite the logits with softmax times `counted_C`, the factor on each token's loss (0 for ignored tokens).
-    `log_sum_C`: log-sum-exp of each token."""
+    """Overwrite the logits with softmax(logits) times `counted_C`, the factor on each token's loss (0 for ignored
+    tokens). `log_sum_C`: log-sum-exp of each token's logits."""
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> _Chunk:
-    """Build a chunk of tokens from its logits [C, V] and targets [C], without the head matmul. The constructor computes
-    its losses, `differentiate` its logit gradients; the hardware probe times both."""
+    """Build a chunk of tokens from given logits [C, V] and targets [C], without the matmul of the output head. The
+    hardware probe uses it to time the computation of losses (constructor) and of logit gradients (`differentiate`)."""
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
     return _Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
@@ -277,8 +276,8 @@ def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> 
 
 @functools.cache
 def _elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the pair (`_statistics`, `_to_gradient_`), both compiled by the torch.compile `backend` unless it is
-    None."""
+    """Return the functions (`_statistics`, `_to_gradient_`), compiled with the torch.compile backend `backend`; None:
+    not compiled."""
     if backend is None:
         return _statistics, _to_gradient_
     options = {"dynamic": False, "backend": backend}
@@ -288,12 +287,11 @@ def _elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[.
 def _logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[_Chunk]:
-    """Compute the logits chunk by chunk and yield each `_Chunk`. All chunks share one logit buffer: use a chunk before
-    requesting the next one. Chunks have nearly equal numbers of tokens.
+    """Compute the logits of the output head chunk by chunk of tokens and yield each `_Chunk`. All chunks share one
+    logit buffer, so a chunk must be used before the next one is requested. Chunks have nearly equal numbers of tokens.
 
     All tp ranks cut the tokens into the same chunks, because they communicate in every chunk. `known_2T`: log-sum-exp
-    and target logit of each token, if known from the forward pass; else None.
-    """
+    and target logit of each token, if known from the forward pass; else None."""
     chunks = loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))
     start = 0

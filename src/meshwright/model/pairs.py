@@ -16,13 +16,12 @@ RESPONSES_SITE = "loss.responses"
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Preference pairs of a batch: documents 2k and 2k + 1 of a sequence are one prompt with its chosen response, and
-    the same prompt with its rejected response.
+    """Preference pairs of a batch. Documents 2k and 2k + 1 of a sequence are a pair: the same prompt with its chosen
+    and with its rejected response.
 
     `response_BC`: document number of each token on this rank; D for tokens outside any pair. `counted_BP`: True for a
     pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the responses
-    under the reference policy (nats, float64); zeros until they are computed.
-    """
+    under the reference policy (nats, float64); zeros until they are computed."""
 
     response_BC: torch.Tensor
     counted_BP: torch.Tensor
@@ -30,10 +29,10 @@ class Pairs:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None) -> Pairs:
-        """Return the pairs in sequences given by `ids_BS`, the document number of each token, counted from 0. Documents
-        2k and 2k + 1 are a pair. An even last number marks padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and one token of
-        padding. `most`: P, the number of pairs per sequence for which tensors are allocated; None: the largest number
-        in the batch."""
+        """Build the pairs of sequences from `ids_BS`, the document number of each token, counted from 0. Documents 2k
+        and 2k + 1 are a pair. If the last number is even, its tokens are padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and
+        one token of padding. `most`: P, the number of pairs per sequence for which tensors are allocated; None: the
+        largest number in the batch."""
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         most = max(1, int(pairs_B.max())) if most is None else most
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]
@@ -50,9 +49,10 @@ class Pairs:
         sequences."""
         return Pairs(change(self.response_BC), change(self.counted_BP), change(self.reference_BD))
 
-    def at(self, places_C: torch.Tensor) -> Pairs:
-        """Return a copy for a context-parallel rank that holds the tokens at sequence indices `places_C` [C]."""
-        return replace(self, response_BC=self.response_BC[:, places_C])
+    def select_tokens(self, indices_C: torch.Tensor) -> Pairs:
+        """Return a copy for the context-parallel rank that holds the tokens at the indices `indices_C` [C] of each
+        sequence."""
+        return replace(self, response_BC=self.response_BC[:, indices_C])
 
     @property
     def count(self) -> torch.Tensor:
@@ -60,12 +60,10 @@ class Pairs:
         return self.counted_BP.sum()
 
     def log_probabilities(self, losses_T: torch.Tensor) -> torch.Tensor:
-        """Return the log-probability of each response, [B, D] (nats, float64): the sum over its tokens of log p(token |
-        prefix).
+        """Return the log-probability of each of the D responses of a sequence, [B, D] (nats, float64): the sum over its
+        tokens of log p(token | prefix), 0 for a missing response.
 
-        `losses_T`: cross-entropy of each token. With context parallelism the sum covers this rank's tokens alone.
-        Entries of missing pairs are 0.
-        """
+        `losses_T`: cross-entropy of each token. With context parallelism the sum covers only this rank's tokens."""
         rows, responses = self.reference_BD.shape
         sums = torch.zeros(rows, responses + 1, dtype=torch.float64, device=losses_T.device)
         sums = sums.scatter_add(1, self.response_BC, -losses_T.double().view_as(self.response_BC))

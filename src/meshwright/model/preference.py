@@ -19,16 +19,17 @@ REWARDS = ("reward_margin", "reward_accuracy", "chosen_reward", "rejected_reward
 
 
 class PreferenceLoss(NamedTuple):
-    """Preference loss summed over pairs, and `figures` (float64 [3], detached): sum of the rewards of chosen responses,
-    sum of those of rejected ones, and number of pairs whose chosen response has the higher reward."""
+    """Preference loss and metrics of a batch. `loss`: summed over pairs. `figures` (float64 [3], detached): sum of the
+    rewards of chosen responses, sum of those of rejected ones, and number of pairs whose chosen response has the higher
+    reward."""
 
     loss: torch.Tensor
     figures: torch.Tensor
 
 
 class Rewards(NamedTuple):
-    """Means over pairs: reward of the chosen and of the rejected responses, and `accuracy`, the fraction of pairs whose
-    chosen response has the higher reward."""
+    """Reward metrics, means over preference pairs. `chosen`, `rejected`: reward of the chosen and of the rejected
+    response; `accuracy`: fraction of pairs whose chosen response has the higher reward."""
 
     chosen: float
     rejected: float
@@ -39,11 +40,9 @@ class Rewards(NamedTuple):
         """Mean reward of the chosen minus that of the rejected responses."""
         return self.chosen - self.rejected
 
-    def document(self, prefix: str = "") -> dict[str, float]:
-        """Return {metric name: value} for the four metrics named in `REWARDS` (margin, accuracy, chosen, rejected).
-        `prefix`: put before each name."""
-        values = (self.margin, self.accuracy, self.chosen, self.rejected)
-        return {prefix + name: value for name, value in zip(REWARDS, values, strict=True)}
+    def to_metrics(self) -> dict[str, float]:
+        """Return the four metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}."""
+        return dict(zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ class Preference:
         return PreferenceLoss((losses_BP * counted_BP).sum(), torch.cat([rewards_2, right[None].to(rewards_2.dtype)]))
 
 
-def preference_of(recipe: Recipe) -> Preference | None:
-    """Return the preference loss that a recipe selects; None for next-token training."""
+def make_preference(recipe: Recipe) -> Preference | None:
+    """Build the preference loss that a recipe (the settings of a run) selects; None for next-token training."""
     train = recipe.train
     if recipe.objective == "next-token":
         return None

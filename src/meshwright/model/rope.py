@@ -16,10 +16,10 @@ from meshwright.spec.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rotary angle per position of each of the D/2 dimension pairs (radians), in `dtype`.
+    """Return the rotary frequencies [D/2] of a model: the angle in radians per position of each dimension pair, in
+    `dtype`.
 
-    The order of operations is that of transformers, so that float32 tables agree to the last bit at any position.
-    """
+    The order of operations is that of transformers, so that float32 tables agree to the last bit at any position."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim
     wave = config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -34,8 +34,8 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Return the rotary `frequencies` [D/2] scaled as in Llama 3.1 with the parameters in `scaling`: those with long
-    wavelengths are divided by the factor, those with short ones stay unchanged, with a ramp between."""
+    """Return the rotary `frequencies` [D/2] scaled as in Llama 3.1: low ones (long wavelengths) are divided by the
+    scaling factor, high ones stay unchanged, with a ramp between. `scaling`: factor and limits."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     wavelengths = 2 * math.pi / frequencies
@@ -69,10 +69,10 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, config: ModelCon
 
 
 class RotaryTable:
-    """Cache of rotary cosines and sines for all positions requested so far; not part of a model's state.
+    """Table of rotary cosines and sines by position, extended when larger positions are requested; not part of a
+    model's state.
 
-    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
-    """
+    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._dtype = at_least_float32(dtype)
@@ -88,7 +88,7 @@ class RotaryTable:
             self._table = ((angles.cos() * self._scale).to(device), (angles.sin() * self._scale).to(device))
         return self._table
 
-    def at(
+    def look_up(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`. If

@@ -13,12 +13,12 @@ from meshwright.model.tiled_attention import tiled_attention
 
 
 def visibility(documents: Documents, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return the causal attention mask for packed documents and a sliding window, or None if attention is plain causal.
-    `sequence`: number of tokens of a sequence; `window`: sliding window in tokens; None: no sliding window.
+    """Return the causal attention mask of packed documents and a sliding window for `attend`; None for plain causal
+    attention. `sequence`: number of tokens of a sequence; `window`: sliding window in tokens (None: none).
 
     On a CPU the mask is the index of the first key that each token may attend to, [B or 1, S]. On other devices it is
-    boolean, [B or 1, 1, S, S], True where a token may attend. Built once per batch for all layers with the same window.
-    """
+    boolean, [B or 1, 1, S, S], True where a token may attend. It is built once per batch for all layers with the same
+    window."""
     first_BS = documents.first_visible_BS(sequence, window, device)
     if first_BS is None or device.type == "cpu":
         return first_BS
@@ -29,8 +29,9 @@ def visibility(documents: Documents, sequence: int, window: int | None, device: 
 def attend(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v, [B, N, S, D], for S queries at the last S of the C tokens whose keys are given.
-    `visible`: mask that `visibility` or a KV cache returned; None: causal if S = C, all keys visible if S < C."""
+    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. The S queries belong to the last S of the C
+    tokens whose keys and values are given. `visible`: mask from `visibility` or a KV cache; None: causal if S = C, all
+    keys visible if S < C."""
     same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
     if same_length and q_BNSD.device.type == "cpu":
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)

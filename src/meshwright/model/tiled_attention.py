@@ -31,20 +31,20 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """A range of queries and an equally long range of keys, on one device. `queries`, `keys`: slices along the token
-    dim of the tensors. `query_place`, `key_place`: index in the unsharded sequence of the first query and the first
-    key. Either `query_place` equals `key_place` (causal mask), or all keys precede all queries (no mask)."""
+    """Block of attention between a range of queries and an equally long range of keys, on one device. `queries`,
+    `keys`: slices along the token dim of the tensors. `query_start`, `key_start`: index in the unsharded sequence of
+    the first query and of the first key. They are equal (causal mask), or all keys precede all queries (no mask)."""
 
     queries: slice
     keys: slice
-    query_place: int = 0
-    key_place: int = 0
+    query_start: int = 0
+    key_start: int = 0
 
 
 class Tile(NamedTuple):
-    """Block of attention scores computed at once. queries, keys: slices of the query and the key tensor along the token
-    dim. mask: additive mask [..., queries, m] for the last m of the keys; earlier keys are visible to all queries.
-    None: all keys are visible."""
+    """Block of attention scores that is computed at once. queries, keys: slices of the query and the key tensor along
+    the token dim. mask: additive mask [..., queries, m] for the last m of these keys; earlier keys are visible to all
+    queries. None: all keys are visible."""
 
     queries: slice
     keys: slice
@@ -68,7 +68,7 @@ def _compute_attention(
 ) -> torch.Tensor:
     """Compute causal attention, softmax(q kᵀ / √D) v, [B, N, S, D], without autograd. `first_BS`: first visible key
     index of each query (None: 0)."""
-    q, out = by_kv_head(q_BNSD, k_BKSD), like_queries(q_BNSD)
+    q, out = by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
     out_BKGSD = by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
     for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
@@ -96,7 +96,7 @@ def _backward(
     """Return the gradients of queries, keys and values, in their shapes. `d_out_BNSD`: gradient of the attention
     output. `first_BS`: first visible key index of each query; None: 0."""
     q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
-    dq, dk, dv = like_queries(q_BNSD), like_queries(k_BKSD), like_queries(v_BKSD)
+    dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)
     dq_BKGSD = by_kv_head(dq, k_BKSD)
     wide, scale = at_least_float32(q.dtype), 1.0 / math.sqrt(q.shape[-1])
     for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
@@ -122,8 +122,9 @@ def compute_scores(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, less_PX1: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the attention scores q kᵀ / √D of a tile, with its mask added: [P, X, L], in the dtype of `wide_k_PSD`. P:
-    sequences x KV heads; X: G x queries. `less_PX1`: value to subtract from each query's scores, such as its
-    log-sum-exp; None: 0. `shape`: (sequences, heads, G, queries, D), the shape of the queries before flattening."""
+    sequences x KV heads; X: G x queries; L: keys of the tile. `shape`: (sequences, heads, G, queries, D), the shape of
+    the queries before `flatten_heads`. `less_PX1`: value to subtract from each query's scores, such as its log-sum-exp;
+    None: 0."""
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * (1.0 / math.sqrt(shape[-1]))
     k_PDL = wide_k_PSD[:, tile.keys].mT
     if less_PX1 is None:
@@ -139,9 +140,9 @@ def compute_scores(
 def cut_tiles(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Yield (slice of sequences, slice of key-value heads, attention tiles to compute for these sequences and heads).
-    The cuts make the scores of a tile fit in cache. `span`: ranges of queries and keys to cover; `first_BS`: first
-    visible sequence index of each query; None: no lower limit."""
+    """Cut the attention of `span` (a range of queries over a range of keys) into pieces whose scores fit in cache.
+    Yield (slice of sequences, slice of key-value heads, attention tiles to compute for these sequences and heads).
+    `first_BS`: index of the first key that each query attends to; None: no lower limit."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -161,19 +162,20 @@ def cut_tiles(
 
 
 def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut a `span` into attention tiles of len(`triangle`) queries. A tile's keys are those that any of its queries may
-    attend to; tiles without visible keys are left out. `triangle`: additive causal mask [queries, queries]; `first_RS`:
-    first visible sequence index of each query, for R sequences; None: no lower limit."""
+    """Cut `span` (a range of queries over a range of keys) into attention tiles of len(`triangle`) queries. A tile's
+    keys are those that any of its queries may attend to; tiles without such keys are left out. `triangle`: additive
+    causal mask [queries, queries]; `first_RS`: index of the first key that each query attends to, for R sequences;
+    None: no lower limit."""
     found = []
     at_once = len(triangle)
-    length, diagonal = span.keys.stop - span.keys.start, span.query_place == span.key_place
+    length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start
     for start in range(0, length, at_once):
         stop = min(length, start + at_once)
         queries = slice(span.queries.start + start, span.queries.start + stop)
         oldest, end = 0, stop if diagonal else length
         mask = triangle[: stop - start, : stop - start] if diagonal else None
         if first_RS is not None:
-            first_RQ = first_RS[:, queries] - span.key_place
+            first_RQ = first_RS[:, queries] - span.key_start
             oldest, newest = (int(value) for value in first_RQ.aminmax())
             oldest = max(oldest, 0)
             if oldest >= end:
@@ -189,14 +191,15 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
 
 
 def _full_span(q_BKGSD: torch.Tensor) -> Span:
-    """Return the span of all queries `q_BKGSD` [B, K, G, S, D] and of as many keys, both from sequence index 0: causal
-    attention on one device, without context parallelism."""
+    """Return the `Span` of causal attention on one device: all queries `q_BKGSD` [B, K, G, S, D] over as many keys,
+    both from sequence index 0."""
     everything = slice(0, q_BKGSD.shape[3])
     return Span(everything, everything)
 
 
 def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """View `x_BNSD` as [B, K, G, S, D]: query heads grouped by the key-value head that they read. `k_BKSD`: gives K."""
+    """View `x_BNSD` as [B, K, G, S, D]: query heads grouped by the key-value head that they read. `k_BKSD`: tensor from
+    whose shape K is taken."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
@@ -206,26 +209,28 @@ def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-def like_queries(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised tensor of the shape and dtype of `x_BNSD`, stored as [B, S, N, D]: the memory order in
-    which the projections before and after attention use it."""
+def empty_bsnd(x_BNSD: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised tensor of the shape [B, N, S, D] and dtype of `x_BNSD`, stored in memory as [B, S, N, D]:
+    the order in which the projections before and after attention use it."""
     rows, heads, sequence, size = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, size).transpose(1, 2)
 
 
-_forward.register_fake(lambda q, *_: like_queries(q))
-_backward.register_fake(lambda d_out, q, k, v, first: (like_queries(q), like_queries(k), like_queries(v)))
+_forward.register_fake(lambda q, *_: empty_bsnd(q))
+_backward.register_fake(lambda d_out, q, k, v, first: (empty_bsnd(q), empty_bsnd(k), empty_bsnd(v)))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs for backward (`setup_context` of register_autograd)."""
+    """Save the inputs of tiled attention for backward: the `setup_context` function of
+    torch.library.register_autograd."""
     q_BNSD, k_BKSD, v_BKSD, first_BS = inputs
     ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD)
     ctx.first_BS = first_BS
 
 
 def _backward_formula(ctx: Any, d_out_BNSD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the inputs (`backward` of register_autograd)."""
+    """Return the gradients of tiled attention's inputs (None for the mask), given the gradient of its output: the
+    `backward` function of torch.library.register_autograd."""
     operator = torch.ops.meshwright.tiled_attention_backward
     return (*operator(d_out_BNSD, *ctx.saved_tensors, ctx.first_BS), None)
 

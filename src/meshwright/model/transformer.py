@@ -25,7 +25,7 @@ from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy, tok
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.rope import RotaryTable
 from meshwright.model.units import NO_UNITS, Units
-from meshwright.model.weight_gradients import tapping
+from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage, whole_model
@@ -51,10 +51,10 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the block's output [B, S, H] and the load-balancing loss of its mixture of experts (None without one
-        or without `counted_B`, the number of targets of each sequence). `rotation`: rotary cosine and sine of each
-        token, [B or 1, 1, S, D/2] each; None with learned positions; `visible`: attention mask, None: plain causal;
-        `cache`: KV cache, which stores the new keys and values as those of layer number `layer`."""
+        """Return the block's output [B, S, H] and the load-balancing loss of its mixture of experts (None without one,
+        or without `counted_B`). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None with
+        learned positions. `visible`: attention mask; None: plain causal. `counted_B`: number of target tokens of each
+        sequence. `cache`: KV cache, to which the new keys and values are added as those of layer number `layer`."""
         x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
             return x_BSH + self.mlp(normed_BSH), None
@@ -69,20 +69,22 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S, H] each. `rotation`: rotary
-        cosine and sine of each token, None with learned positions; `visible`: attention mask, None: plain causal;
-        `cache`: KV cache, which stores the new keys and values as those of layer number `layer`."""
+        """Run the first half of the block: return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S,
+        H] each. `rotation`: rotary cosine and sine of each token; None with learned positions. `visible`: attention
+        mask; None: plain causal. `cache`: KV cache, to which the new keys and values are added as those of layer number
+        `layer`."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), rotation, visible, cache, layer)
         return x_BSH, self.mlp_norm(x_BSH)
 
-    def products(self) -> list[Linear]:
-        """Return the linear layers that every token passes through; experts are left out."""
+    def linear_layers(self) -> list[Linear]:
+        """Return the block's linear layers through which every token passes, that is, without those of experts."""
         of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
         return [self.attention.qkv, self.attention.output, *of_mlp]
 
 
 class StageInput(NamedTuple):
-    """Input of a pipeline stage for one micro-batch. `x_BSH`: the previous stage's output; None on the first stage."""
+    """Input of pipeline stage `stage` for one micro-batch. `x_BSH`: the previous stage's output; None on the first
+    stage. `documents`: document boundaries in packed sequences."""
 
     stage: Stage
     x_BSH: torch.Tensor | None
@@ -94,7 +96,7 @@ class StageOutput(NamedTuple):
     """Output of a pipeline stage for one micro-batch. `x`: hidden states [B, S, H] (with sequence parallelism this
     rank's token slice); on the last stage the summed loss, or with preference pairs the responses' log-probabilities.
     `balance`: load-balancing loss, which the caller adds to the summed loss; None if the stage has none, or if `x`
-    includes it already."""
+    already includes it."""
 
     x: torch.Tensor
     balance: torch.Tensor | None
@@ -104,10 +106,8 @@ class Transformer(nn.Module):
     """Decoder-only language model. Parameters are uninitialised: `initialise`, `load_huggingface` or an engine fills
     them.
 
-    `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` makes them for a mesh).
-    `stages`: pipeline stages that this rank holds (default: the whole model). A parameter has the same name whichever
-    stages are held.
-    """
+    `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` builds them for a mesh).
+    `stages`: pipeline stages that this rank holds (default: the whole model); parameter names do not depend on them."""
 
     def __init__(
         self,
@@ -192,9 +192,9 @@ class Transformer(nn.Module):
         at_once: bool = True,
     ) -> StageOutput:
         """Run one pipeline stage of `forward` on `x_BSH`, the previous stage's output (None: first stage). On the last
-        stage the loss includes that stage's own load-balancing loss. `at_once`: True if the backward pass of this
-        forward follows immediately. If it does not, the loss saves the head's gradient only if that is small; otherwise
-        backward recomputes the logits."""
+        stage the loss includes that stage's own load-balancing loss. `units`: hooks around FSDP units. `at_once`: True
+        if the backward pass of this forward follows immediately. If not, the loss saves the gradient of the output head
+        only if it is small; otherwise backward recomputes the logits."""
         pairs = None if documents is None else documents.pairs
         counted_B = None
         if torch.is_grad_enabled() and any(self.config.has_experts(layer) for layer in stage.layers):
@@ -229,13 +229,12 @@ class Transformer(nn.Module):
         stage: Stage | None = None,
         x_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the output of the final norm, the head's input, [B, S, H]. `cache`: KV cache; the tokens continue the
-        cached sequences.
+        """Return the output of the final norm, [B, S, H], which is the input of the output head. `documents`: document
+        boundaries in packed sequences; `units`: hooks around FSDP units; `cache`: KV cache of the tokens before these.
 
         `positions` [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
-        `stage`: run this pipeline stage alone on `x_BSH`, the previous stage's output; every stage but the last returns
-        hidden states for the next stage.
-        """
+        `stage`: run only this pipeline stage on `x_BSH`, the previous stage's output; every stage but the last returns
+        hidden states for the next stage."""
         stage = self._whole_model_stage() if stage is None else stage
         x_BSH, _ = self._forward_blocks(StageInput(stage, x_BSH, tokens_BS, documents), units, cache, positions)
         if not stage.last:
@@ -249,9 +248,9 @@ class Transformer(nn.Module):
         cache: AttentionCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the next-token logits, [B, S, V], in the model's dtype. `documents`: boundaries in packed sequences;
-        `cache`: KV cache of the tokens before these; `positions` [B, S]: position IDs; None: 0, 1, 2 ... within each
-        document, or continuing after the cached tokens."""
+        """Return the next-token logits, [B, S, V], in the model's dtype. `documents`: document boundaries in packed
+        sequences; `cache`: KV cache of the tokens before these; `positions` [B, S]: position IDs; None: 0, 1, 2 ...
+        within each document, or continuing after the cached tokens."""
         return self.scores(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
 
     def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
@@ -261,8 +260,8 @@ class Transformer(nn.Module):
 
     def compile_blocks(self, **options: Any) -> None:
         """Compile blocks, final norm and loss with torch.compile. `options`: its keyword arguments. Blocks of the same
-        structure share one graph of static shape; another batch shape, or the first batch that packs several documents,
-        triggers another compilation."""
+        structure share one graph of static shapes; another batch shape, or the first batch that packs several
+        documents, triggers another compilation."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         recompute = self.axes.recompute
@@ -276,13 +275,14 @@ class Transformer(nn.Module):
         self.compiled, self._loss_backend = True, options.get("backend", "inductor")
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the compiled function `run_block` so that its backward can defer weight gradients: during each call the
-        block's linear layers that have a queue get taps, dummy inputs through which dy and x reach the queue."""
+        """Wrap the compiled function `run_block` so that its backward can defer weight gradients: during each call,
+        those of the block's linear layers that have a queue get taps (dummy inputs whose gradients carry dy and x to
+        the queue)."""
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
             """Run a compiled block with taps for its linear layers."""
-            with tapping(block.products(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
+            with attach_taps(block.linear_layers(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
                 return run_block(block, x_BSH, *rest)
 
         return run
@@ -300,9 +300,10 @@ class Transformer(nn.Module):
         positions_BS: torch.Tensor | None = None,
         counted_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run the embedding and blocks of a stage; return the hidden states [B, S, H] and the load-balancing loss of
-        each block that has one. `counted_B`: number of targets of each sequence, by which these losses are weighted;
-        None: they are not computed."""
+        """Run the embedding and blocks of a stage on `given`; return the hidden states [B, S, H] and the load-balancing
+        loss of each block that has one. `units`: hooks around FSDP units; `cache`: KV cache; `positions_BS`: position
+        IDs (None: as in `hidden`). `counted_B`: number of target tokens of each sequence, by which the losses are
+        weighted; None: they are not computed."""
         stage, x, tokens_BS, documents = given
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
@@ -310,9 +311,7 @@ class Transformer(nn.Module):
         visible: dict[int | None, torch.Tensor | None] = {}
         if cache is None:
             context = self.axes.context
-            assert context.size == 1 or documents.places_C is not None, (
-                "with context parallelism documents need places_C"
-            )
+            assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
             visible = {
                 window: context.visibility(documents, sequence, window, tokens_BS.device)
                 for window in set(windows.values())
@@ -321,7 +320,7 @@ class Transformer(nn.Module):
             positions_BS = documents.positions_BS()
         rotation = None
         if self._rotary is not None:
-            rotation = self._rotary.at(positions_BS, cached, cached + sequence, tokens_BS.device)
+            rotation = self._rotary.look_up(positions_BS, cached, cached + sequence, tokens_BS.device)
 
         if stage.first:
             assert x is None and self.embedding is not None
@@ -352,18 +351,18 @@ class Transformer(nn.Module):
         return x_BSH, losses
 
     def _normalise_for_head(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """Return the final norm of `x_BSH`, with sequence parallelism all-gathered: the input of the output head, [B,
-        S, H]."""
+        """Return the input of the output head, [B, S, H]: the final norm of `x_BSH`, all-gathered over token slices
+        with sequence parallelism."""
         return self.axes.tensor.enter(self._norm(self.final_norm, x_BSH), "head.input")
 
 
 def _compile_around_dispatch(
     run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return a function with the arguments and result of `Block.forward` that runs a transformer block with or without
-    experts. A block without experts runs in `run_dense`, compiled as a whole. A block with experts runs in `attend`
-    (attention and norms, compiled) and then `mixture` (the experts, not compiled, because torch.compile cannot trace
-    token dispatch: a graph break inside a checkpoint would leave the whole block uncompiled)."""
+    """Combine the functions of a transformer block to one function with the arguments and result of `Block.forward`. A
+    block without experts runs in `run_dense`, compiled as a whole. A block with experts runs in `attend` (attention and
+    norms, compiled) and then in `mixture` (the experts, not compiled). torch.compile cannot trace token dispatch, and a
+    graph break inside a checkpoint would leave the whole block uncompiled."""
 
     def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run any block; arguments and result as in `Block.forward`."""

@@ -12,9 +12,9 @@ X = TypeVar("X", torch.Tensor, None)
 
 class Units:
     """Hooks that the model calls before and after each FSDP unit, to all-gather the unit's parameters before use and
-    reshard them after. The model continues with the tensor that a hook returns: a subclass wraps it in an autograd
-    function, whose backward runs the hooks in reverse order. This base class does nothing; it is for a model whose
-    parameters are all unsharded."""
+    reshard them after use. The model continues with the tensor that a hook returns: a subclass wraps it in an autograd
+    function, whose backward runs the hooks in reverse order. This base class does nothing; it is for a model with
+    unsharded parameters."""
 
     def enter(self, unit: str, x: X) -> X:
         """Hook called before the first use of the parameters of the FSDP unit named `unit`. `x`: the unit's input (None

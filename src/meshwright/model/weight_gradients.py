@@ -27,8 +27,8 @@ from meshwright.model.grouped_product import grouped_product
 Multiply = Callable[..., torch.Tensor]
 
 
-class GradientSums(Protocol):
-    """Accumulation buffers of parameter gradients."""
+class GradientBuffers(Protocol):
+    """Interface of the accumulation buffers of parameter gradients, to which deferred weight gradients are added."""
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add `gradient`, of the parameter's shape, to the parameter's buffer."""
@@ -37,9 +37,9 @@ class GradientSums(Protocol):
         """Add dyᵀ x, the gradient of a weight [Y, X], to the parameter's buffer."""
 
 
-class _Product(NamedTuple):
-    """Deferred computation of the gradient of `parameter`: `multiply(*operands)`; if `multiply` is None, the operands
-    are (dy, x) and the gradient is dyᵀ x."""
+class _DeferredGradient(NamedTuple):
+    """Deferred computation of the gradient of `parameter`. The gradient is `multiply(*operands)`; if `multiply` is
+    None, the operands are (dy, x) and the gradient is dyᵀ x."""
 
     parameter: nn.Parameter
     multiply: Multiply | None
@@ -47,19 +47,19 @@ class _Product(NamedTuple):
 
 
 class WeightGradients:
-    """Queues of deferred weight-gradient computations, one queue for each split backward pass. A pass is named by a
-    key, such as (stage, replica, micro-batch); `run(key)` executes its computations and adds the results to the
-    accumulation buffers `sums`."""
+    """Queues of deferred weight-gradient computations, one queue for each split backward pass. The key of a pass, such
+    as (stage, replica, micro-batch), identifies its queue; `run(key)` executes the computations and adds the gradients
+    to the accumulation buffers `sums`."""
 
-    def __init__(self, sums: GradientSums) -> None:
+    def __init__(self, sums: GradientBuffers) -> None:
         self._sums = sums
-        self._queues: dict[Hashable, deque[_Product]] = {}
-        self._collects: deque[_Product] | None = None
+        self._queues: dict[Hashable, deque[_DeferredGradient]] = {}
+        self._collects: deque[_DeferredGradient] | None = None
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Context manager for a backward pass, named `key`: inside it, weight-gradient computations are queued until
-        `run(key)`. Outside of the context, `put` executes them immediately."""
+        """Context manager around the backward pass identified by `key`: inside it, weight-gradient computations passed
+        to `submit` are queued until `run(key)`. Outside of it, `submit` executes them immediately."""
         assert self._collects is None and key not in self._queues, key
         self._collects = self._queues[key] = deque()
         try:
@@ -67,18 +67,18 @@ class WeightGradients:
         finally:
             self._collects = None
 
-    def put(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
-        """Add a parameter's gradient to the accumulation buffers: inside `collecting` when `run` is called, otherwise
-        immediately. The gradient is `multiply(*operands)`, reshaped to the parameter's shape; multiply=None: dyᵀ x of
-        the two operands (dy, x)."""
-        product = _Product(parameter, multiply, operands)
+    def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
+        """Compute a parameter's gradient and add it to the accumulation buffers: inside `collecting` when `run` is
+        called, otherwise immediately. The gradient is `multiply(*operands)`, reshaped to the parameter's shape;
+        `multiply` None: dyᵀ x of the two operands (dy, x)."""
+        product = _DeferredGradient(parameter, multiply, operands)
         if self._collects is None:
             self._accumulate(product)
         else:
             self._collects.append(product)
 
-    def _accumulate(self, product: _Product) -> None:
-        """Compute a gradient and add it to the accumulation buffers."""
+    def _accumulate(self, product: _DeferredGradient) -> None:
+        """Execute one deferred computation and add its gradient to the accumulation buffers."""
         parameter, multiply, operands = product
         if multiply is None:
             self._sums.accumulate_product(parameter, *operands)
@@ -86,22 +86,22 @@ class WeightGradients:
             self._sums.accumulate(parameter, multiply(*operands).view(parameter.shape))
 
     def parameters(self, key: Hashable) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are queued under `key`, in the order in which `run` will compute them.
-        `key`: name of the backward pass, given to `collecting`."""
+        """Return the parameters whose gradient computations are queued under `key`, in the order in which `run`
+        executes them. `key`: that of the backward pass, given to `collecting`."""
         return [product.parameter for product in self._queues[key]]
 
     def run(self, key: Hashable) -> None:
-        """Execute the computations queued under `key`: add each gradient to the accumulation buffers and then free its
-        operands. `key`: name of the backward pass, given to `collecting`."""
+        """Execute the computations queued under `key`: add each gradient to the accumulation buffers and free its
+        operands. `key`: that of the backward pass, given to `collecting`."""
         queue = self._queues.pop(key)
         with torch.no_grad():
             while queue:
                 self._accumulate(queue.popleft())
 
 
-def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
-    """Make the linear layers of `model` that have at least `smallest` parameter elements hand the computation of their
-    weight gradients to `queue` in backward. For smaller layers, or all layers if `queue` is None, autograd computes
+def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
+    """Make the linear layers of `model` with at least `smallest` parameter elements hand the computation of their
+    weight gradients to `queue` in backward. In smaller layers, or in all layers if `queue` is None, autograd computes
     them."""
     for module in model.modules():
         if hasattr(type(module), "weight_gradients"):
@@ -110,9 +110,9 @@ def take_weight_gradients(model: nn.Module, queue: WeightGradients | None, small
 
 
 class Taps(NamedTuple):
-    """Two dummy inputs of a linear layer y = x Wᵀ in a compiled graph: zeros that use no memory (stride 0). In backward
-    the layer returns its output gradient dy as the gradient of the input `dy` [..., Y], and its input x as the gradient
-    of the input `x` [..., X]; so dy and x leave the graph."""
+    """Two dummy inputs of a linear layer y = x Wᵀ in a compiled graph, by which backward returns tensors from the
+    graph: as the gradient of `dy` [..., Y] it returns the output gradient dy, as the gradient of `x` [..., X] the
+    layer's input x. Both are zeros that use no memory (stride 0)."""
 
     dy: torch.Tensor
     x: torch.Tensor
@@ -125,9 +125,9 @@ def linear(
     queue: WeightGradients | None,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: backward hands it the weight-gradient
-    computation; None: autograd computes the weight gradient. `taps`: dummy inputs through whose gradients a compiled
-    backward passes dy and x to the queue; None: a layer with a queue runs outside of compiled graphs."""
+    """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: backward hands it the computation of the
+    weight gradient; None: autograd computes the weight gradient. `taps`: dummy inputs whose gradients carry dy and x
+    out of a compiled backward to the queue; None: a layer with a queue runs outside of compiled graphs."""
     if queue is None or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
@@ -159,16 +159,16 @@ class _Linear(torch.autograd.Function):
         dy_NY = dy.flatten(0, -2)
         dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
         if needs_weight:
-            context.queue.put(
+            context.queue.submit(
                 context.weight, None, dy_NY, x.detach().flatten(0, -2)
             )  # detached: a queue must not hold the graph
         return dx, None, dy_NY.sum(dim=0) if needs_bias else None, None
 
 
 class _TappedLinear(torch.autograd.Function):
-    """Autograd function of a linear layer in a compiled graph, where backward cannot write to a queue. Instead it
-    returns dy and x as the gradients of two extra inputs, the taps; the function that made the taps, outside of the
-    graph, gets them and queues the weight-gradient computation dyᵀ x."""
+    """Autograd function of a linear layer in a compiled graph, where backward cannot write to a queue. Its backward
+    returns dy and x as the gradients of two extra inputs, the taps. Outside of the graph, the backward of the function
+    that made the taps receives them and queues the computation of the weight gradient dyᵀ x."""
 
     @staticmethod
     def forward(
@@ -179,16 +179,15 @@ class _TappedLinear(torch.autograd.Function):
         dy_tap: torch.Tensor,
         x_tap: torch.Tensor,
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], for x [..., X]. `dy_tap` [..., Y] and `x_tap` [..., X] are not read: in backward
-        they get dy and x as their gradients.
-        """
+        """Return x Wᵀ + b, [..., Y], for x [..., X]. `dy_tap` [..., Y] and `x_tap` [..., X] are not read; in backward
+        their gradients are dy and x."""
         context.save_for_backward(x, weight_YX)
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, and for the taps dy and
-        x."""
+        """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, dy and x for the
+        taps."""
         x, weight_YX = context.saved_tensors
         needs_x, _, needs_bias = context.needs_input_grad[:3]
         dx = (dy.flatten(0, -2) @ weight_YX).view(x.shape) if needs_x else None
@@ -197,8 +196,8 @@ class _TappedLinear(torch.autograd.Function):
 
 class _MakeTaps(torch.autograd.Function):
     """Autograd function that makes the two taps of a linear layer: dummy inputs of a compiled graph, whose gradients
-    are the layer's dy and x. Its backward runs outside of the graph and puts the computation of the weight gradient dyᵀ
-    x into a queue."""
+    are the layer's dy and x. Its backward runs outside of the graph and queues the computation of the weight gradient
+    dyᵀ x."""
 
     @staticmethod
     def forward(
@@ -213,7 +212,7 @@ class _MakeTaps(torch.autograd.Function):
     def backward(context: Any, dy: torch.Tensor, x: torch.Tensor) -> tuple[None, ...]:
         """Put the computation of the weight gradient dyᵀ x into the queue. `dy` and `x` arrive as the gradients of the
         taps."""
-        context.queue.put(context.weight, None, dy.flatten(0, -2), x.flatten(0, -2))
+        context.queue.submit(context.weight, None, dy.flatten(0, -2), x.flatten(0, -2))
         return None, None, None
 
 
@@ -228,10 +227,10 @@ class Tapped(Protocol):
 
 
 @contextmanager
-def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
+def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
     """Context manager around a compiled call: inside it, those of the linear layers `products` that have a queue also
-    have taps, so that the call's backward can pass their dy and x to the queue. `rows`: shape [*rows, X] of their
-    inputs without the last dim, such as (batch, tokens)."""
+    have taps (dummy inputs whose gradients carry dy and x to the queue). `rows`: shape of the layers' inputs without
+    the last dim, such as (batch, tokens)."""
     products = [each for each in products if each.weight_gradients is not None] if torch.is_grad_enabled() else []
     for each in products:
         each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
@@ -245,9 +244,9 @@ def tapping(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]
 def grouped_linear(
     x_NX: torch.Tensor, weight: nn.Parameter, ends_E: torch.Tensor, queue: WeightGradients | None
 ) -> torch.Tensor:
-    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, where W is that of the copy's expert. `weight` [E
-    x Y, X]: the W of all experts stacked; `ends_E`: exclusive end index of each expert's copies; `queue`: backward
-    hands it the weight-gradient computation; None: autograd computes the weight gradient."""
+    """Return x Wᵀ, [N, Y], for token copies `x_NX` sorted by expert, where W is the matrix of the copy's expert.
+    `weight` [E x Y, X]: the W of all experts stacked; `ends_E`: exclusive end index of each expert's copies; `queue`:
+    backward hands it the computation of the weight gradient; None: autograd computes the weight gradient."""
     if queue is None or not torch.is_grad_enabled():
         return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E)
     apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
@@ -255,7 +254,8 @@ def grouped_linear(
 
 
 def _unstack_experts(weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """View the E experts' weights stacked along dim 0, [E x Y, X], as [E, Y, X]. `ends_E`: any tensor of length E."""
+    """View the weights of E experts stacked along dim 0, [E x Y, X], as [E, Y, X]. `ends_E`: tensor of length E, from
+    which E is taken."""
     return weight.view(len(ends_E), -1, weight.shape[1])
 
 
@@ -283,13 +283,13 @@ class _GroupedLinear(torch.autograd.Function):
         operators = torch.ops.meshwright
         dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E) if needs_x else None
         if needs_weight:
-            context.queue.put(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
+            context.queue.submit(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
         return dx_NX, None, None, None
 
 
 def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    """Return `function.apply(*arguments)`, an output tensor. A wrapper with type annotations, which torch's `apply`
-    lacks."""
+    """Call the autograd function `function` on `arguments` and return its output tensor: a typed wrapper of torch's
+    untyped `apply`."""
     return function.apply(*arguments)  # type: ignore[no-any-return]
 
 
@@ -297,11 +297,9 @@ _uncompiled = _apply_function
 
 
 def exclude_from_compiled_graphs() -> None:
-    """Exclude linear layers from compiled graphs from now on if their backward itself puts the weight gradient into a
-    queue of deferred computations, which a compiled backward cannot do. Linear layers with taps (two extra input
-    tensors whose gradients carry x and dy out of the graph) stay in compiled graphs. Call this right before the first
-    compilation: it imports torch's compiler, which takes over a second.
-    """
+    """Exclude linear layers that have a queue but no taps from compiled graphs, from now on: their backward writes the
+    weight-gradient computation to the queue, which a compiled backward cannot do. Call this right before the first
+    compilation, since it imports torch's compiler, which takes over a second."""
     global _uncompiled
     if _uncompiled is _apply_function:
         _uncompiled = torch.compiler.disable(_apply_function)

@@ -36,7 +36,7 @@ from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import attend, visibility
-from meshwright.model.tiled_attention import Span, by_kv_head, compute_scores, cut_tiles, flatten_heads, like_queries
+from meshwright.model.tiled_attention import Span, by_kv_head, compute_scores, cut_tiles, empty_bsnd, flatten_heads
 
 SITE = "attention.ring"
 aten = torch.ops.aten
@@ -46,8 +46,8 @@ aten = torch.ops.aten
 
 
 def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """Return the indices, in the unsharded sequence, of the tokens that cp rank `rank` holds: ascending, int64 [S /
-    cp]. `sequence`: S, tokens of an unsharded sequence, divisible as `spec.refuse` has checked."""
+    """Return the sequence indices of the tokens that cp rank `rank` holds of an unsharded sequence: ascending, int64 [S
+    / cp]. `sequence`: S, number of tokens of the sequence, a multiple of cp (ring attention: of 2 cp)."""
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -58,21 +58,21 @@ def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
     """Return this cp rank's slices of unsharded tokens and targets, [B, S] -> [B, S / cp] each, and of `documents`
-    (document boundaries in packed sequences). Without context parallelism returns its arguments."""
+    (document boundaries in packed sequences). Without context parallelism the arguments are returned unchanged."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
-    places_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
-    return tokens_BS[:, places_C], targets_BS[:, places_C], documents.at(places_C)
+    indices_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
+    return tokens_BS[:, indices_C], targets_BS[:, indices_C], documents.select_tokens(indices_C)
 
 
 def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the indices (from 0) of the two chunks of a sequence, cut into 2 x `ranks` chunks, that cp rank `rank`
-    holds (zig-zag)."""
+    """Return the indices of the two chunks that cp rank `rank` holds of a sequence cut into 2 x `ranks` chunks: chunk
+    `rank` and its mirror image (zig-zag)."""
     return rank, 2 * ranks - 1 - rank
 
 
 class ContextParallel(ContextOperations):
-    """Base class of ring and Ulysses attention; `axis`: the mesh axis cp, over whose ranks each sequence is split."""
+    """Base class of ring and Ulysses attention. `axis`: mesh axis cp, whose ranks each hold a part of each sequence."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.size = axis, axis.size
@@ -84,24 +84,24 @@ class ContextParallel(ContextOperations):
 
 
 class RingAttention(ContextParallel):
-    """Ring attention: each rank of cp holds two chunks of each sequence (zig-zag), and KV blocks are passed around the
+    """Ring attention: each cp rank keeps its two chunks of each sequence, and the ranks pass KV blocks around a
     ring."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the attention mask in the form that `attend` expects: for each query on this rank the sequence index
-        of the first key it attends to, [B or 1, C]; None: plain causal. `tokens`: C, tokens of a sequence on this rank;
-        `window`: sliding window in tokens; None: without."""
-        assert documents.places_C is not None
+        """Return the attention mask for `attend`: the sequence index of the first key that each query on this rank
+        attends to, [B or 1, C]; None for plain causal attention. `documents`: boundaries in packed sequences; `tokens`:
+        C, tokens of each sequence on this rank; `window`: sliding window in tokens (None: none)."""
+        assert documents.indices_C is not None
         first_BS = documents.first_visible_BS(self.size * tokens, window, device)
-        return None if first_BS is None else first_BS[:, documents.places_C]
+        return None if first_BS is None else first_BS[:, documents.indices_C]
 
     def attend(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`:
-        result of `visibility`."""
+        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`: the
+        mask that `visibility` returned."""
         arguments = q_BNSD, k_BKSD, v_BKSD, visible, self.axis.key
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _compute_ring_attention(*arguments)[0]  # a custom operator's first call loads the compiler
@@ -109,14 +109,15 @@ class RingAttention(ContextParallel):
 
 
 class UlyssesAttention(ContextParallel):
-    """DeepSpeed-Ulysses attention: each rank holds a contiguous token slice; during attention it holds unsharded
-    sequences for N / cp heads instead."""
+    """DeepSpeed-Ulysses attention: each rank holds a contiguous slice of the tokens; for attention, all-to-alls give it
+    unsharded sequences of N / cp heads instead."""
 
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the attention mask of unsharded sequences, the argument `visible` of `attend`; None: plain causal.
-        `tokens`: tokens of a sequence on this rank; `window`: sliding window in tokens; None: without."""
+        """Return the attention mask of the unsharded sequences, from `model.scaled_dot_product.visibility`; None for
+        plain causal attention. `documents`: boundaries in packed sequences; `tokens`: tokens of each sequence on this
+        rank; `window`: sliding window in tokens (None: none)."""
         return visibility(documents, self.size * tokens, window, device)
 
     def attend(
@@ -124,7 +125,7 @@ class UlyssesAttention(ContextParallel):
     ) -> torch.Tensor:
         """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. One all-to-all
         gives each rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than
-        key-value heads, neighbouring ranks share a head. `visible`: result of `visibility`."""
+        key-value heads, several ranks get copies of a head. `visible`: the mask that `visibility` returned."""
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
@@ -135,8 +136,8 @@ class UlyssesAttention(ContextParallel):
 
 
 def context_operations(mesh: Mesh) -> ContextOperations:
-    """Return the context-parallel operations (ring or Ulysses attention) that the layout of this rank's mesh selects;
-    without context parallelism, operations that communicate nothing."""
+    """Build the context-parallel operations that the layout of this rank's mesh selects: ring attention, Ulysses
+    attention or, without context parallelism, operations that communicate nothing."""
     if mesh.cp.trivial:
         return ContextOperations()
     return (RingAttention if mesh.layout.cp_method == "ring" else UlyssesAttention)(mesh.cp)
@@ -145,10 +146,10 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 # --- mathematics: attention over some keys, merged
 
 
-def spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """Return the attention that cp rank `rank` computes when it has the KV block of rank `source`: a `Span` (range of
-    queries, range of keys) for each pair of one of its two query chunks and one of the block's two key chunks, unless
-    the causal mask hides all of the pair. `ranks`: size of cp; `tokens`: tokens of a sequence on each rank."""
+def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
+    """List the blocks of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
+    `Span` (slice of queries, slice of keys) for each pair of a query chunk and a key chunk, of two each, that the
+    causal mask does not hide. `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -168,9 +169,10 @@ def _add_span(
     first_BC: torch.Tensor | None,
     span: Span,
 ) -> None:
-    """Compute the attention of a span's queries over its keys and merge it, in place, into the output `out_BKGCD` and
-    the log-sum-exp `log_sum_BKGC`, which cover the keys of earlier spans. `first_BC`: first visible sequence index of
-    each query; None: 0. Dims: K key-value heads, G query heads of each, C tokens on this rank, D head size."""
+    """Compute the attention of `span` (a slice of queries over a slice of keys) and merge it, in place, into the output
+    `out_BKGCD` and the log-sum-exp `log_sum_BKGC`, which hold the result over the keys of earlier spans. `first_BC`:
+    index of the first key that each query attends to; None: 0. Dims: K key-value heads, G query heads of each, C tokens
+    on this rank, D head size."""
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         wide_k_PCD = k_PCD.to(out_BKGCD.dtype)
@@ -193,19 +195,19 @@ def _add_span_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute the attention of a span's queries over its keys with PyTorch's flash attention and merge it, in place,
-    into `out_BKGCD` and `log_sum_BKGC`, as `_add_span` does without a fused kernel. Flash attention supports no mask
-    but the causal one, hence there is no `first_BC`. `span`: a range of queries and a range of keys."""
+    """Compute the attention of `span` (a slice of queries over a slice of keys) with PyTorch's flash attention and
+    merge it, in place, into the output `out_BKGCD` and the log-sum-exp `log_sum_BKGC`. Counterpart of `_add_span` for
+    plain causal attention: flash attention supports no document or window mask."""
     part = q_BKGCD[..., span.queries, :]
     q, k, v = part.flatten(1, 2), k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
-    o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_place == span.key_place)[:2]
+    o, here = _flash_operator(q.device)(q, k, v, 0.0, span.query_start == span.key_start)[:2]
     into = out_BKGCD[..., span.queries, :], log_sum_BKGC[..., span.queries]
     _merge(*into, o.view(part.shape), here.view(part.shape[:-1]))
 
 
 def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into the first, `out` and
-    `log_sum`. `more`, `log_sum_more`: output and log-sum-exp of the second. The merged output is the mean of both,
+    """Merge two attention results of the same queries over different keys, in place into the first: `out`, `log_sum`
+    (output and log-sum-exp). `more`, `log_sum_more`: the second result. The merged output is the mean of both outputs,
     weighted by the exponentials of their log-sum-exps."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
@@ -214,9 +216,9 @@ def _merge(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum
 
 
 class _SavedQueries(NamedTuple):
-    """Tensors of this rank's queries that the backward pass reads: queries `q`, attention output `out` and its gradient
-    `d_out`, each [B, K, G, C, D]; log-sum-exps `log_sum_BKGC`; `inner_BKGC`, sum over D of `out` times `d_out`;
-    `first_BC`, first visible sequence index of each query (None: 0)."""
+    """Tensors of this rank's queries that the backward pass reads. `q`, `out`, `d_out`: queries, attention output and
+    its gradient, each [B, K, G, C, D]; `log_sum_BKGC`: log-sum-exps over all keys; `inner_BKGC`: sum over D of `out`
+    times `d_out`; `first_BC`: index of the first key that each query attends to (None: 0)."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -234,7 +236,7 @@ def _add_span_gradients(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute the gradients of a span's attention (a range of queries over a range of keys) and add them in place:
+    """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) and add them in place:
     those of the queries to `dq_BKGCD`, those of the keys and values to `d_keys_values` [2, B, K, C, D]. `saved`: this
     rank's queries, outputs and output gradients."""
     dtype, scale = saved.q.dtype, 1.0 / math.sqrt(saved.q.shape[-1])
@@ -267,14 +269,13 @@ def _add_span_gradients_fused(
     v_BKCD: torch.Tensor,
     span: Span,
 ) -> None:
-    """Compute the gradients of a span's attention with PyTorch's flash attention and add them, in place, to `dq_BKGCD`
-    and `d_keys_values` [2, B, K, C, D], as `_add_span_gradients` does without a fused kernel. `saved`: this rank's
-    queries, output gradients, and output and log-sum-exp over all keys. `span`: a range of queries and a range of keys.
-    """
+    """Compute the gradients of the attention of `span` with PyTorch's flash attention and add them in place to
+    `dq_BKGCD` and `d_keys_values` [2, B, K, C, D]: the counterpart of `_add_span_gradients` for plain causal attention.
+    `span`: a slice of queries over a slice of keys; `saved`: this rank's queries, outputs and output gradients."""
     q, out, d_out = (x[..., span.queries, :].flatten(1, 2) for x in (saved.q, saved.out, saved.d_out))
     log_sum = saved.log_sum_BKGC[..., span.queries].flatten(1, 2).contiguous()
     k, v = k_BKCD[:, :, span.keys], v_BKCD[:, :, span.keys]
-    tokens, causal = q.shape[2], span.query_place == span.key_place
+    tokens, causal = q.shape[2], span.query_start == span.key_start
     if q.is_cuda:
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # unused: no dropout
         between = None, None, tokens, tokens, 0.0, causal, seed, seed
@@ -295,14 +296,14 @@ def _supports_flash_attention(q: torch.Tensor, first_BC: torch.Tensor | None) ->
 
 
 def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return PyTorch's flash attention operator (forward) for the device, CUDA or CPU."""
+    """Return PyTorch's operator of the flash-attention forward for `device` (CUDA or CPU)."""
     on_cuda = device.type == "cuda"
     return aten._scaled_dot_product_flash_attention if on_cuda else aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape a per-query tensor [sequences, heads, G, X] to a column [sequences x heads, G x X, 1], with queries in
-    the order of `flatten_heads`. G: query heads per key-value head; X: queries."""
+    """Reshape a per-query tensor [sequences, heads, G, X] to [sequences x heads, G x X, 1], the order of
+    `flatten_heads`. G: query heads per key-value head; X: queries."""
     return flatten_heads(x[..., None])
 
 
@@ -310,8 +311,8 @@ def _to_column(x: torch.Tensor) -> torch.Tensor:
 
 
 def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (source rank, its KV block [2, B, K, C, D]) for every cp rank, this rank's own block first. While the
-    caller computes with a block, the next one is being received. `site`: label of the transfers in traces."""
+    """Pass KV blocks around the ring of cp ranks; yield (owner rank, block [2, B, K, C, D]) for every rank, this rank's
+    own first. The next block is received while the caller computes with the current one. `site`: label in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -328,19 +329,19 @@ def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ring attention without autograd; return the output [B, N, C, D] and each query's log-sum-exp [B, N, C].
-    `first_BC`: sequence index of the first key that each query attends to (None: 0). `key`: `Axis.key` of axis cp, a
-    string from which the custom operator looks up the axis."""
+    `first_BC`: index of the first key that each query attends to (None: 0); `key`: `Axis.key` of axis cp, a string by
+    which `find_axis` finds it."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
-        for span in spans(axis.rank, source, axis.size, k.shape[2]):
+        for span in list_spans(axis.rank, source, axis.size, k.shape[2]):
             if _supports_flash_attention(q, first_BC):
                 _add_span_fused(out, log_sum, q, k, v, span)
             else:
                 _add_span(out, log_sum, q, k, v, first_BC, span)
-    return like_queries(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
+    return empty_bsnd(q_BNCD).copy_(out.flatten(1, 2)), log_sum.flatten(1, 2)
 
 
 _forward = custom_operator("meshwright::ring_attention")(_compute_ring_attention)
@@ -351,7 +352,8 @@ def _backward(
     d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of ring attention's queries, keys and values, in their shapes, given the output gradient
-    `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps. `key`: `Axis.key` of axis cp."""
+    `d_out_BNCD`. `saved_tensors`: queries, keys, values, output, log-sum-exps; `first_BC`: index of the first key that
+    each query attends to (None: 0); `key`: `Axis.key` of axis cp, for `find_axis`."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -365,31 +367,32 @@ def _backward(
     handle = DONE
     for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE + ".backward"):
         mine = torch.zeros_like(arriving)
-        for span in spans(axis.rank, source, axis.size, k.shape[2]):
+        for span in list_spans(axis.rank, source, axis.size, k.shape[2]):
             add(dq, mine, saved, k, v, span)
         handle.wait()
         leaving, arriving = arriving.add_(mine), leaving
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
     handle.wait()
-    dk, dv = (like_queries(k_BKCD).copy_(each) for each in arriving)
-    return like_queries(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv
+    dk, dv = (empty_bsnd(k_BKCD).copy_(each) for each in arriving)
+    return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv
 
 
 _forward.register_fake(
-    lambda q, k, v, first, key: (like_queries(q), q.new_empty(q.shape[:-1], dtype=at_least_float32(q.dtype)))
+    lambda q, k, v, first, key: (empty_bsnd(q), q.new_empty(q.shape[:-1], dtype=at_least_float32(q.dtype)))
 )
-_backward.register_fake(lambda d_out, saved, *_: tuple(like_queries(each) for each in saved[:3]))
+_backward.register_fake(lambda d_out, saved, *_: tuple(empty_bsnd(each) for each in saved[:3]))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Save the inputs and outputs of ring attention for backward (`setup_context` of register_autograd)."""
+    """Save the inputs and outputs of ring attention for backward (`setup_context` of
+    torch.library.register_autograd)."""
     q_BNCD, k_BKCD, v_BKCD, ctx.first_BC, ctx.key = inputs
     ctx.save_for_backward(q_BNCD, k_BKCD, v_BKCD, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward_formula(ctx: Any, d_out_BNCD: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of ring attention's inputs (`backward` of register_autograd)."""
+    """Return the gradients of ring attention's inputs (`backward` of torch.library.register_autograd)."""
     operator = torch.ops.meshwright.ring_attention_backward
     return (*operator(d_out_BNCD, list(ctx.saved_tensors), ctx.first_BC, ctx.key), None, None)
 

@@ -29,12 +29,11 @@ COUNTS_SITE = "experts.counts"
 
 
 class Routes(NamedTuple):
-    """Numbers of token copies in one dispatch (a token has one copy for each of its experts).
+    """Numbers of token copies that one expert-parallel dispatch moves (a token has one copy for each of its experts).
 
-    `sent`, `received`: numbers of copies that this rank sends to, and receives from, each rank of ep. `shared`: number
-    of copies that each rank of etp receives. `counts_GPL[g, p, l]`: number of copies for local expert l that rank g of
-    etp receives from rank p of ep.
-    """
+    `sent`, `received`: copies that this rank sends to, and receives from, each rank of ep (expert parallelism).
+    `shared`: copies that each rank of etp (expert tensor parallelism) has received. `counts_GPL[g, p, l]`: copies for
+    local expert l that rank g of etp has received from rank p of ep."""
 
     sent: list[int]
     received: list[int]
@@ -48,17 +47,18 @@ R received copies by expert, and its inverse."""
 
 
 class AllToAllTokenDispatcher:
-    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`). `ep`: axis of the
-    ranks that hold different experts; `etp`: axis of the ranks that hold slices of the same experts."""
+    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`). `ep`: mesh axis of
+    the ranks that hold different experts; `etp`: mesh axis of the ranks that each hold a slice of the width of the same
+    experts."""
 
     def __init__(self, ep: Axis, etp: Axis) -> None:
         self.ep, self.etp = ep, etp
         self.expert_ranks, self.width_ranks = ep.size, etp.size
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
-        """Send token copies `x_NH`, sorted by expert (the copies of expert e end at index `ends_E[e]`), to the ranks of
-        their experts. Return three things: the received copies [R, H], sorted by local expert; the exclusive end index
-        of each local expert's copies (int32 [L]); and the state that `combine` needs."""
+        """Send token copies `x_NH`, sorted by expert, to the ranks of their experts. `ends_E[e]`: index at which the
+        copies of expert e end (exclusive). Return three things: the received copies [R, H], sorted by local expert; the
+        exclusive end index of each local expert's copies (int32 [L]); and the state that `combine` needs."""
         routes = self._agree_on_routes(ends_E)
         x_RH = exchange(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
@@ -81,8 +81,9 @@ class AllToAllTokenDispatcher:
         return exchange(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Exchange the numbers of token copies: over ep, how many go to each expert; over etp, how many each rank
-        received. Return them as `Routes`. `ends_E`: exclusive end index of each expert's copies on this rank."""
+        """Exchange the numbers of token copies and return them as `Routes`: over ep, how many copies go to each expert;
+        over etp, how many copies each rank has received. `ends_E`: exclusive end index of each expert's copies on this
+        rank."""
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, -1)
         arriving_PL = self._share_counts(counts_PL, self.ep)
         counts_GPL = self._share_counts(arriving_PL.reshape(1, -1), self.etp).reshape(self.etp.size, *counts_PL.shape)
@@ -92,13 +93,11 @@ class AllToAllTokenDispatcher:
         return Routes(sent.tolist(), received.tolist(), shared.tolist(), counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Exchange integer counts among the ranks of an axis; return [ranks, columns], of which row i comes from rank
-        i. `counts`: either one row per rank, of which row i is sent to rank i (all-to-all), or a single row, sent to
-        all ranks (all-gather).
+        """Exchange integer counts among the ranks of an axis; return [ranks, columns] with the row of sender i at index
+        i. `counts`: one row for each receiving rank (all-to-all), or a single row for all ranks (all-gather).
 
-        A checksum column verifies that each row is intact, belongs to this call, and has the right sender and receiver:
-        with wrong sizes ranks would hang or read data that was never sent. Raises RanksDisagree.
-        """
+        A checksum column shows whether each row is intact, belongs to this call, and has the right sender and receiver:
+        with wrong sizes, ranks would hang or read data that was never sent. Raises RanksDisagree."""
         if axis.trivial:
             return counts
         # The number of this group's next call, equal on all of its ranks.

@@ -21,8 +21,8 @@ from meshwright.spec.parameters import EngineTensor, ParameterEntry, ParameterTa
 
 
 class Columns(NamedTuple):
-    """Column range [start, stop), counted from 0, of a matrix that has `of` columns. The matrix is a parameter entry
-    (one tensor of a checkpoint) in engine orientation, [output, input]."""
+    """Range [start, stop) of the columns of a matrix that has `of` columns in all. The matrix is a parameter entry (one
+    tensor of a checkpoint) in engine orientation, [output, input]."""
 
     start: int
     stop: int
@@ -35,8 +35,8 @@ class Columns(NamedTuple):
 
 
 def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
-    """Return the elements of some matrix columns of `values`, whose last dim is a flattened matrix: [..., rows x
-    columns.of] -> [..., rows x columns.width]. `columns`: range of columns; None: return `values`."""
+    """Return some columns of a matrix that is flattened in the last dim of `values`: [..., rows x columns.of] -> [...,
+    rows x columns.width]. `columns`: range of the columns; None: all, `values` itself."""
     if columns is None:
         return values
     return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)
@@ -44,15 +44,13 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A range of the elements of one parameter entry (one tensor of a checkpoint), and a 1-D view `tensor` of their
-    values, which saving reads and loading overwrites.
-
-    `start`, `stop`: element range [start, stop) of the flattened entry, row-major in engine orientation [output, input]
-    (the checkpoint file may hold the transpose). `columns`: if given, only elements of these matrix columns are
-    counted.
+    """Slice of one tensor of a checkpoint: a range of the elements of a parameter entry, with a 1-D view `tensor` of
+    their values, which saving reads and loading overwrites.
 
     `kind`: quantity in `tensor`: "master" (weights) or an optimizer state such as "exp_avg"; `name`: name of the entry.
-    """
+    `start`, `stop`: element range [start, stop) of the flattened entry, row-major in engine orientation [output, input]
+    (the checkpoint file may hold the transpose). `columns`: the range counts only the elements of these matrix columns
+    (None: all columns)."""
 
     kind: str
     name: str
@@ -61,28 +59,28 @@ class TensorSlice:
     tensor: torch.Tensor
     columns: Columns | None = None
 
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Select this slice's elements from `values` [..., n], which has one value for each of the n elements of the
-        unsharded entry in engine orientation. Return [..., stop - start]."""
+    def select(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this slice's elements of `values` [..., n], the flattened unsharded entry in engine orientation (or
+        any tensor with one value for each of its n elements): [..., stop - start]."""
         return select_columns(values, self.columns)[..., self.start : self.stop]
 
-    def put(self, values: torch.Tensor) -> None:
-        """Write this slice into `values` [entry.numel], the flattened unsharded entry in engine orientation."""
+    def write_into(self, values: torch.Tensor) -> None:
+        """Write this slice's elements into `values` [entry.numel], the flattened unsharded entry in engine orientation,
+        in place."""
         if self.columns is None:
             values[self.start : self.stop] = self.tensor
         else:
-            values[self.of(torch.arange(values.numel()))] = self.tensor.to(values.dtype)
+            values[self.select(torch.arange(values.numel()))] = self.tensor.to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class EntrySlice:
-    """A slice of a parameter entry (one tensor of a checkpoint) in a flat buffer: the buffer elements [offset, offset +
-    numel) are the elements [begin, begin + numel) of the flattened entry. If `columns` is given, `begin` counts only
-    elements of these matrix columns.
+    """Slice of a parameter entry (one tensor of a checkpoint) in a flat buffer: the buffer elements [offset, offset +
+    numel) are the elements [begin, begin + numel) of the flattened `entry`. `columns`: `begin` counts only the elements
+    of these matrix columns (None: all columns).
 
     `copies`: number of neighbouring tp ranks that hold the same slice. `partial`: True if the gradient on each of these
-    ranks is only a partial gradient, to be summed over them.
-    """
+    ranks is only a partial gradient, to be summed over them."""
 
     entry: ParameterEntry
     offset: int
@@ -92,8 +90,8 @@ class EntrySlice:
     copies: int
     partial: bool
 
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Select the slice's elements, [numel], from `values`, the flattened unsharded entry in engine orientation
+    def select(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this slice's elements, [numel], of `values`, the flattened unsharded entry in engine orientation
         ([output, input])."""
         return select_columns(values, self.columns)[self.begin : self.begin + self.numel]
 
@@ -115,10 +113,10 @@ class PlacedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Layout of one flat buffer, called `name`, on one rank before ZeRO shards it. `padded`: number of elements; the
-    first `numel` are parameters, and the first `decay_numel` of these have weight decay. `tensors`: the model's
-    parameters in the buffer (such as fused qkv); `slices`: the slices of parameter entries (checkpoint tensors) in it;
-    elements that only pad the vocabulary are in no slice."""
+    """Layout of one flat buffer (the parameters of an FSDP unit, concatenated) on one rank, before ZeRO shards it.
+    `name`: name of the buffer; `tensors`: the model's parameters in it (such as fused qkv); `slices`: the slices of
+    parameter entries (checkpoint tensors) in it, which do not cover padding of the vocabulary. `padded`: number of
+    elements of the buffer; the first `numel` are parameters, and the first `decay_numel` of these have weight decay."""
 
     name: str
     tensors: tuple[PlacedTensor, ...]
@@ -127,20 +125,20 @@ class FlatLayout:
     numel: int
     padded: int
 
-    def within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
-        """Yield (slice, first, last) for each slice of a parameter entry that overlaps buffer elements [low, high); the
-        overlap is the buffer elements [first, last)."""
+    def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
+        """Yield (slice, first, last) for each slice of a parameter entry that overlaps the buffer elements [low, high);
+        the overlap is the buffer elements [first, last)."""
         for part in self.slices:
             first, last = max(low, part.offset), min(high, part.offset + part.numel)
             if first < last:
                 yield part, first, last
 
     def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Split the buffer elements [low, high) by the number of tp ranks that hold them. Return (first, last, copies)
-        for each range [first, last), whose elements are held by `copies` tp ranks. Padding and router balancing biases,
-        which do not count in gradient norms, are left out."""
+        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of tp ranks.
+        Return (first, last, copies) for each range [first, last), where `copies` is that number. Padding and the
+        routers' load-balancing biases, which do not count in gradient norms, are left out."""
         ranges: list[tuple[int, int, int]] = []
-        for part, first, last in self.within(low, high):
+        for part, first, last in self.slices_within(low, high):
             if part.entry.balances:
                 continue
             if ranges and ranges[-1][1:] == (first, part.copies):
@@ -148,20 +146,19 @@ class FlatLayout:
             ranges.append((first, last, part.copies))
         return ranges
 
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the model's parameters as views of an unsharded flat `buffer` [padded]: in the form in which the model
-        uses them (such as fused qkv), in the order of `tensors`, in this rank's shapes."""
+    def parameter_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the model's parameters as views of an unsharded flat `buffer` [padded], in the order of `tensors` and
+        in this rank's shapes."""
         return [buffer[at.offset : at.offset + at.numel].view(at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Make the model's parameters views of an unsharded flat `buffer` [padded]; return the parameters in the order
-        of `tensors`.
+        """Make the model's parameters views of an unsharded flat `buffer` [padded]; return these parameters in the
+        order of `tensors`.
 
         The views are assigned through `.data` and so have their own version counters: an all-gather that refills the
-        buffer must not look to autograd like an in-place change of saved tensors.
-        """
+        buffer must not look to autograd like an in-place change of saved tensors."""
         bound = []
-        for placed, view in zip(self.tensors, self.views(buffer), strict=True):
+        for placed, view in zip(self.tensors, self.parameter_views(buffer), strict=True):
             parent, _, leaf = placed.tensor.name.rpartition(".")
             module = model.get_submodule(parent)
             before = getattr(module, leaf)
@@ -176,19 +173,19 @@ class FlatLayout:
         return bound
 
     def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
-        """Write parameter values into the 1-D `shard`, whose first element is the buffer element `start`. `value_of`:
-        called once for each parameter entry in the shard; returns the entry's unsharded value in its shape on disk
-        (before any transposition)."""
-        for entry, found in groupby(self.within(start, start + shard.numel()), key=lambda each: each[0].entry):
+        """Write parameter values into the 1-D `shard` of the buffer, whose first element is the buffer element `start`.
+        `value_of`: function that returns a parameter entry's unsharded value in its shape on disk (before any
+        transposition); called once for each entry in the shard."""
+        for entry, found in groupby(self.slices_within(start, start + shard.numel()), key=lambda each: each[0].entry):
             value = value_of(entry)
             flat = (value.t() if entry.transposed else value).reshape(-1)
             for part, first, last in found:
-                mine = part.of(flat)[first - part.offset : last - part.offset]
+                mine = part.select(flat)[first - part.offset : last - part.offset]
                 shard[first - start : last - start].copy_(mine)
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Write the current values of the model's parameters (before `bind`) into the 1-D `shard`, whose first element
-        is the buffer element `start`."""
+        """Write the current values of the model's parameters (before `bind`) into the 1-D `shard` of the buffer, whose
+        first element is the buffer element `start`."""
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
@@ -230,9 +227,9 @@ def flat_layout(
 def _entry_slices(
     table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[EntrySlice]:
-    """Return the slices of a parameter entry (one tensor of a checkpoint) that this rank holds. `coordinates`: {axis:
-    index} of this rank in `layout`; `placed`: position, in the flat buffer, of the model's parameter that contains the
-    entry (such as fused qkv)."""
+    """Return this rank's slices of a parameter entry (one tensor of a checkpoint) in the flat buffer. `coordinates`:
+    {axis: index} of this rank in `layout`; `placed`: position, in the buffer, of the model's parameter that contains
+    the entry (such as fused qkv)."""
     copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
     for box in table.local_slices(entry, layout, coordinates):
@@ -250,34 +247,34 @@ def _entry_slices(
     return slices
 
 
-def slices_of(
+def cut_slices(
     flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
 ) -> list[TensorSlice]:
-    """Return the slices of parameter entries in the buffer elements [low, high), as views of the 1-D `values`, whose
-    first element is the buffer element `start`. `kind`: label of the slices ("master" ...). `position`: index of this
-    rank on tp: elements that several tp ranks hold are divided evenly, and only this rank's share is returned. None:
-    all elements are returned."""
+    """Return the checkpoint slices of the buffer elements [low, high), one for each parameter entry in that range, as
+    views of the 1-D `values`. `kind`: quantity in `values` ("master" ...); `start`: buffer element of the first element
+    of `values`; `position`: index of this rank on tp: of elements that several tp ranks hold, only an equal part is
+    returned on each of them; None: all elements are returned."""
     slices = []
-    for part, first, last in flat.within(low, high):
+    for part, first, last in flat.slices_within(low, high):
         if position is not None:
-            first, last = even_share(first, last, position % part.copies, part.copies)
+            first, last = split_evenly(first, last, position % part.copies, part.copies)
         if first < last:
             view, shift = values[first - start : last - start], part.begin - part.offset
             slices.append(TensorSlice(kind, part.entry.name, first + shift, last + shift, view, part.columns))
     return slices
 
 
-def even_share(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
-    """Split the index range [start, stop) into `shares` nearly equal ranges; return range number `index` (from 0) as
-    (start, stop)."""
+def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
+    """Split the index range [start, stop) into `shares` nearly equal ranges; return number `index` of them (counted
+    from 0) as (start, stop)."""
     length = stop - start
     return start + length * index // shares, start + length * (index + 1) // shares
 
 
 class GradientBufferPool:
-    """Pool of 1-D unsharded gradient buffers, which are in use only during backward passes (ZeRO-2 and 3). Buffers of
-    layers (consecutive FSDP units of equal sizes) are kept for the next layer; other buffers (an embedding's) are freed
-    at once. `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers."""
+    """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3).
+    Released buffers of layers (consecutive FSDP units of equal sizes) are reused for the next layer; other buffers (an
+    embedding's) are freed. `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype
@@ -290,7 +287,7 @@ class GradientBufferPool:
         return free.pop() if free else torch.empty(size, dtype=self._dtype, device=self._device)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Give `buffer`, which is no longer needed, back to the pool. The pool keeps it for reuse or frees it."""
+        """Return `buffer` to the pool after use; the pool keeps it for reuse or frees it."""
         free = self._free.get(buffer.numel())
         if free is not None and len(free) < self._kept[buffer.numel()]:
             free.append(buffer)

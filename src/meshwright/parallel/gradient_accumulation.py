@@ -21,13 +21,12 @@ from meshwright.parallel.zero import FsdpUnit, GradientReducer
 @dataclass(slots=True)
 class BackwardPass:
     """State of a running or paused backward pass of one micro-batch through one stage. `order`: names of the FSDP units
-    whose gradients are incomplete, the last unit of the stage first; `missing`: unit name -> indices of its parameters
-    that have no gradient yet.
+    whose gradients are incomplete, in backward order; `missing`: unit name -> indices of its parameters that have no
+    gradient yet.
 
     `held`: (parameter, gradient) pairs that are stored, not accumulated, while a split pass computes input gradients
-    and while it is paused; otherwise None. `early`: the stored pairs after the pass is resumed: unit name -> pairs that
-    are still to be added to the unit's buffer.
-    """
+    and while it is paused; otherwise None. `early`: those pairs after the pass is resumed: unit name -> pairs that are
+    still to be added to the unit's buffer."""
 
     order: list[str]
     missing: dict[str, set[int]]
@@ -36,10 +35,10 @@ class BackwardPass:
 
 
 class GradientAccumulator:
-    """Accumulator of this rank's parameter gradients over backward passes, for one step at a time: it takes them from
-    autograd or from `accumulate`, adds them to their FSDP units' buffers, and starts the reduction of complete units.
-    `units`: FSDP units by name, in the order of the parameter table; `parameters`: unit name -> its parameters;
-    `reducer`: reduces complete gradients over ranks."""
+    """Accumulator of this rank's parameter gradients over the backward passes of a step. It takes gradients from
+    autograd or from `accumulate`, adds them to the buffers of their FSDP units, and starts the reduction over ranks of
+    each unit whose gradients are complete. `units`: FSDP units by name, in the order of the parameter table;
+    `parameters`: unit name -> its parameters; `reducer`: reduces complete gradients."""
 
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer
@@ -82,8 +81,8 @@ class GradientAccumulator:
     # --- one pass
 
     def start(self, units: Iterable[str], split: bool = False) -> BackwardPass:
-        """Start a backward pass through the FSDP units named `units` (in forward order) and return its state. `split`:
-        True if the pass first computes only input gradients, until `pause` is called, and weight gradients after
+        """Start a backward pass of one micro-batch through the FSDP units named `units` (in forward order) and return
+        its state. `split`: True if the pass computes only input gradients until `pause`, and the weight gradients after
         `resume`."""
         assert self._running is None, "one pass at a time"
         order = list(units)[::-1]
@@ -91,12 +90,12 @@ class GradientAccumulator:
         self._running = BackwardPass(order, missing, [] if split else None)
         return self._running
 
-    def pause(self, still_to_come: Collection[nn.Parameter]) -> None:
-        """Pause the running split pass after its input gradients. `still_to_come`: parameters whose gradients will be
-        computed after `resume`. FSDP units that have no such parameter are complete and are reduced now."""
+    def pause(self, deferred: Collection[nn.Parameter]) -> None:
+        """Pause the running split pass after its input gradients. `deferred`: parameters whose gradients will be
+        computed after `resume`. FSDP units without such parameters are complete and are reduced now."""
         running = self._running
         assert running is not None and running.held is not None
-        places = {self._place[parameter] for parameter in still_to_come}
+        places = {self._place[parameter] for parameter in deferred}
         coming = {name for name, _ in places}
         held, running.held = running.held, None
         for parameter, gradient in held:
@@ -111,9 +110,9 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume a paused pass; the caller then calls `accumulate` for the remaining gradients, and `end`. Gradients
-        that were stored before the pause are not added to a unit's buffer until the unit's next gradient arrives, so
-        that few buffers exist at a time."""
+        """Resume a paused split pass, so that `accumulate` can add its remaining gradients and `end` can end it.
+        Gradients that were stored before the pause are not added to a unit's buffer until the unit's next gradient
+        arrives, so that few buffers exist at a time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
@@ -128,7 +127,7 @@ class GradientAccumulator:
 
     def skip(self, units: Iterable[str]) -> None:
         """Declare that the FSDP units named `units` get no further gradients in the running pass. They count as
-        complete and are reduced in the pass's fixed order of units, after the incomplete units before them."""
+        complete; each is reduced in its turn, after the incomplete units before it in the pass's fixed order."""
         running = self._running
         assert running is not None
         for name in units:
@@ -171,9 +170,9 @@ class GradientAccumulator:
             self.accumulate(parameter, gradient)
 
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-        """Return (view, stale). view: the part of the FSDP unit's gradient buffer that belongs to `parameter`; stale:
-        True if the caller must overwrite the view's values, False if it must add to them. Gradients of the unit that
-        were stored before a pause are added to the buffer first."""
+        """Return (view, stale) for a parameter: the view of its elements in the gradient buffer of its FSDP unit; and
+        True if the caller must overwrite their values, False if it must add to them. Gradients of the unit that were
+        stored before a pause are first added to the buffer."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)

@@ -19,8 +19,9 @@ from meshwright.spec.stage_times import program_for
 
 
 class ParallelModel(NamedTuple):
-    """A model on one rank: the modules of its pipeline stages, the ZeRO engine that owns their parameters, and the
-    pipeline program (order of forwards, backwards and transfers) that `parallel.step.ForwardBackward` runs."""
+    """Model on one rank. `model`: modules of the rank's pipeline stages; `engine`: ZeRO engine that owns their
+    parameters; `program`: pipeline program (order of forwards, backwards and transfers), which
+    `parallel.step.ForwardBackward` runs."""
 
     model: Transformer
     engine: ZeroEngine
@@ -37,14 +38,14 @@ def parallelize(
     master_dtype: torch.dtype = torch.float32,
     compile_backend: str | None = None,
 ) -> ParallelModel:
-    """Build this rank's part of a model under `mesh.layout`. Every rank calls it.
+    """Build this rank's part of a model: the modules of its pipeline stages with their ZeRO engine, and the pipeline
+    program, as `mesh.layout` selects them. Every rank calls it.
 
-    `sequence`: tokens of a sequence, for which pipeline stages are cut with balanced FLOPs; `seed`: initialises the
-    parameters (None: they are loaded into the master weights later); `parameter_dtype`: dtype of parameters and
-    compute; `master_dtype`: dtype of master weights and gradients; `compile_backend`: backend of torch.compile, which
-    compiles transformer blocks and the loss (None: they run eagerly). Raises UserError on every rank if ranks have
-    different pipeline programs.
-    """
+    `sequence`: number of tokens of a sequence, for which the FLOPs of pipeline stages are balanced; `seed`: initialises
+    the parameters (None: they are loaded into the master weights later); `parameter_dtype`: dtype of parameters and
+    compute; `master_dtype`: dtype of master weights and gradients; `compile_backend`: torch.compile backend for
+    transformer blocks and loss (None: they run eagerly). Raises UserError on every rank if ranks have different
+    pipeline programs."""
     layout, table = mesh.layout, parameter_table(config)
 
     # Pipeline: the program determines the number of stages, the partition those of this rank.

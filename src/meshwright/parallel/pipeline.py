@@ -37,29 +37,27 @@ Key = tuple[int, int, int]
 
 
 class Compute(Protocol):
-    """Interface that executes the compute steps of a pipeline program. Input tensors have no autograd history; outputs
-    may have one."""
+    """Interface of the object that executes the compute steps of a pipeline program. Its input tensors have no autograd
+    history; the tensors that it returns may have one."""
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run one compute step of a micro-batch through a stage. `kind`: one of the four kinds below; `key`: (stage,
         replica, micro-batch).
 
-        Forward: `x` is the stage's input (first stage: None); return its output; the last stage keeps its loss and
-        returns None. Backward: `x` is the gradient of the stage's output (last stage: None); compute the weight
-        gradients and return the input gradient (first stage: None). Input gradient (B pass of a split backward): as
-        backward, but defer the weight gradients. Weight gradient (W pass): compute the deferred weight gradients; `x`
-        and the result are None.
-        """
+        Forward: `x` is the stage's input (first stage: None); return the output (last stage: keep the loss, return
+        None). Backward: `x` is the gradient of the stage's output (last stage: None); compute the weight gradients and
+        return the input gradient (first stage: None). Input gradient (B pass of a split backward): as backward, but
+        defer the weight gradients. Weight gradient (W pass): compute the deferred weight gradients; `x` and the result
+        are None."""
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised contiguous receive buffer of the shape and dtype of a stage's input. The runtime
-        receives in it either that input or its gradient. `key`: (stage, replica, micro-batch)."""
+        """Return an uninitialised contiguous buffer, of the shape and dtype of a stage's input, in which that input or
+        its gradient is received. `key`: (stage, replica, micro-batch)."""
 
 
 def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0 (the name of the program
-    does not count). Each rank generates or reads the program by itself; different programs would deadlock. Collective.
-    """
+    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0, which would deadlock:
+    each rank generates or reads the program by itself. The programs' names are not compared. Collective."""
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -81,10 +79,10 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compute step of a pipeline program. kind: forward, backward, B or W pass. key: (stage, replica, micro-batch).
-    reads: activation or gradient that the step needs from another stage; makes: the one that it returns for another
-    stage; None: none. answers: values that this rank sent earlier and whose receivers must have used them once `reads`
-    has arrived, so that their memory can be released."""
+    """One compute step of a pipeline program. `kind`: forward, backward, B or W pass. `key`: (stage, replica,
+    micro-batch). `reads`: activation or gradient of another stage that the step needs; `makes`: the one that it returns
+    for another stage; None: none. `answers`: earlier sends of this rank that the receivers must have used before they
+    could produce `reads`; their memory is released when `reads` has arrived."""
 
     kind: Kind
     key: Key
@@ -95,10 +93,9 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One send or receive between pipeline ranks. value: identifies the activation or gradient; peer: the other
-    pipeline rank; arrives: True for a receive, False for a send; enters: (stage, replica, micro-batch) of the forward
-    whose input is the activation or, for a gradient, whose input it is the gradient of; site, name: labels in traces
-    and errors."""
+    """One send or receive between pipeline ranks. `value`: which activation or gradient; `peer`: index of the other
+    rank on pp; `arrives`: True for a receive, False for a send. `enters`: (stage, replica, micro-batch) of the forward
+    whose input the value is, or is the gradient of. `site`, `name`: labels in traces and errors."""
 
     value: Value
     peer: int
@@ -110,19 +107,18 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One group of a pipeline program: either compute steps, executed in order, or transfers, which a rank posts
-    together. One of the two lists is empty."""
+    """Group of consecutive steps of a rank's pipeline program: either compute steps, executed in order, or transfers,
+    posted together. One of the two lists is empty."""
 
     steps: list[_Step]
     transfers: list[_Transfer]
 
 
 class Pipeline:
-    """Executor of a pipeline program on one rank of the mesh axis `axis` (pp). The constructor checks the program; to a
-    program without sends and receives it first adds them.
+    """Executor of a pipeline program on one rank of the mesh axis `axis` (pp). The constructor checks the program. If
+    the program has only compute steps, the sends and receives between stages are added first.
 
-    Raises ProgramError for an invalid program.
-    """
+    Raises ProgramError for an invalid program."""
 
     def __init__(self, program: PipelineProgram, axis: Axis) -> None:
         assert program.ranks == axis.size, (program.name, program.ranks, axis.size)
@@ -135,13 +131,13 @@ class Pipeline:
             barrier(axis, START_SITE)  # NCCL connects a group at its first call, in which all of its ranks take part
 
     def run(self, compute: Compute) -> None:
-        """Execute this rank's steps of the program once, calling `compute` for each compute step. Raises RankLost when
-        a neighbour does not answer."""
+        """Execute this rank's steps of the program once, calling `compute` for each compute step. Raises RankLost if a
+        pipeline neighbour does not answer."""
         _PipelineExecution(self.axis, compute).execute(self._groups)
 
     def run_forwards(self, compute: Compute, micro_batches: int) -> None:
-        """Execute only the forward steps of the first `micro_batches` micro-batches, in the program's order, calling
-        `compute` for each (for evaluation). Raises RankLost when a neighbour does not answer."""
+        """Execute only the forward steps of the first `micro_batches` micro-batches (for evaluation), in the program's
+        order, calling `compute` for each. Raises RankLost if a pipeline neighbour does not answer."""
         groups = []
         for group in self._groups:
             steps = [
@@ -156,8 +152,8 @@ class Pipeline:
 
 
 class _PipelineExecution:
-    """One execution of a pipeline program on a rank. It holds the activations and gradients in flight: those computed
-    on this rank and not used yet, those being received, and those being sent."""
+    """State of one execution of a pipeline program on a rank: the activations and gradients that were computed on this
+    rank and not used yet, those being received, and those being sent."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
         self.axis, self.compute = axis, compute
@@ -189,16 +185,17 @@ class _PipelineExecution:
                 self.leaving[each.value] = handle
 
     def step(self, step: _Step) -> None:
-        """Execute one compute step. Store the activation or gradient that it returns for another stage, and release the
-        one that it has read."""
+        """Execute one compute step: read its input, run it, and store the activation or gradient that it returns for
+        another stage."""
         made = self.compute.run(step.kind, step.key, self.read(step))
         assert (made is None) == (step.makes is None), f"{step}: the wrong end of the pipeline"
         if made is not None and step.makes is not None:
             self.here[step.makes] = made.detach()
 
     def read(self, step: _Step) -> torch.Tensor | None:
-        """Return the activation or gradient that a step needs from another stage (None if it needs none); wait until it
-        is received. Then release the sent tensors in `step.answers`."""
+        """Return the activation or gradient that `step` needs from another stage, after waiting until it is received;
+        None if the step needs none. Then release the sent tensors that the receipt shows to be consumed
+        (`step.answers`)."""
         if step.reads is None:
             return None
         if step.reads in self.here:
@@ -211,7 +208,8 @@ class _PipelineExecution:
 
 
 def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
-    """Return the groups of compute steps and of transfers that pipeline rank `rank` executes, in order."""
+    """Convert a pipeline program to the groups of compute steps and of transfers that pipeline rank `rank` executes, in
+    order."""
     s, last = program.steps, program.stages - 1
     answers = find_consumed_sends(program, rank)
     groups: list[_Group] = []

@@ -58,12 +58,12 @@ GATHERED = frozenset(
 
 
 class ActivationCheckpointing(Recompute):
-    """Activation checkpointing of a transformer block by `kind`:
+    """Activation checkpointing of a transformer block. `kind`:
 
-    * "none": save all that backward needs; when compiled, save the results of matrix products, attention and
-      communication only, because elementwise work fused into backward kernels is cheaper to recompute than to save;
+    * "none": save all that backward needs. A compiled block saves only the results of matrix products, attention and
+      communication, because elementwise work fused into backward kernels is cheaper to recompute than to save;
     * "selective": save the results of matrix products and of sums over ranks;
-    * "full": save the block's inputs alone.
+    * "full": save only the block's inputs.
     """
 
     def __init__(self, kind: str) -> None:
@@ -76,11 +76,10 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return a function to call in place of `function`, which is the forward of a transformer block or of a part of
-        it. Kind "selective", or "none" with compilation, saves the results of some operators of `function` and
-        recomputes the others in backward; kind "full" changes nothing here (`wrap_block` checkpoints the whole block).
-        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
-        compiled function."""
+        """Return a replacement for `function` (the forward of a transformer block or of a part of it) that saves the
+        results of some of its operators and recomputes the others in backward. That applies to the kind "selective",
+        and to "none" with compilation; under "full", `wrap_block` checkpoints the whole block instead. compile_options:
+        keyword arguments of torch.compile; None: do not compile. around: function that wraps the compiled function."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
@@ -90,14 +89,14 @@ class ActivationCheckpointing(Recompute):
         return super().wrap(function, compile_options, around)
 
     def wrap_block(self, function: Function) -> Function:
-        """Return a function to call in place of `function`, the forward of a whole block (which calls the functions
-        that `wrap` returned). Kind "full" checkpoints the whole block; other kinds return `function`."""
+        """Return a replacement for `function`, the forward of a whole block: one that checkpoints the block for the
+        kind "full", otherwise `function` itself."""
         return _checkpoint_always(function) if self.kind == "full" else function
 
 
 def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:
-    """Return `function` with selective checkpointing, which saves the results of `operators` (overloads of torch.ops)
-    and recomputes those of all others."""
+    """Wrap `function` in selective activation checkpointing: save the results of `operators` (overloads of torch.ops)
+    and recompute those of all others in backward."""
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         """Selective-checkpoint policy: save the results of `operators`, recompute all else."""
@@ -107,8 +106,8 @@ def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Functio
 
 
 def _checkpoint_always(function: Function, **options: Any) -> Function:
-    """Return a function that runs `function` under torch.utils.checkpoint. `options`: keyword arguments of
-    torch.utils.checkpoint. Where gradients are disabled, the returned function calls `function` directly."""
+    """Wrap `function` in torch.utils.checkpoint; where gradients are disabled, call it directly. `options`: keyword
+    arguments of torch.utils.checkpoint."""
 
     def run(*arguments: Any) -> Any:
         """Run `function` under checkpointing when gradients are enabled."""
@@ -121,5 +120,6 @@ def _checkpoint_always(function: Function, **options: Any) -> Function:
 
 
 def _drop_in_place_warning(record: logging.LogRecord) -> bool:
-    """Logging filter that drops torch's warning about in-place operations in checkpointed regions; blocks have none."""
+    """Return False for torch's warning about in-place operations in checkpointed regions, so that it is not logged (a
+    logging filter): transformer blocks have no such operations."""
     return "Detected that context_fn is passed" not in record.getMessage()

@@ -24,10 +24,10 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class BackwardOrder(NamedTuple):
-    """What the forwards and backwards of this rank need to know of the pipeline program. `at_once`: the forwards, as
-    (stage, replica, micro-batch), that their own backward follows immediately: such a forward may already compute the
-    head's gradient together with the loss. `queue`: queue in which split backward passes defer their weight-gradient
-    computations; None if only forwards run."""
+    """Facts about this rank's order of forwards and backwards in the pipeline program. `at_once`: the forwards, as
+    (stage, replica, micro-batch), that are immediately followed by their own backward; such a forward may compute the
+    gradient of the output head together with the loss. `queue`: queue in which split backward passes defer their
+    weight-gradient computations; None if only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -37,15 +37,14 @@ _FORWARD_ONLY = BackwardOrder()
 
 
 class StageCompute:
-    """Executor of forward and backward of a model's pipeline stages (implements `parallel.pipeline.Compute`), for one
-    step or one evaluation.
+    """Executor of the forwards and backwards of a rank's pipeline stages during one step or evaluation (implements
+    `parallel.pipeline.Compute`).
 
     `micro_batches`: all micro-batches of this rank; `targets`: number by which the summed loss is divided; `order`:
-    which backward passes follow their forward immediately, and the queue of split ones; `mark`: called with the name of
-    each phase when the phase ends ("forward", "backward", ...); `objective`: function that returns the summed
-    preference loss of a micro-batch; None: next-token loss. Attribute `loss`: divided loss, summed over the
-    micro-batches whose last stage is on this rank (float64).
-    """
+    which forwards are immediately followed by their backward, and the queue of split backwards; `mark`: called with the
+    name of each phase when the phase ends ("forward", "backward", ...); `objective`: function (index of a micro-batch,
+    response log-probabilities) -> summed preference loss; None: next-token loss. Attribute `loss`: divided loss, summed
+    over the micro-batches whose last stage is on this rank (float64 scalar)."""
 
     def __init__(
         self,
@@ -97,9 +96,9 @@ class StageCompute:
         return d_x
 
     def _forward(self, key: Key, stage: Stage, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one forward through `stage` and return the stage's output [B, S, H]; on the last stage add the loss to
-        the attribute `loss` and return None. `key`: (stage, replica, micro-batch); `x`: the stage's input (first stage:
-        None)."""
+        """Run the forward of a micro-batch through `stage` and return the stage's output [B, S, H]; on the last stage,
+        add the loss to the attribute `loss` and return None. `key`: (stage, replica, micro-batch); `x`: the stage's
+        input (first stage: None)."""
         units, micro_batch = self.engine.prefetchers[stage.index], key[2]
         units.keeps_last = at_once = key in self._at_once
         if x is not None:
@@ -118,8 +117,8 @@ class StageCompute:
         return None if stage.last else out.detach()
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised receive buffer for the input of a stage: [B, S, H], where S is this tp rank's token
-        slice with sequence parallelism. `key`: (stage, replica, micro-batch)."""
+        """Return an uninitialised buffer [B, S, H] in which the input of a stage, or its gradient, is received; S
+        counts this tp rank's token slice with sequence parallelism. `key`: (stage, replica, micro-batch)."""
         tokens_BS, mesh = self._micro_batches[key[2]][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -128,8 +127,8 @@ class StageCompute:
         return torch.empty(shape, dtype=self.engine.parameter_dtype, device=mesh.device)
 
     def _differentiate(self, key: Key, d_out: torch.Tensor | None) -> torch.Tensor | None:
-        """Run autograd's backward of the saved forward of `key` (stage, replica, micro-batch), given the output
-        gradient `d_out` (last stage: None); return the gradient of the stage's input (first stage: None)."""
+        """Run autograd's backward through the saved forward of `key` (stage, replica, micro-batch). `d_out`: gradient
+        of the stage's output (last stage: None). Return the gradient of the stage's input (first stage: None)."""
         x, root, balance = self._kept.pop(key)
         roots, gradients = [root], [None if d_out is None else _set_output_gradient(root, d_out)]
         # Load-balancing loss of this stage's mixtures; without router loss and bias it needs no gradient.
@@ -141,8 +140,9 @@ class StageCompute:
 
 
 class _SavedForward(NamedTuple):
-    """Tensors of a forward that its backward needs. `x`: stage input, None on the first stage; `root`: autograd root
-    (the loss, or a stand-in for the stage output); `balance`: load-balancing loss, None without experts."""
+    """Tensors of a forward that its backward needs. `x`: stage input, None on the first stage; `root`: tensor from
+    which autograd's backward starts (the loss, or a stand-in for the stage output); `balance`: load-balancing loss,
+    None without experts."""
 
     x: torch.Tensor | None
     root: torch.Tensor
@@ -150,9 +150,8 @@ class _SavedForward(NamedTuple):
 
 
 class _OutputRoot(torch.autograd.Function):
-    """Autograd root of a stage's backward, used in place of the stage's output, so that the output's memory can be
-    freed once it is sent. The root is an empty tensor; `_set_output_gradient` sets the gradient from which backward
-    starts."""
+    """Autograd function that gives backward a root in place of the stage's output, whose memory can then be freed once
+    it is sent. The root is an empty tensor; `_set_output_gradient` sets the gradient with which its backward starts."""
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:

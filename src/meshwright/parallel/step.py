@@ -13,7 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.model.pairs import Pairs
 from meshwright.model.preference import Preference
 from meshwright.model.transformer import Transformer
-from meshwright.model.weight_gradients import WeightGradients, take_weight_gradients
+from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.pipeline import Compute, Key, Pipeline
 from meshwright.parallel.stage_compute import BackwardOrder, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
@@ -26,23 +26,23 @@ WORTH_ADDING_AT_ONCE = 2**17
 
 
 class ForwardBackward:
-    """Runs a pipeline program on this rank of pp, without optimizer step, on the `model` whose parameters `engine`
-    owns. `mark`: called with the name of each phase when the phase ends ("pipeline": wait for another stage; "forward",
-    "backward", "reduce"). `fused_accumulation_min_numel`: smallest number of elements of a weight whose gradient the
-    matrix product itself adds to the accumulation buffer. `preference`: loss of preference pairs; None: next-token
-    loss."""
+    """Runner of the forwards and backwards of a step, or of an evaluation, on this rank, in the order of a pipeline
+    program; the optimizer step is not included. `model`: the rank's stages; `engine`: ZeRO engine that owns their
+    parameters. `fused_accumulation_min_numel`: smallest number of elements of a weight whose gradient the matrix
+    product itself adds to the accumulation buffer. `preference`: loss of preference pairs; None: next-token loss."""
 
     def __init__(
         self,
         model: Transformer,
         engine: ZeroEngine,
         program: PipelineProgram,
-        mark: Callable[[str], None] = lambda part: None,
         fused_accumulation_min_numel: int = WORTH_ADDING_AT_ONCE,
         preference: Preference | None = None,
     ) -> None:
         self.model, self.engine, self.program = model, engine, program
-        self.mark, self.preference = mark, preference
+        self.preference = preference
+        # Called with each phase's name when it ends: "pipeline" (wait for a stage), "forward", "backward", "reduce".
+        self.mark: Callable[[str], None] = lambda part: None
         self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=engine.mesh.device)
         """`PreferenceLoss.figures` of the last call, summed over the pairs whose last stage was here."""
         self.watched: Callable[[Compute], Compute] | None = None
@@ -52,18 +52,17 @@ class ForwardBackward:
         queue = WeightGradients(engine.gradients)
         self._order = BackwardOrder(at_once, queue)
         if split:
-            take_weight_gradients(model, queue)
+            defer_weight_gradients(model, queue)
         elif not model.compiled:  # taps would hold the operands of all weight gradients together
-            take_weight_gradients(model, queue, fused_accumulation_min_numel)
+            defer_weight_gradients(model, queue, fused_accumulation_min_numel)
 
     def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`; afterwards `engine.shards` hold the reduced
         gradients.
 
         `targets`: number by which the summed loss is divided: the number of target tokens (or pairs) of the whole step,
-        divided by the loss scale. Returns the loss of the micro-batches whose last stage is on this rank, else 0
-        (float64 scalar; `loss_share` turns it into this rank's share of the step's loss).
-        """
+        divided by the loss scale. Returns the loss of the micro-batches whose last stage is on this rank (float64
+        scalar, 0 without any); `loss_share` corrects it for ranks that compute the same loss."""
         self.engine.begin_step(self._passes)
         objective = self._objective(micro_batches)
         compute = StageCompute(self.model, self.engine, micro_batches, targets, self._order, self.mark, objective)
@@ -78,8 +77,8 @@ class ForwardBackward:
         return self._run_forwards(micro_batches, targets, self._objective(micro_batches))
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
-        """Return {micro-batch index: response log-probabilities [B, D] in nats} for the preference micro-batches whose
-        last stage is on this rank. `micro_batches`: at most as many as a step has."""
+        """Run the forwards of preference micro-batches and return {micro-batch index: response log-probabilities [B, D]
+        in nats} for those whose last stage is on this rank. `micro_batches`: at most as many as a step has."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -94,16 +93,16 @@ class ForwardBackward:
         self, micro_batches: Sequence[MicroBatch], targets: int, objective: Objective | None
     ) -> torch.Tensor:
         """Run the forwards of `micro_batches` without gradients. Return the summed loss divided by `targets` (float64
-        scalar); 0 where the last stage is on another rank. `objective`: loss function of preference pairs; None:
-        next-token loss."""
+        scalar); 0 where the last stage is on another rank. `objective`: function (index of a micro-batch, response
+        log-probabilities) -> summed preference loss; None: next-token loss."""
         with torch.no_grad():
             compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
             self._pipeline.run_forwards(compute, len(micro_batches))
         return compute.loss
 
     def _objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """Return a function that computes the preference loss of one of `micro_batches` (by index) and adds its metrics
-        to the attribute `figures`; None for next-token training."""
+        """Return a function (index of a micro-batch, response log-probabilities [B, D]) -> summed preference loss,
+        which also adds the micro-batch's metrics to the attribute `figures`; None for next-token training."""
         preference = self.preference
         if preference is None:
             return None
@@ -128,12 +127,13 @@ def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
     """Return the number of preference pairs of the whole step over all ranks, at least 1. `pairs`: pairs of each of
-    this rank's micro-batches; ranks of cp have slices of the same pairs. Collective."""
+    this rank's micro-batches, which all cp ranks hold alike. Collective."""
     return max(1, _sum_over_data((micro_batch.count for micro_batch in pairs), mesh) // mesh.cp.size)
 
 
 def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
-    """Return the sum of `counts` (integer scalars, one per micro-batch of this rank) over the ranks of axis data."""
+    """Sum `counts` (integer scalars, one per micro-batch of this rank) over this rank and all ranks of the mesh axis
+    `data`. Collective."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for count in counts:
         total += count
@@ -142,15 +142,15 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return this rank's share of the step's loss: the shares of all ranks (`mesh.world`) add up to the loss. `loss`:
-    loss of this rank's micro-batches, which all tp ranks hold alike. `of_pairs`: True for a preference loss, which all
-    cp ranks hold alike too."""
+    """Divide `loss`, the loss of this rank's micro-batches, by the number of ranks that compute the same value, so that
+    the sum over all ranks is the loss of the step. These are the tp ranks and, for a preference loss (`of_pairs`), the
+    cp ranks."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
 def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Return three facts about one rank of a pipeline program: {stage: number of backward passes through it}; the
-    (stage, replica, micro-batch) of forwards that are immediately followed by their own backward; and True if any
+    """Analyse the order of compute steps on one pipeline rank. Return {stage: number of backward passes through it};
+    the forwards, as (stage, replica, micro-batch), that are immediately followed by their own backward; and True if any
     backward is split into B and W passes."""
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]

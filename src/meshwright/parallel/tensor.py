@@ -31,8 +31,8 @@ SHARED_HEADS_SITE = "tensor.gradients.shared_heads"
 
 
 class TensorParallel(TensorOperations):
-    """Tensor-parallel operations of one rank on `axis` (tp); on an axis of size 1 they return their input.
-    `sequence_parallel`: True if each rank holds only a slice of the tokens outside of column- and row-parallel
+    """Tensor-parallel communication of one rank over `axis` (tp); on an axis of size 1 every operation returns its
+    input. `sequence_parallel`: True if each rank holds only a slice of the tokens outside of column- and row-parallel
     products."""
 
     def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
@@ -57,8 +57,8 @@ class TensorParallel(TensorOperations):
         return reduce_from(x, self.axis, site)
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the ranks' `x` concatenated along dim `dim`. Backward sums the gradient over ranks and returns this
-        rank's slice of that sum. `site`: label of the call in traces."""
+        """Return the ranks' `x` concatenated along dim `dim`. Backward sums the gradient over the ranks and returns
+        this rank's slice of the sum. `site`: label of the call in traces."""
         return gather_from(x, self.axis, site, dim)
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
@@ -67,8 +67,8 @@ class TensorParallel(TensorOperations):
         return split_to(x_BSH, self.axis, site)
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the ranks' token slices concatenated, [B, S, H], the inverse of `split_tokens`. `site`: label of the
-        call in traces."""
+        """Return the concatenation [B, S, H] of the ranks' token slices `x_BSH` [B, S / size, H]: the inverse of
+        `split_tokens`. `site`: label of the call in traces."""
         return join_from(x_BSH, self.axis, site)
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
@@ -78,9 +78,9 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Views of those gradients on one rank that must still be summed over tp: gradients of parameters that tp ranks
-    replicate but use for their own tokens or heads alone. The views lie in the gradient shards of the FSDP `units`.
-    Ranks of one tp group own equal ranges of their flat buffers, so that their views correspond."""
+    """Partial gradients of one rank, which must still be summed over tp: those of parameters that tp ranks replicate
+    but use for their own tokens or heads alone. They are views of the gradient shards of the FSDP `units`, at the same
+    positions on all ranks of a tp group. `table`: parameter table of the model."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}
@@ -90,7 +90,7 @@ class PartialGradients:
             if "tp" in entry.gradient_axes(mesh.layout) and copies not in neighbours:
                 neighbours[copies] = mesh.make_block_axis("tp", copies)
         for unit in units:
-            for part, low, high in unit.flat.within(unit.start, unit.stop):
+            for part, low, high in unit.flat.slices_within(unit.start, unit.stop):
                 if part.partial:
                     views.setdefault(part.copies, []).append(unit.gradient[low - unit.start : high - unit.start])
         self._groups = [

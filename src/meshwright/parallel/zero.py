@@ -65,7 +65,7 @@ class ShardingAxes:
     """Mesh axes of an FSDP unit. `data`: axis over which the unit's gradient is summed; `shard`: axis over which ZeRO
     shards the unit; `replica`: axis of the ranks that hold the same shard (hybrid sharding). `tied`: axis of the
     pipeline ranks that all hold the unit (a tied embedding, or a model copy of a bidirectional schedule); None if only
-    one does."""
+    one rank does."""
 
     data: Axis
     shard: Axis
@@ -74,11 +74,11 @@ class ShardingAxes:
 
 
 class FsdpUnit:
-    """The flat buffers of one FSDP unit on one rank, all 1-D; [start, stop) is this rank's shard.
+    """Flat buffers of one FSDP unit on one rank, all 1-D; [start, stop) are the elements of this rank's shard.
 
     parameters          unsharded, in the parameter dtype; the model's parameters are views of it. Under ZeRO-3 it has
-                        memory only between `unshard` and `reshard`, which resizes the storage to nothing: tensors
-                        saved for the backward pass stay valid once it is gathered again.
+                        memory only from `unshard` to `reshard`, which resizes the storage to 0 bytes: tensors saved
+                        for the backward pass become valid again when the unit is unsharded.
     parameter_shard     `parameters[start:stop]`, which the all-gather sends; under ZeRO-3 separate memory, else a view.
     master              the master weights that the optimizer updates, [start, stop); `parameter_shard` itself where
                         the dtypes agree.
@@ -86,8 +86,8 @@ class FsdpUnit:
     unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
     replicas, replica   number of ranks at the same index on tp that hold this shard; this rank's index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
-    balancing           index ranges (start, stop) in the shard of router biases, whose gradient is their experts' load
-                        minus the mean.
+    balancing           index ranges (start, stop) in the shard of router biases; the gradient of such a bias is its
+                        expert's load minus the mean load.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class FsdpUnit:
         self.decay_numel = min(max(flat.decay_numel - self.start, 0), length)
         self.balancing = tuple(
             (low - self.start, high - self.start)
-            for part, low, high in flat.within(self.start, self.stop)
+            for part, low, high in flat.slices_within(self.start, self.stop)
             if part.entry.balances
         )
         self.parameters = zeros(flat.padded, parameter_dtype)
@@ -174,25 +174,25 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: 1-D; `views`: for each parameter a view of
-    the buffer in the parameter's shape; `stale`: indices of the views that hold old values: their next gradient
-    overwrites these values instead of being added."""
+    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: the gradient, 1-D; `views`: for each
+    parameter a view of the buffer in the parameter's shape; `stale`: indices of the views that hold values of an
+    earlier step, which the next gradient overwrites instead of being added to them."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     stale: set[int] = field(default_factory=set)
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
-        """Return (view, stale) for the unit's parameter number `index`. stale: True if the caller must overwrite the
-        view's values, False if it must add to them. The view then no longer counts as stale."""
+        """Return (view, stale) of the unit's parameter number `index`, which then no longer counts as stale. stale:
+        True if the caller must overwrite the view's values, False if it must add to them."""
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
 
 
 class GradientReducer:
-    """Reduces the gradients of a rank's FSDP units over ranks, each gradient as soon as backward has completed it.
-    `units`: name -> unit; `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
+    """Reducer of the gradients of a rank's FSDP units over ranks; it starts each reduction when backward has completed
+    the gradient. `units`: name -> unit; `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool
@@ -217,7 +217,7 @@ class GradientReducer:
             if buffer is None:
                 buffer = self._pool.acquire(unit.flat.padded)
                 buffer[unit.flat.numel :].zero_()
-            views = unit.flat.views(buffer)
+            views = unit.flat.parameter_views(buffer)
             self._open[name] = UnshardedGradient(buffer, views, set(range(len(views))))
         return self._open[name]
 
@@ -249,9 +249,9 @@ class GradientReducer:
         complete()
 
     def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
-        """Complete a reduction: add its `output` to the unit's gradient shard and release the unsharded `buffer`.
-        `last`: True for the unit's last reduction of the step, after which the all-reduce over replicas starts (hybrid
-        sharding)."""
+        """Finish a completed reduction: add its `output` to the unit's gradient shard and release the unsharded
+        `buffer`. `last`: True for the unit's last reduction of the step, after which the all-reduce over replicas
+        starts (hybrid sharding)."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:
@@ -260,7 +260,7 @@ class GradientReducer:
             self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
 
     def finish(self) -> None:
-        """Wait for all reductions, and all-reduce the gradients of units that several pipeline stages hold."""
+        """Wait for all reductions, then all-reduce the gradients of units that several pipeline ranks hold."""
         while self._in_flight:
             self._wait_for_oldest()
         for handle in self._replica_sums:
@@ -281,12 +281,11 @@ class GradientReducer:
 
 
 class ParameterPrefetcher(Units):
-    """Hooks that the model calls before and after each FSDP unit of one pipeline stage: while a unit computes, the next
-    one is all-gathered; under ZeRO-3 a unit is resharded after use, so that all other units stay sharded.
+    """Hooks that the model calls before and after each FSDP unit of one pipeline stage: they all-gather the next unit
+    while a unit computes and, under ZeRO-3, reshard a unit after use.
 
     `units`: unit names in forward order; `needs`: unit name -> FSDP units whose parameters it uses. Attribute
-    `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows immediately.
-    """
+    `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows immediately."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self.keeps_last = True
@@ -341,14 +340,15 @@ class ParameterPrefetcher(Units):
             self._unshard(name, None if before in LOOKED_UP else before)
 
     def _leave_backward(self, name: str) -> None:
-        """Reshard the FSDP unit `name` after its backward pass, when every gradient function inside it has run."""
+        """Reshard the FSDP unit `name` after its backward pass."""
         for unit in self._sharded[name]:
             unit.reshard()
 
 
 class _BackwardHook(torch.autograd.Function):
-    """Identity function whose backward calls a function and returns the gradient unchanged. Applied to the input of an
-    FSDP unit, it calls at the end of the unit's backward; applied to the output, at the beginning."""
+    """Autograd identity function whose backward calls a given function and returns the gradient unchanged. Applied to
+    the input of an FSDP unit, it makes the call at the end of the unit's backward; applied to the output, at the
+    beginning."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.model.initialise import initial_value
-from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, even_share, flat_layout, slices_of
+from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cut_slices, flat_layout, split_evenly
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
@@ -27,18 +27,18 @@ from meshwright.spec.stages import Stage
 
 
 class ZeroEngine:
-    """Owner of a model's parameters, master weights and gradients on one rank, with the collective calls of data
+    """Owner of a model's parameters, master weights and gradients on one rank; it makes the collective calls of data
     parallelism and ZeRO.
 
     A step: `begin_step`; for each micro-batch and stage of this rank a forward with `units=prefetchers[stage.index]`
     and a backward pass between `start_pass` and `end_pass` (parallel/stage_compute.py); `finish`; the optimizer updates
     the master weights of `shards`; `all_gather_parameters`. The model's parameters become views of flat buffers. Never
-    load values into the model: load them into the masters (`master_slices(owned=False)`, then `all_gather_parameters`).
+    load values into the model: load them into the master weights (`master_slices(owned=False)`, then
+    `all_gather_parameters`).
 
     table: the model's parameter table. seed: initialises the parameters; None: keep the values that the model has (not
     on the meta device). partition: assigns FSDP units to pipeline stages, and stages to ranks (each rank holds only the
-    units of its own stages); None: one stage.
-    """
+    units of its own stages); None: one stage."""
 
     prefetcher_class: type[Any] = ParameterPrefetcher
 
@@ -93,7 +93,7 @@ class ZeroEngine:
         self.all_gather_parameters()
 
     def _tied_axes(self) -> dict[str, Axis | None]:
-        """Return for each FSDP unit, by name, the axis of the pipeline ranks that hold it; None if only one does.
+        """Return {FSDP unit name: mesh axis of the pipeline ranks that hold the unit, None if only one does}.
         Collective: every rank creates all process groups."""
         axes: dict[tuple[int, ...], Axis | None] = {}
         holders = {name: self.partition.holders(name) for name in self.table.units}
@@ -148,10 +148,10 @@ class ZeroEngine:
         the pass first computes only input gradients, until `pause_pass` is called."""
         return self.gradients.start(self._unit_names(stage), split)
 
-    def pause_pass(self, stage: Stage, still_to_come: Collection[nn.Parameter]) -> None:
-        """Pause a split pass after its input gradients; `gradients.resume` and `accumulate` later add the weight
-        gradients of the parameters `still_to_come`."""
-        self.gradients.pause(still_to_come)
+    def pause_pass(self, stage: Stage, deferred: Collection[nn.Parameter]) -> None:
+        """Pause a split pass after its input gradients. `deferred`: parameters whose weight gradients are added
+        later, by `gradients.resume` and `gradients.accumulate`."""
+        self.gradients.pause(deferred)
         self.prefetchers[stage.index].reshard()
 
     def end_pass(self, stage: Stage) -> None:
@@ -169,9 +169,9 @@ class ZeroEngine:
         self._partial.all_reduce()
 
     def squared_norm_share(self) -> torch.Tensor:
-        """Return this rank's share of the squared global gradient norm (float64 scalar): the shares of all ranks
-        (`mesh.world`) add up to the squared norm. The sum is not finite if any gradient is not. An element that several
-        ranks hold is counted by each of them in equal parts."""
+        """Return this rank's contribution to the squared global gradient norm (float64 scalar): the sum over all ranks
+        (`mesh.world`) is the squared norm. It is not finite if any gradient is not. An element that n ranks hold is
+        counted by each of them with weight 1 / n."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self._units.values():
             for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
@@ -183,8 +183,8 @@ class ZeroEngine:
         self.load(partial(initial_value, seed=seed))
 
     def load(self, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
-        """Load parameter values into master weights and parameters. `value_of`: returns the unsharded value of a
-        parameter entry in its shape on disk (before any transposition)."""
+        """Load parameter values into master weights and parameters. `value_of`: function that returns the unsharded
+        value of a parameter entry (one tensor of a checkpoint) in its shape on disk (before any transposition)."""
         for unit in self._units.values():
             unit.flat.fill(unit.master, unit.start, value_of)
         self.all_gather_parameters()
@@ -212,8 +212,8 @@ class ZeroEngine:
         for tensor, unit in zip(tensors, self._units.values(), strict=True):
             low, high = unit.start, min(unit.stop, unit.flat.numel)
             if owned:
-                low, high = even_share(low, max(low, high), unit.replica, unit.replicas)
-            slices += slices_of(unit.flat, kind, tensor, unit.start, low, high, position)
+                low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)
+            slices += cut_slices(unit.flat, kind, tensor, unit.start, low, high, position)
         return slices
 
     def parameter_slices(self) -> list[TensorSlice]:
@@ -222,7 +222,7 @@ class ZeroEngine:
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
-            slices += slices_of(unit.flat, "parameter", unit.parameters.clone(), 0, 0, unit.flat.numel)
+            slices += cut_slices(unit.flat, "parameter", unit.parameters.clone(), 0, 0, unit.flat.numel)
             if unit.zero == 3:
                 unit.reshard()
         return slices
@@ -247,7 +247,8 @@ class ZeroEngine:
         return sizes
 
     def predicted_bytes(self) -> dict[str, int]:
-        """Return the planner's prediction of `memory` between steps, in bytes by kind, from the parameter table."""
+        """Return the planner's prediction of `memory` between steps, computed from the parameter table: bytes by
+        kind."""
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
         parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))
@@ -257,8 +258,8 @@ class ZeroEngine:
 
 
 def _squared_norm(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a 1-D tensor as a float64 scalar. It sums, in float64, the squared norms of blocks
-    of 4096 elements: a single float32 sum over millions of elements loses four digits."""
+    """Return the sum of squares of a 1-D tensor as a float64 scalar. Squared norms of blocks of 4096 elements are
+    summed in float64: a single float32 sum over millions of elements loses four digits."""
     row = 4096
     whole = values.numel() // row * row
     rows = torch.linalg.vector_norm(values[:whole].view(-1, row), dim=1).double()

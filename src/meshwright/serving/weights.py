@@ -74,7 +74,7 @@ class RankWeights:
         """Return True if the checkpoint's files have the engine tensor (parameter of the model) `name` in bfloat16."""
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
-        parts = flat.within(placed.offset, placed.offset + placed.numel)
+        parts = flat.slices_within(placed.offset, placed.offset + placed.numel)
         return all(self._files.dtype(self._names[part.entry.name]) == "BF16" for part, _, _ in parts)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +83,7 @@ class RankWeights:
         self._drop()
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
-        found = list(flat.within(placed.offset, placed.offset + placed.numel))
+        found = list(flat.slices_within(placed.offset, placed.offset + placed.numel))
         entries = [part.entry for part, _, _ in found]  # none where all is padding
         if len(entries) == 1 and found[0][0].numel == entries[0].numel == placed.numel and not entries[0].transposed:
             value = self._read_entry(entries[0]).reshape(-1)

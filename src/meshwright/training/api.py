@@ -48,9 +48,8 @@ class Result:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], run_directory: Path) -> Result:
-        """Build the result from a result document: the JSON object in `result.json` and of `meshwright train --json`,
-        with step, loss, predicted and measured figures, and checkpoint paths. run_directory: directory of the run's
-        files."""
+        """Build the result from a result document, the JSON object in `result.json` and of `meshwright train --json`:
+        step, loss, predicted and measured figures, checkpoint paths. run_directory: directory of the run's files."""
         checkpoint, best = (document[key] and Path(document[key]) for key in ("checkpoint", "best_checkpoint"))
         figures = {key: document.get(key) for key in ("loss", "validation_loss", "tokens_per_second", "mfu")}
         return cls(
@@ -59,7 +58,7 @@ class Result:
         )  # fmt: skip
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return `document` as a JSON dict: what `meshwright train --json` prints."""
+        """Return the result document (`document`), which `meshwright train --json` prints, as a JSON dict."""
         return to_json_dict(self.document)
 
 
@@ -119,15 +118,15 @@ def train(
         chosen = search_fastest_layout(resolved, None if started is None else started.ranks, log, probe=measure)
         resolved = resolve_recipe(resolved, {"layout": chosen})
     if started is not None:
-        from meshwright.training.worker import join
+        from meshwright.training.worker import train_as_rank
 
-        return Result.from_document(join(resolved, probe=probe), resolved.run_directory)
+        return Result.from_document(train_as_rank(resolved, probe=probe), resolved.run_directory)
     return Result.from_document(launch_recipe(resolved, restarts=restarts, probe=probe), resolved.run_directory)
 
 
 def reports_result() -> bool:
-    """Return True in the one process that prints the result of `train`: rank 0 if torchrun, Kubernetes or SLURM started
-    the ranks, else the process that starts them itself."""
+    """Return True in the process that prints the result of `train`: rank 0 if torchrun, Kubernetes or SLURM started the
+    ranks, else the process that starts them itself."""
     if not is_started_by_others():
         return True
     return read_place("file:///").rank == 0  # the rank does not depend on the rendezvous

@@ -18,14 +18,14 @@ from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_prof
 
 
 def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str], None], *, probe: bool = False) -> str:
-    """Return the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe with
-    `layout = "auto"`, as text such as "dp2 zero1" without a precision, which the run chooses itself.
+    """Search for the layout that the planner predicts to be the fastest of those that fit into memory, for a recipe
+    (the settings of a run) with `layout = "auto"`. Return it as text such as "dp2 zero1", without a precision, which
+    the run chooses itself.
 
     ranks: number of ranks that another launcher has started; None: one per GPU of this machine, or as many CPU
     processes as the hardware profile (measured machine speeds) was made with. log: called with each log line. probe:
     True to measure machine speeds first if the run computes on CPUs and no profile is stored; the measurement uses
-    `ranks` processes, or two if `ranks` is None. `UserError` if there is no hardware profile or no layout fits.
-    """
+    `ranks` processes, or two if `ranks` is None. `UserError` if there is no hardware profile or no layout fits."""
     where = _find_devices(recipe, ranks, log if probe else None)
     config, assumed = config_of(recipe)
     problem = problem_of(
@@ -48,13 +48,12 @@ def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str]
 
 
 def _find_devices(recipe: Recipe, ranks: int | None, log: Callable[[str], None] | None) -> Cluster:
-    """Return the description (number, speeds, links) of the devices that the recipe would train on: this machine's
+    """Return the description (number, speeds, links) of the devices on which the recipe would train: this machine's
     GPUs, else its CPU processes as measured in the hardware profile.
 
     ranks: number of devices; None: all GPUs, or as many processes as the profile was measured with. log: called with
     each log line while a missing CPU profile is measured; None: measure nothing and raise `UserError` without a
-    profile.
-    """
+    profile."""
     import torch
 
     if recipe.run.device != "cpu" and torch.cuda.is_available():

@@ -13,7 +13,8 @@ from meshwright.training.precision import PARAMETER_DTYPES
 
 def device_peak_flops(mesh: Mesh, precision: str) -> float:
     """Return the dense peak FLOP/s of one device of the mesh in a precision ("bf16", "fp32" ...): the published figure
-    of a known GPU, else the FLOP/s of a matmul that all ranks run at the same time, averaged over ranks. Collective."""
+    of a known GPU, else the measured FLOP/s of a matmul that all ranks run at the same time, averaged over ranks.
+    Collective."""
     device = torch.device(mesh.device)
     if device.type == "cuda":
         published = peak_flops(torch.cuda.get_device_name(device), precision)

@@ -56,15 +56,15 @@ SLOW_WITHOUT_INSTRUCTIONS = ("bf16", "fp16")
 
 
 def candidate_precisions() -> tuple[str, ...]:
-    """Return the precisions from which a run on this CPU chooses the fastest if its layout names none: ("bf16", "fp32")
-    on a CPU with bf16 instructions, else ("fp32",). A hardware profile measures all of them."""
+    """Return the precisions among which a run on this CPU chooses the fastest if its layout names none: ("bf16",
+    "fp32") on a CPU with bf16 instructions, else ("fp32",). A hardware profile measures all of them."""
     return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
 
 
 def slow_precision_warning(layout: Layout, device: str) -> str | None:
-    """Return a warning for the user if the layout's precision is a 16-bit one that this machine's CPU has no
-    instructions for, else None. device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
-    if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not on_processors(device) or has_bf16_instructions():
+    """Return a warning for the user if the layout's precision is a 16-bit one for which this machine's CPU has no
+    instructions, else None. device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
+    if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not runs_on_cpu(device) or has_bf16_instructions():
         return None
     return (
         f"warning: precision {layout.precision}: this CPU has no instructions for 16-bit matmuls, which may take many "
@@ -74,10 +74,10 @@ def slow_precision_warning(layout: Layout, device: str) -> str | None:
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     """Return the stored hardware profile (measured speeds) of this machine's CPU for `ranks` processes of `threads`
-    threads each, or None. A profile that `meshwright probe` wrote is preferred if it covers at least as many processes;
-    else it is the one that the first start of such a run stored. `UserError` if the file of `meshwright probe` is
-    damaged."""
-    if (probed := _probed_cluster(ranks, threads)) is not None:
+    threads each; None if there is none. A profile that `meshwright probe` wrote is preferred if it covers at least as
+    many processes; else it is the one that the first start of such a run stored. `UserError` if the file of `meshwright
+    probe` is damaged."""
+    if (probed := _read_probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
     profile = read_profile(key)
@@ -85,18 +85,19 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
 
 
 def measurement_advice(device: str) -> str:
-    """Return the end of an error message that tells the user how to get a missing hardware profile measured, such as
-    "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
+    """Return the end of an error message about a missing hardware profile: what the user must do to have it measured,
+    such as "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
-    if not on_processors(device):  # there is a GPU device file, but torch does not use the GPU
+    if not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
         return "start once with run.device=cpu"
     return "start once without --no-probe"
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure the machine speeds and process memory that a run's predictions need and no earlier start stored, unless
-    the run has no steps left. threads: per rank. log: called with each line for the user."""
+    """Measure and store the machine speeds and process memory that a run's predictions need, except those that an
+    earlier start stored; do nothing if the run has no steps left. threads: per rank. log: called with each line for the
+    user."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
@@ -107,15 +108,14 @@ def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, ranks: int | None = None,
     axes: tuple[str, ...] | None = None, compiled: bool | None = None,
 ) -> None:  # fmt: skip
-    """Measure the machine speeds (hardware profile) and process memory from which this layout's step time and memory
-    are predicted, unless they are stored, and store them for later starts.
+    """Measure and store the machine speeds (hardware profile) and the process memory from which the step time and
+    memory of this layout are predicted, except those that are already stored.
 
     device: the recipe's `run.device`. threads: per rank. log: called with each line for the user. ranks: number of
     processes (None: the layout's). axes: axes out of "tp" and "cp" whose collectives are timed (None: the layout's).
     compiled: True if the blocks run under torch.compile; None: process memory is not measured. A failure is logged as
-    one line and the run continues without a prediction; only an interrupt or SIGTERM ends it.
-    """
-    if not may_measure() or not on_processors(device):
+    one line and the run continues without a prediction; only an interrupt or SIGTERM ends it."""
+    if not may_measure() or not runs_on_cpu(device):
         return
     ranks = ranks or layout.world_size
     axes = _synchronous_axes(layout) if axes is None else axes
@@ -126,7 +126,7 @@ def measure_first_start(
     def profile_known() -> bool:
         """Return True if the stored hardware profile (measured machine speeds) covers these ranks, threads, precisions
         and axes."""
-        return _probed_cluster(ranks, threads) is not None or _has_profile(key, precisions, axes, log)
+        return _read_probed_cluster(ranks, threads) is not None or _has_usable_profile(key, precisions, axes, log)
 
     def unmeasured() -> list[ProcessKey]:
         """Return the conditions (precision, threads, compiled) under which process memory must still be measured."""
@@ -143,7 +143,7 @@ def measure_first_start(
 
 @contextmanager
 def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Context manager that logs an exception as one line that begins with the text `what`, and suppresses it;
+    """Context manager that suppresses an exception and logs it as one line that begins with the text `what`.
     `Terminated` is re-raised. log: called with the line."""
     try:
         yield
@@ -165,12 +165,11 @@ def _measure_and_store(
     key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
     log: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Measure and store a hardware profile (machine speeds) and process memory; log the start and the duration.
+    """Measure and store a hardware profile (machine speeds) and process memory; log what is measured and the duration.
 
     key: ranks and threads of the profile; None: measure no profile. precisions, axes: precisions ("fp32", "bf16") and
     mesh axes ("tp", "cp") that the profile must cover. processes: conditions (precision, threads, compiled) under which
-    process memory is measured. log: called with each line for the user.
-    """
+    process memory is measured. log: called with each line for the user."""
     what, paths, seconds = [], [str(each.path) for each in processes], 0
     if key is not None:
         what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_format_threads(key.threads)})")
@@ -193,10 +192,10 @@ def _measure_and_store(
 
 
 def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None]) -> list[ProcessConstants]:
-    """Measure process memory beyond tensors under the conditions of each of `keys` (precision, compiled; of the same
-    number of threads), each in a process of its own started like a rank, all at once: the resident memory of one does
-    not depend on the others. log: called with each line for the user. Raises as `meshwright.launcher.launcher.launch`:
-    `RankLost` after `LIMIT_SECONDS`, `Terminated`."""
+    """Measure the memory of a rank process beyond its tensors, under the conditions of each of `keys` (precision,
+    compiled; all with the same number of threads). Each measurement runs in its own process, started like a rank; they
+    run all at once, because the resident memory of one does not depend on the others. log: called with each line for
+    the user. Raises `RankLost` after `LIMIT_SECONDS`, and `Terminated`."""
     from meshwright.launcher.launcher import LaunchSpec, launch
 
     command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")
@@ -212,12 +211,11 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
 def _measure_profile(
     key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
 ) -> None:
-    """Measure a hardware profile (machine speeds) for the ranks and threads of `key` and store it, unless the stored
-    one covers as much and was disturbed less by other programs.
+    """Measure a hardware profile (machine speeds) for the ranks and threads of `key` and store it. A stored profile is
+    kept if it covers as much and other programs disturbed its measurement less.
 
     precisions ("fp32", "bf16"), axes ("tp", "cp"): what the profile must cover; those of an earlier profile with the
-    same key are added. log: called with each line for the user. `UserError` if the measurement failed on a rank.
-    """
+    same key are added. log: called with each line for the user. `UserError` if the measurement failed on a rank."""
     from meshwright.probe.ranks import probe
 
     earlier = read_profile(key)
@@ -229,19 +227,19 @@ def _measure_profile(
         raise UserError(f"rank {found['failed']['rank']}: {found['failed']['line']}")
     profile = HardwareProfile(tuple(wanted["precisions"]), tuple(wanted["axes"]), found["cluster"])
     _parse_cluster(profile, key.path)
-    disturbed = _disturbance(profile, key.path)
+    disturbed = _disturbed_fraction(profile, key.path)
     if disturbed:
         log(
             f"other programs used a rank's core for {disturbed:.0%} of that time: the predicted time is that of an "
             "idle machine, its upper bound that of one as busy; the next start on an idle machine measures again"
         )
-    if earlier is None or not earlier.covers(*wanted.values()) or disturbed <= _disturbance(earlier, key.path):
+    if earlier is None or not earlier.covers(*wanted.values()) or disturbed <= _disturbed_fraction(earlier, key.path):
         write_profile(key, profile)
 
 
-def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
-    """Return the machine speeds that `meshwright probe` stored if it measured at least `ranks` CPU ranks with `threads`
-    threads each, else None."""
+def _read_probed_cluster(ranks: int, threads: int) -> Cluster | None:
+    """Read the machine speeds that `meshwright probe` stored; None unless it measured at least `ranks` CPU ranks with
+    `threads` threads each."""
     if not this_machine().exists():
         return None
     found = cluster("this")
@@ -249,16 +247,16 @@ def _probed_cluster(ranks: int, threads: int) -> Cluster | None:
     return found if alike and found.devices >= ranks else None
 
 
-def _has_profile(
+def _has_usable_profile(
     key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
 ) -> bool:
     """Return True if a usable hardware profile is stored for the ranks and threads of `key`: undamaged, and measured in
-    these precisions ("fp32", "bf16" ...) and over these axes ("tp", "cp"). One measured while other programs were busy
-    is usable only as long as the machine is still busy; `log` then receives one line about it."""
+    these precisions ("fp32", "bf16" ...) and over these axes ("tp", "cp"). A profile measured while other programs were
+    busy is usable only as long as the machine is still busy; `log` then receives one line about it."""
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False
-    disturbed = _disturbance(profile, key.path)
+    disturbed = _disturbed_fraction(profile, key.path)
     if not 0 < disturbed < 1:
         return disturbed == 0
     share = measure_busy_share()
@@ -267,9 +265,9 @@ def _has_profile(
     return share > BUSY_SHARE
 
 
-def _disturbance(profile: HardwareProfile, path: Path) -> float:
-    """Return the fraction (0 to 1) of a hardware profile's measuring time in which other programs occupied the core of
-    a rank: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file."""
+def _disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
+    """Return the fraction (0 to 1) of a hardware profile's measuring time in which other programs occupied a rank's
+    core: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file, named in errors."""
     try:
         measured = _parse_cluster(profile, path).measured
     except MeshwrightError:
@@ -283,9 +281,9 @@ def _parse_cluster(profile: HardwareProfile, path: Path) -> Cluster:
     return cluster(profile.cluster, str(path))
 
 
-def on_processors(device: str) -> bool:
-    """Return True if ranks with this `run.device` ("auto", "cpu" or "cuda") will compute on CPUs and not on GPUs;
-    decided without importing torch, which takes a second."""
+def runs_on_cpu(device: str) -> bool:
+    """Return True if ranks with this `run.device` ("auto", "cpu" or "cuda") will compute on CPUs and not on GPUs.
+    Decided without importing torch, which takes a second."""
     gpus = any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
     return device == "cpu" or (device == "auto" and not gpus)
 

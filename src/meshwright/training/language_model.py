@@ -18,7 +18,7 @@ from meshwright.data.files import canonical_json
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
-from meshwright.model.preference import preference_of
+from meshwright.model.preference import make_preference
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -39,13 +39,12 @@ from meshwright.training.task import RunStart
 
 
 class LanguageModelTask:
-    """Meshwright language model with its data and loss on one rank of a training run; implements `Task`.
+    """Meshwright language model with its data and loss, on one rank of a training run; implements `Task`.
 
     recipe: settings of the run. layout: degrees of parallelism and precision. config: model architecture. data:
     tokenized splits. mesh: process groups of this rank. initialise: True: draw initial parameters from the recipe's
     seed; False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: those of the layout's
-    precision.
-    """
+    precision."""
 
     def __init__(
         self,
@@ -87,37 +86,38 @@ class LanguageModelTask:
     # --- a step
 
     def load_step(self, step: int) -> list[MicroBatch]:
-        """Load this rank's micro-batches (tokens, targets, document boundaries) of a step, counted from 0."""
+        """Load this rank's micro-batches (tokens, targets, document boundaries) of the step with index `step` (from
+        0)."""
         samples = self.samples_of_step(step)
         return [self._load("train", rows) for rows in np.split(samples, self.layout.micro_batches)]
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:
-        """Return the indices in the training split of the sequences that this rank reads in a step (counted from 0), in
-        the order of its micro-batches: int64 [batch / dp]."""
+        """Return the indices, in the training split, of the sequences that this rank reads in the step with index
+        `step` (from 0), in the order of its micro-batches: int64 [batch / dp]."""
         share = self.recipe.train.batch // self.mesh.dp.size
         first = step * self.recipe.train.batch + self.mesh.dp.rank * share
         return self.order.sample(first + np.arange(share))
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Return the number of terms that the loss of these micro-batches averages over (target tokens, or preference
-        pairs), summed over all ranks, at least 1."""
+        """Return the number of loss terms (target tokens, or preference pairs) in these micro-batches, by which the
+        summed loss is divided: summed over all ranks, at least 1. Collective."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float) -> torch.Tensor:
         """Run forward and backward of this rank's micro-batches. divisor: number by which the loss, summed over all
         terms (target tokens or pairs), is divided.
 
-        Returns float64 [1 + metrics]: first this rank's share of the divided loss, then its shares of the metric sums,
-        which are not divided. Summed over all ranks, the shares give the loss and the metric sums of the step.
-        """
+        Returns float64 [1 + metrics]: this rank's contributions to the divided loss and to the metric sums (which are
+        not divided). Their sums over all ranks are the loss and the metric sums of the step."""
         loss = self.passes.train(micro_batches, divisor)
         return self._shares(loss)
 
     def discard_step(self) -> None:
-        """Do nothing on a skipped step: a step of this model changes nothing but parameters and optimizer state."""
+        """Do nothing after a skipped step: it has changed neither parameters nor optimizer state, and this model has no
+        other state."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the metrics of a step by name. means [metrics]: the step's metric sums over all ranks divided by its
+        """Return the step's metrics by name. means [metrics]: the step's metric sums over all ranks divided by its
         number of loss terms, in the order of the objective's `metric_names`."""
         return self.objective.report(means)
 
@@ -141,17 +141,16 @@ class LanguageModelTask:
 
     def prepare(self, start: RunStart) -> None:
         """Compute or load the objective's inputs before the first step: the reference log-probabilities of preference
-        training; nothing for next-token training. start: run directory, resumed state and log (`RunStart`).
-        Collective."""
+        training; nothing for next-token training. start: run directory, resumed state and log. Collective."""
         self.objective.prepare(self, start)
 
     def validate(self) -> Validation:
-        """Return the mean loss (nats per target token or pair) and metrics on the first `train.validation_sequences`
-        sequences of the validation split. Collective."""
+        """Return the mean loss (nats per target token or pair) and the metrics of the first
+        `train.validation_sequences` sequences of the validation split. Collective."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
         mesh, objective = self.mesh, self.objective
         sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
-        for group in self._split_rows(count, beyond=self.validation_tokens.rows):  # padding without targets
+        for group in self._split_sequences(count, beyond=self.validation_tokens.rows):  # padding without targets
             micro_batches = [self._load("validation", rows, padded=True) for rows in group]
             shares = self._shares(self.passes.evaluate(micro_batches))
             sums[0] += shares[0]
@@ -165,11 +164,11 @@ class LanguageModelTask:
         """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
         "validation").
 
-        Yields for each forward pass (number of sequences done so far on all ranks, [(sequence index, log-probabilities
-        in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage. Collective.
-        """
+        Yields after each forward pass (number of sequences done so far on all ranks, [(sequence index,
+        log-probabilities in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage.
+        Collective."""
         done = 0
-        for group in self._split_rows(sequences, beyond=sequences):
+        for group in self._split_sequences(sequences, beyond=sequences):
             # Indices beyond the last are replaced by sequence 0, so that every rank runs the same number of passes.
             micro_batches = [self._load(split, np.where(rows < sequences, rows, 0)) for rows in group]
             scored = [
@@ -183,8 +182,8 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Inputs on which a preference run's reference log-probabilities depend besides the weights, by name: sha256
-        of the data ("data_sha256") and of the model configuration ("model"), and the precision ("precision")."""
+        """Checksums that identify what a preference run's reference log-probabilities depend on besides the weights:
+        sha256 of the data ("data_sha256") and of the model configuration ("model"), and the precision ("precision")."""
         return {
             "data_sha256": self.data.sha256,
             "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
@@ -198,8 +197,8 @@ class LanguageModelTask:
         self.parallel.load(lambda entry: read_entry(files, entry, names))
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `state.json` that identify the data and, for preference training, the
-        reference log-probabilities."""
+        """Return this task's entries of a checkpoint's `state.json`: checksums that identify the data and, for
+        preference training, the reference log-probabilities."""
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
@@ -213,19 +212,19 @@ class LanguageModelTask:
     def predicted_traffic(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by call site (label of a collective call in the
         code)."""
-        return predicted_traffic(self.config, self.layout, self._work(), self.mesh.rank)
+        return predicted_traffic(self.config, self.layout, self._make_workload(), self.mesh.rank)
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by mesh axis ("data", "tp" ...)."""
-        return predicted_traffic_by_axis(self.config, self.layout, self._work(), self.mesh.rank)
+        return predicted_traffic_by_axis(self.config, self.layout, self._make_workload(), self.mesh.rank)
 
     def document_starts(self, first: int, steps: int) -> tuple[tuple[int, ...], ...]:
-        """Return the positions within each sequence at which a document begins, as one tuple of positions for each
-        sequence that this rank reads in the steps `first` to `first` + `steps` - 1."""
+        """Return the positions within each sequence at which documents begin, for the sequences that this rank reads in
+        the steps `first` to `first` + `steps` - 1: one tuple of positions per sequence."""
         samples = [self.samples_of_step(step) for step in range(first, first + steps)]
         return tuple(tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).document_starts())
 
-    def _work(self) -> Work:
+    def _make_workload(self) -> Work:
         """Return the workload (global batch, sequence length, dtype sizes, device) from which the planner predicts
         traffic."""
         return Work(
@@ -239,18 +238,18 @@ class LanguageModelTask:
         )
 
     def _shares(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return float64 [1 + metrics]: this rank's shares of the loss and of the metric sums of the last forward
-        passes, so that summing over all ranks gives the totals. loss: scalar, summed over this rank's micro-batches."""
+        """Divide the loss and the metric sums of the last forward passes by the number of ranks that compute the same
+        values, so that their sums over all ranks are the totals; return float64 [1 + metrics]. loss: scalar, summed
+        over this rank's micro-batches."""
         metrics = self.passes.figures[: self.objective.metric_sums]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
-    def _split_rows(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Split the sequences with the indices 0 to `count` - 1 of a data split into this dp rank's micro-batches.
+    def _split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
+        """Split the sequences with the indices 0 to `count` - 1 of a data split over the dp ranks; yield, for each
+        forward pass, the list of this rank's micro-batches, each an array of sequence indices.
 
-        Yields for each forward pass the list of its micro-batches, each an array of sequence indices. Every rank gets
-        equally many arrays of equal length, so the last arrays may reach beyond the data: every index from `count` on
-        is replaced by the index `beyond`, by which the caller recognises padding.
-        """
+        All ranks get equally many arrays of equal length. Where the last arrays reach beyond the data, indices from
+        `count` on are replaced by the index `beyond`, by which the caller recognises padding."""
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
         starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
         for first in range(0, len(starts), self.layout.micro_batches):
@@ -259,8 +258,8 @@ class LanguageModelTask:
 
     def _load(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
         """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch and return
-        this rank's context-parallel slice of it. padded: True if an index beyond the last sequence gives a sequence of
-        padding; False if such an index is an error."""
+        this rank's context-parallel slice of it. padded: True: an index beyond the last sequence gives a sequence of
+        padding; False: such an index is an error."""
         batch = (self.tokens if split == "train" else self.validation_tokens).read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
@@ -270,9 +269,9 @@ class LanguageModelTask:
 
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset]) -> Objective:
-    """Return the training objective that a recipe names: a preference loss (DPO, IPO), else next-token cross-entropy.
+    """Build the training objective that a recipe names: a preference loss (DPO, IPO), else next-token cross-entropy.
     splits: data by name, "train" and "validation"."""
-    pair_loss = preference_of(recipe)
+    pair_loss = make_preference(recipe)
     if pair_loss is None:
         return NextToken()
     return PreferencePairs(pair_loss, cast(Mapping[str, PackedExamples], splits))

@@ -44,13 +44,12 @@ from meshwright.training.trainer import StepOutcome, Trainer
 
 def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True) -> dict[str, Any]:
     """Run or resume the recipe's training on this rank and return the result document: a JSON dict of step, loss,
-    predicted and measured figures, complete on rank 0 only.
+    predicted and measured figures, complete only on rank 0.
 
     mesh: process groups of the layout. run_directory: directory for metrics and checkpoints, already locked.
-    show_progress: print a line for each logged step. Raises `Terminated` after SIGTERM and a save (`KeyboardInterrupt`
-    after an interrupt), `CheckFailed` when too many steps in a row were not finite, and `UserError` for mistakes in the
-    recipe and for a last save that failed.
-    """
+    show_progress: print a line for each logged step. Raises `Terminated` after SIGTERM and `KeyboardInterrupt` after an
+    interrupt, once a checkpoint is saved; `CheckFailed` when too many steps in a row were not finite; `UserError` for
+    mistakes in the recipe and for a last save that failed."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return Run(recipe, mesh, run_directory, show_progress).run()
 
@@ -63,8 +62,8 @@ def make_save_options(recipe: Recipe, tokenizer_directory: Path | None = None) -
 
 
 class Run:
-    """Training run on one rank: trainer, checkpoints, journal (console and metrics file), and handling of SIGTERM and
-    interrupts."""
+    """Training run on one rank: it trains to the last step, writes checkpoints and the journal (console and metrics
+    file), and saves and stops after SIGTERM or an interrupt."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
         """Prepare data and model, and load the newest checkpoint if there is one. show_progress: print a line for each
@@ -79,7 +78,7 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the members that runs of language models and of user modules have in common: journal (console and
+        """Create the members that runs of language models and runs of user modules have in common: journal (console and
         metrics file), agreement between ranks, recorder of SIGTERM and interrupts, profiler."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
@@ -92,7 +91,7 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until SIGTERM or an interrupt, and return the result document (JSON dict of
-        figures and checkpoint paths); a run that already has all its steps returns its stored one."""
+        figures and checkpoint paths). A run that already has all its steps returns its stored one."""
         with self.checkpointer:
             if (finished := self._finished_result()) is not None:
                 return finished
@@ -123,9 +122,8 @@ class Run:
         every, last = self.recipe.checkpoint.every, done == train.steps
         due = last or (every > 0 and done % every == 0)
         validation = None
-        if train.validate_every and (
-            due or done % train.validate_every == 0
-        ):  # every checkpoint needs its validation loss
+        # Every checkpoint needs its validation loss.
+        if train.validate_every and (due or done % train.validate_every == 0):
             self.journal.memory.stop()
             validation = trainer.validate()
         # Before the save, so that every step is recorded.
@@ -133,7 +131,7 @@ class Run:
             self.journal.record_step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
             self.journal.record_save_failure(done, self._abandon_save())
-        self._check_skipped_steps(verdict)
+        self._check_skipped_steps()
         if due or verdict.stop:
             self._save(None if validation is None else validation.loss)
         if verdict.stop and not last:
@@ -144,9 +142,9 @@ class Run:
     def _record_step(
         self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
     ) -> StepRecord:
-        """Return the log record of the step just done. outcome: its loss, norm and flags; seconds: its duration without
-        validation; validation: result of a validation after it, None without one; profiled: True if the profiler
-        recorded the step, which makes it slower."""
+        """Build the log record of the step just done. outcome: its loss, norm and flags; seconds: its duration without
+        validation; validation: result of the validation after it (None: none); profiled: True if the profiler recorded
+        the step, which makes it slower."""
         trainer, scale = self.trainer, self.trainer.loss_scale
         return StepRecord(
             step=trainer.steps_done,
@@ -167,8 +165,8 @@ class Run:
         )
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document (JSON dict of figures and checkpoint paths) after the last step of the run.
-        Collective: the peaks of the rank whose peak is largest are shared."""
+        """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. Its
+        peak memory is that of the rank with the largest peak. Collective."""
         memory = self.journal.memory
         fullest = self.agreement.broadcast_from_largest(memory.peak_bytes(), {"memory_bytes": memory.peaks_to_json()})
         return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
@@ -187,8 +185,8 @@ class Run:
         )
 
     def _predict(self) -> Prediction:
-        """Return the predictions of memory, step time and traffic that the journal reports before the first step.
-        Collective: every rank predicts its own memory, and that of the rank that needs most is shared."""
+        """Return the predictions of memory, step time and traffic that the journal reports before the first step. Every
+        rank predicts its own memory; the result includes that of the rank that needs most. Collective."""
         found = predict(self.trainer, self.journal.memory)
         fullest = self.agreement.broadcast_from_largest(found.peak_bytes, found.memory_to_json())
         return dataclasses.replace(found, fullest=fullest)
@@ -207,7 +205,7 @@ class Run:
         return result or {}
 
     def _prepare_first_step(self) -> None:
-        """Before the first step: prepare the task's inputs and report the start of the run. If this fails on one rank,
+        """Prepare the task's inputs before the first step and report the start of the run. If this fails on one rank,
         all ranks raise that rank's `UserError`. Collective."""
         if self.recipe.checkpoint.background:
             with self.journal.memory.exclude_allocations():
@@ -231,8 +229,8 @@ class Run:
             self.journal.log(line)
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """Return `layout` with an explicit precision: the one that `layout` names; else the one that `previous`, the
-        layout text in the checkpoint, names; else bf16 if bf16 is faster on this device than fp32, or fp32."""
+        """Return `layout` with an explicit precision: its own; else that of `previous`, the layout text in the
+        checkpoint; else the faster of bf16 and fp32 on this device."""
         earlier = None if previous is None else Layout.parse(previous).precision
         precision = layout.precision or earlier or choose_precision(self.mesh)
         return dataclasses.replace(layout, precision=precision)
@@ -262,8 +260,8 @@ class Run:
 
     def _restore(self, checkpoint: CheckpointPath, state: dict[str, Any]) -> str:
         """Restore the trainer's counters from `state`, the content of the checkpoint's `state.json`, and return the
-        checkpoint's name. Log lines on differences between run and checkpoint (learning-rate schedule, threads) are
-        stored, to be printed before the first step."""
+        checkpoint's name. Differences between run and checkpoint (learning-rate schedule, threads) become log lines,
+        which are printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
         lines = (self._schedule_change_note(state), thread_change_note(state.get("threads"), self.trainer.threads))
@@ -285,10 +283,10 @@ class Run:
 
     # --- saving and stopping
 
-    def _check_skipped_steps(self, verdict: StepOutcome) -> None:
+    def _check_skipped_steps(self) -> None:
         """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
         loss or gradient norm was not finite. Steps with a finite loss whose gradients overflowed and thereby halved a
-        dynamic loss scale do not count. verdict: outcome of the last step; not used."""
+        dynamic loss scale do not count."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier save may still be in progress
@@ -302,7 +300,7 @@ class Run:
 
     def _save(self, validation_loss: float | None) -> None:
         """Wait for the previous save, then start to save a checkpoint of this step. validation_loss: mean loss after
-        this step, None if not measured; the checkpoint with the lowest validation loss is retained as the best."""
+        this step (None: not measured), by which the best checkpoint is chosen and retained."""
         self.journal.memory.stop()
         step = self.trainer.steps_done
         if (reason := self._wait_for_save()) is not None:
@@ -313,12 +311,11 @@ class Run:
         self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
     def _wait_for_save(self) -> str | None:
-        """Wait until no rank is saving a checkpoint; return None, or the reason if the save failed on any rank.
+        """Wait until no rank is saving a checkpoint. Return None, or the reason if the save failed on any rank.
         Collective.
 
         Ranks exchange their states by small all-reduces and not by files: a rank whose disk is full cannot write a
-        failure marker, and the other ranks would wait for its shard.
-        """
+        failure marker, and the other ranks would wait for its shard."""
         while True:
             busy = self.checkpointer.busy  # read before `failed`: a save that has ended has set its outcome
             if not self.agreement.all_true(self.checkpointer.failed() is None):
@@ -328,8 +325,8 @@ class Run:
             time.sleep(0.02)
 
     def _abandon_save(self) -> str:
-        """Cancel, on all ranks, a checkpoint save that failed on one of them and return the reason; older checkpoints
-        stay."""
+        """Cancel a checkpoint save on all ranks after it failed on one of them, and return the reason. Older
+        checkpoints are retained. Collective."""
         failure = self.agreement.broadcast_first_text(self.checkpointer.failed())
         self.checkpointer.abandon()
         return failure[1] if failure else "the checkpoint could not be written"
@@ -350,8 +347,8 @@ class Run:
 
 
 def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
-    """Return the recipe's model configuration; missing bos and eos token ids are taken from the tokenizer, and the
-    end-of-turn token from the chat template of the data."""
+    """Return the recipe's model configuration with complete token IDs: missing bos and eos tokens are taken from the
+    tokenizer, and the end-of-turn token from the chat template of the data."""
     config = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary)
     if config.eos_token is None:
         config = dataclasses.replace(config, bos_token=data.tokenizer.start, eos_token=data.tokenizer.end)
@@ -361,7 +358,8 @@ def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
 
 
 def _deterministic_inductor() -> Any:
-    """Return a context manager in which Inductor chooses kernels by rule instead of timing them."""
+    """Return a context manager in which Inductor (the backend of torch.compile) chooses kernels by rule, not by timing
+    them."""
     from torch._inductor import config  # takes a second to import
 
     return config.patch(deterministic=True)

@@ -10,11 +10,10 @@ LEAST, GREATEST = 1.0, 2.0**127
 
 
 class LossScale:
-    """Loss scale, doubled after `every` finite steps in a row and halved after a step that is not finite. every: 0 for
-    a constant scale. value: the scale, initially 1 unless given.
+    """Loss scale of 16-bit training: a dynamic scale is doubled after `every` finite steps in a row and halved after a
+    step that is not finite. every: 0 for a constant scale. value: initial scale.
 
-    All ranks see the same all-reduced finite flag, so their scales stay equal without communication.
-    """
+    All ranks see the same all-reduced finite flag, so their scales stay equal without communication."""
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
         """Start at the scale `value`. every: number of finite steps in a row after which it is doubled, 0 for a
@@ -29,11 +28,11 @@ class LossScale:
         return self.every > 0
 
     def update(self, loss: float, finite: bool) -> bool:
-        """Update the scale after a step. loss: the step's loss; finite: loss and gradient norm were both finite.
+        """Update the scale after a step. loss: the step's loss; finite: True if loss and gradient norm were both
+        finite.
 
         Returns True if the scale was halved because the gradients overflowed with a finite loss, so that the next step
-        may succeed; else False.
-        """
+        may succeed; else False."""
         if not self.dynamic:
             return False
         if finite:
@@ -53,7 +52,7 @@ class LossScale:
         return {"value": self.value, "finite_steps": self.finite_steps} if self.dynamic else None
 
     def restore(self, state: dict[str, float | int] | None) -> None:
-        """Restore the scale from the checkpoint entry that `state` returned; None (from a run in another precision)
-        keeps the initial scale."""
+        """Restore the scale from `state`, a checkpoint entry that the method `state` returned. None (from a run in
+        another precision) keeps the initial scale."""
         if self.dynamic and state is not None:
             self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])

@@ -25,33 +25,33 @@ from meshwright.training.task import RunStart
 
 
 class Policy(Protocol):
-    """Model being trained, as an objective uses it before the first step to compute log-probabilities of responses (the
-    policy of DPO)."""
+    """Interface of the model being trained (the policy of DPO) for an objective that computes log-probabilities of
+    responses before the first step."""
 
     mesh: Mesh
     parallel: ZeroEngine
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Inputs on which the reference log-probabilities depend besides the weights, by name: sha256 of the data and
-        of the model configuration, and the precision."""
+        """Checksums that identify what the reference log-probabilities depend on besides the weights, by name: sha256
+        of the data and of the model configuration, and the precision."""
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
         """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or
         "validation").
 
-        Yields for each forward pass (number of sequences done so far on all ranks, [(sequence index, log-probabilities
-        in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage. Collective.
-        """
+        Yields after each forward pass (number of sequences done so far on all ranks, [(sequence index,
+        log-probabilities in nats [responses])]); the list is empty on ranks that do not hold the last pipeline stage.
+        Collective."""
 
 
 class Objective(Protocol):
-    """Loss of a language model, a mean over terms: target tokens or preference pairs.
+    """Interface of the training objective of a language model: a loss that is averaged over terms, which are target
+    tokens or preference pairs.
 
     pair_loss: the loss of a pair of responses, None for a loss per token. metric_sums: number of sums over the terms
-    from which metrics are computed; metric_names: names of the metrics that `report` returns. most_pairs: maximum
-    number of response pairs in a sequence.
-    """
+    from which metrics are computed. metric_names: names of the metrics that `report` returns. most_pairs: maximum
+    number of response pairs in a sequence."""
 
     pair_loss: Preference | None
     metric_sums: int
@@ -59,32 +59,33 @@ class Objective(Protocol):
     most_pairs: int
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Return `documents` (document boundaries in the sequences of `batch`), to which a preference loss adds its
-        response pairs and their reference log-probabilities. batch: the sequences; split: the data split that they come
-        from, "train" or "validation"; rows: their indices in this split."""
+        """Add to `documents` what the loss needs besides tokens and targets (for a preference loss, the response pairs
+        and their reference log-probabilities) and return the result. documents: document boundaries in the sequences of
+        `batch`; split: the data split that the sequences come from, "train" or "validation"; rows: their indices in
+        this split."""
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
-        """Return the number of terms (target tokens or pairs) in a step's micro-batches, summed over all ranks, at
+        """Return the number of loss terms (target tokens or pairs) in a step's micro-batches, summed over all ranks, at
         least 1. Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return the number of loss terms (target tokens or pairs) in this rank's micro-batches, divided by the number
+        """Count the loss terms (target tokens or pairs) in this rank's micro-batches and divide the count by the number
         of ranks that hold the same terms, so that the sum over all ranks is the number of all terms."""
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` divided by the number of ranks that compute the same sums, so that the sum over all ranks is
-        the total. sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches."""
+        """Divide `sums` by the number of ranks that compute the same sums, so that the sum over all ranks is the total.
+        sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the metrics of a step by name. means: the metric sums divided by the number of loss terms (tokens or
+        """Return the step's metrics by name. means: the metric sums divided by the number of loss terms (tokens or
         pairs)."""
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Compute or load, before the first step, those inputs of the loss that are not in the batches: reference
-        log-probabilities. policy: the model being trained; start: run directory, resumed state and log. Collective."""
+        """Compute or load, before the first step, the inputs of the loss that are not in the batches (reference
+        log-probabilities). policy: the model being trained; start: run directory, resumed state and log. Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `state.json` that identify the objective's inputs."""
+        """Return the objective's entries of a checkpoint's `state.json`: checksums that identify its inputs."""
 
 
 class NextToken:
@@ -105,13 +106,13 @@ class NextToken:
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return the number of target tokens in this rank's micro-batches, divided by tp x pp, the number of ranks
+        """Count the target tokens in this rank's micro-batches and divide the count by tp x pp, the number of ranks
         that hold the same tokens."""
         return sum((targets != -100).sum() for _, targets, _ in micro_batches) / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` divided by the number of tp ranks, which all compute the same loss. sums: float64 [1], the loss
-        summed over this rank's micro-batches."""
+        """Divide `sums` by the number of tp ranks, which all compute the same loss. sums: float64 [1], the loss summed
+        over this rank's micro-batches."""
         return loss_share(sums, mesh)
 
     def report(self, means: Sequence[float]) -> Metrics:

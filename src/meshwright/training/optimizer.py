@@ -22,9 +22,10 @@ STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
 class Shard(Protocol):
-    """Slice of a flat buffer on one rank, such as a `parallel.zero.FsdpUnit`. master, gradient: master weights and
-    their gradient, 1-D, of equal length and dtype. decay_numel: number of leading elements that have weight decay.
-    balancing: index ranges (start, stop) of router biases, which balance the load of experts."""
+    """Interface of the slice of a flat buffer that the optimizer updates on one rank, such as a
+    `parallel.zero.FsdpUnit`. master, gradient: master weights and their gradient, 1-D, of equal length and dtype.
+    decay_numel: number of leading elements that have weight decay. balancing: index ranges (start, stop) of router
+    biases, which balance the load of experts."""
 
     master: torch.Tensor
     gradient: torch.Tensor
@@ -33,9 +34,9 @@ class Shard(Protocol):
 
 
 class _ShardSlice(NamedTuple):
-    """Slice of a flat shard whose elements have the same weight decay. weight_decay: coefficient. master, gradient:
-    views of the shard's master weights and gradient. state: optimizer state (kind -> view). updates: scalar tensor,
-    number of updates done, for AdamW's bias correction."""
+    """Slice of a shard of a flat buffer whose elements have the same weight decay. weight_decay: coefficient. master,
+    gradient: views of the shard's master weights and gradient. state: optimizer state (kind -> view). updates: scalar
+    tensor, number of updates done, for AdamW's bias correction."""
 
     weight_decay: float
     master: torch.Tensor
@@ -45,12 +46,11 @@ class _ShardSlice(NamedTuple):
 
 
 class Optimizer:
-    """Decoupled AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) or SGD with momentum over the flat shards
-    of one rank.
+    """Decoupled AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) or SGD with momentum, for the shards of one
+    rank's flat buffers. train: the recipe's [train] table.
 
     The state is one 1-D tensor per shard and kind ("exp_avg" ...), laid out like the shard's master weights, so that
-    checkpoints slice both alike.
-    """
+    checkpoints slice both alike."""
 
     def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
         """Allocate zero optimizer state for the shards. train: the recipe's [train] table."""
@@ -92,8 +92,9 @@ class Optimizer:
             self._update([part for part in self._parts if part.weight_decay == decay], learning_rate, decay)
 
     def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float) -> None:
-        """Update all slices `parts` in place by one fused torch call. decay: weight-decay coefficient of all these
-        slices. AdamW shrinks the weights directly (decoupled); SGD adds `decay` × weights to the gradient."""
+        """Update the slices `parts` in place by one fused torch call. decay: weight-decay coefficient of all these
+        slices. AdamW multiplies the weights by 1 - learning_rate x decay (decoupled); SGD adds decay x weights to the
+        gradient."""
         masters, gradients = [part.master for part in parts], [part.gradient for part in parts]
         state = [[part.state[kind] for part in parts] for kind in self._state]
         common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}
@@ -112,8 +113,8 @@ class Optimizer:
         return self._state
 
     def restore_step_count(self, step_count: int) -> None:
-        """Set the number of updates done, which AdamW's bias correction needs. Called after a checkpoint's values were
-        loaded into the tensors of `state_tensors`."""
+        """Set the number of updates done, which AdamW's bias correction needs, after a checkpoint's values were loaded
+        into the tensors of `state_tensors`."""
         self.step_count = step_count
         for part in self._parts:
             part.updates.fill_(float(step_count))

@@ -14,10 +14,10 @@ PARAMETER_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.
 
 
 class Arithmetic(NamedTuple):
-    """Dtypes of a run, and how it computes in them. parameter_dtype: dtype of parameters and compute. master_dtype:
-    dtype of master weights, gradients and optimizer state. fused_accumulation_min_numel: smallest size of
-    a weight, in elements, for which the matmul of its gradient accumulates directly into the gradient buffer.
-    compile_backend: backend of torch.compile, used only if the recipe sets `train.compile`."""
+    """Dtypes in which a run computes, and settings of the computation. parameter_dtype: dtype of parameters and
+    compute. master_dtype: dtype of master weights, gradients and optimizer state. fused_accumulation_min_numel:
+    smallest size of a weight, in elements, for which the matmul of its gradient accumulates directly into the gradient
+    buffer. compile_backend: backend of torch.compile, used only if the recipe sets `train.compile`."""
 
     parameter_dtype: torch.dtype
     master_dtype: torch.dtype = torch.float32
@@ -26,8 +26,8 @@ class Arithmetic(NamedTuple):
 
 
 def set_matmul_precision(precision: str | None, device: torch.device) -> None:
-    """Switch TF32 on (precision "tf32") or off for float32 matmuls on CUDA, for the whole process. `UserError` for tf32
-    on another device."""
+    """Enable TF32 for float32 matmuls on CUDA if `precision` is "tf32", otherwise disable it; for the whole process.
+    `UserError` for tf32 on another device."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     elif precision == "tf32":

@@ -28,8 +28,8 @@ Found = TypeVar("Found")
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     """Return predictions of memory, step time and traffic of the trainer's run. Never raises: a prediction that fails
-    is None, and `notes` of the result has the reason. memory: meter with the measured resident memory of this process;
-    None: process memory is not predicted."""
+    is None, and `notes` of the result gives the reason. memory: meter with the measured resident memory of this
+    process; None: process memory is not predicted."""
     notes: list[str] = []
 
     def try_predict(what: str, work: Callable[[], Found]) -> Found | None:
@@ -57,8 +57,7 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
 
 def find_training_cluster(trainer: Trainer) -> Cluster:
     """Return the description (number, speeds, links) of the devices on which the trainer's ranks run: from a stored
-    hardware profile of this machine, else, for known GPUs, from the device catalogue. `UserError` if there is
-    neither."""
+    hardware profile of this machine or, for known GPUs, from the device catalogue. `UserError` if there is neither."""
     device, ranks = trainer.device, trainer.mesh.world_size
     known = None
     if device.type == "cuda":
@@ -84,7 +83,8 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
 
 
 def _devices_per_node(ranks: int, most: int) -> int:
-    """Return the largest divisor of the number of ranks that is at most `most`: the number of devices per node."""
+    """Return the largest divisor of `ranks` that is at most `most`: the number of devices per node, if a node has up to
+    `most`."""
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
 
 
@@ -111,7 +111,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
 
 
 def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
-    """Return the predicted memory of this rank as a ledger: each tensor with its bytes and lifetime. machine:
+    """Predict the memory of this rank as a ledger, a list of tensors with their bytes and lifetimes. machine:
     description of the devices, None if unknown. notes: list to which a line is added if the effect of torch.compile is
     unknown."""
     task = language_model_of(trainer)
@@ -131,24 +131,24 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
 
 
 def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Return the predicted bytes of a rank's memory by category ("parameters" ...), and two further entries: "peak",
-    the predicted peak, and "unexplained", the bytes to add to the peak according to earlier runs (`share` × peak).
-    found: predicted memory ledger. share: mean fraction by which the memory of finished runs exceeded their predicted
-    peak."""
+    """Return the predicted bytes of a rank's memory by category ("parameters" ...), with two further entries: "peak",
+    the predicted peak, and "unexplained", the bytes (`share` × peak) to add to the peak according to earlier runs.
+    found: predicted memory (tensors with their bytes and lifetimes). share: mean fraction by which the memory of
+    finished runs exceeded their predicted peak."""
     return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
 
 
 def _unexplained_share(machine: Cluster | None) -> float:
-    """Return the fraction by which finished runs on `machine` exceeded their predicted memory, 0.0 if none was
+    """Return the mean fraction by which finished runs on `machine` exceeded their predicted memory; 0.0 if none was
     recorded."""
     calibration = None if machine is None else machine.calibration
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 
 
 def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
-    """Predict the peak resident memory of this CPU process, in bytes by item. found: predicted memory of its tensors;
-    memory: meter of its memory so far; share: fraction of the peak by which finished runs exceeded their prediction.
-    `UserError` if the process memory of this precision and thread count was never measured."""
+    """Predict the peak resident memory of this CPU process, in bytes by item. found: predicted tensors of this rank;
+    memory: meter of the process's memory so far; share: fraction by which the memory of finished runs exceeded their
+    prediction. `UserError` if the process memory of this precision and thread count was never measured."""
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:
@@ -158,6 +158,7 @@ def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory,
 
 
 def _optimizer_name(trainer: Trainer) -> str:
-    """Return the planner's name of the trainer's optimizer: "adamw", "sgd" or "momentum" (SGD with momentum)."""
+    """Return the name by which the planner knows the trainer's optimizer: "adamw", "sgd" or "momentum" (SGD with
+    momentum)."""
     train = trainer.recipe.train
     return "momentum" if train.optimizer == "sgd" and train.momentum else train.optimizer

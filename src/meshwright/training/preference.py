@@ -37,11 +37,11 @@ from meshwright.training.task import RunStart
 
 
 class PreferencePairs:
-    """Preference loss (DPO or IPO) of pairs of responses, averaged over pairs, with the rewards as metrics.
+    """Objective of preference training: the DPO or IPO loss of pairs of responses, averaged over pairs, with the
+    rewards as metrics.
 
-    pair_loss: loss of one pair. splits: sequences of "train" and "validation". reference: log-probabilities under the
-    reference policy (the initial weights), which `prepare` sets before the first step.
-    """
+    pair_loss: loss of one pair. splits: sequences of "train" and "validation". Attribute `reference`: log-probabilities
+    under the reference policy (the initial weights), which `prepare` sets before the first step."""
 
     metric_sums = PREFERENCE_FIGURES
     metric_names: Sequence[str] = REWARDS
@@ -55,9 +55,9 @@ class PreferencePairs:
         self.most_pairs = max((int(pairs.max(initial=1)) for pairs in self._pairs.values()), default=0)
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Return `documents` (document boundaries in the sequences of a batch) with the response pairs of these
-        sequences and, once `prepare` has set them, the reference log-probabilities. split: "train" or "validation";
-        rows: indices of the sequences in this split."""
+        """Add to `documents` (document boundaries in the sequences of a batch) the response pairs of these sequences
+        and, once `prepare` has set them, the reference log-probabilities; return the result. split: "train" or
+        "validation"; rows: indices of the sequences in this split."""
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_pairs)
         if self.reference is not None:
             pairs = pairs.with_reference(self.reference.splits[split].select_sequences(rows, self.most_pairs))
@@ -69,14 +69,14 @@ class PreferencePairs:
         return count_pairs(_pairs_of(micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return the number of response pairs in this rank's micro-batches, divided by cp x tp x pp, the number of
+        """Count the response pairs in this rank's micro-batches and divide the count by cp x tp x pp, the number of
         ranks that hold the same pairs."""
         pairs = sum(pairs.count / mesh.cp.size for pairs in _pairs_of(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` divided by cp x tp, the number of ranks that compute the same sums. sums [1 + metrics]: the
-        loss, then the metric sums, over this rank's micro-batches."""
+        """Divide `sums` by cp x tp, the number of ranks that compute the same sums. sums [1 + metrics]: the loss, then
+        the metric sums, over this rank's micro-batches."""
         return loss_share(sums, mesh, of_pairs=True)
 
     def report(self, means: Sequence[float]) -> Metrics:
@@ -84,7 +84,7 @@ class PreferencePairs:
         chosen response has the higher reward. means: the metric sums divided by the number of pairs."""
         rewards = Rewards(*means)
         text = f"  margin {rewards.margin:.3f}  accuracy {rewards.accuracy:.0%}"
-        return Metrics(rewards.document(), text)
+        return Metrics(rewards.to_metrics(), text)
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
         """Set `reference`, the reference log-probabilities: load them from the run directory, or compute them with the
@@ -132,13 +132,13 @@ class PreferencePairs:
         return Reference(splits, identity)
 
     def state(self) -> dict[str, Any]:
-        """Return the `state.json` entry with the checksum of the reference log-probabilities, which a resumed run
-        compares."""
+        """Return the objective's entry of `state.json`: the checksum of the reference log-probabilities, which a
+        resumed run compares."""
         return {} if self.reference is None else {"reference_sha256": self.reference.sha256}
 
     def _read_for_resume(self, path: Path, start: RunStart) -> Reference:
         """Read the reference log-probabilities of a resumed run from the file `path` and compare their checksum with
-        the checkpoint's (`start.saved`). If that fails on any rank, every rank raises `UserError`. Collective."""
+        that in the checkpoint (`start.saved`). If that fails on any rank, every rank raises `UserError`. Collective."""
         assert start.saved is not None
         problem, found = None, None
         try:
@@ -157,7 +157,7 @@ class PreferencePairs:
 
 
 def _pairs_of(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
-    """Return the response pairs of each micro-batch, as `annotate` added them."""
+    """Return the response pairs that `annotate` has added to each micro-batch."""
     found = [documents.pairs for _, _, documents in micro_batches]
     assert None not in found, "every micro-batch of preference data has pairs"
     return found  # type: ignore[return-value]

@@ -39,13 +39,12 @@ MATMULS_PER_EXPERT = 6
 def predict_process_memory(
     trainer: Trainer, found: Ledger, resident_before: int | None, constants: ProcessConstants, share: float = 0.0
 ) -> ProcessMemory:
-    """Predict the peak RSS of this process by item ("libraries", "model states", "step tensors" ...), in bytes; call
-    after `release_freed_memory`.
+    """Predict the peak RSS of this process by item ("libraries", "model states", "step tensors" ...), in bytes. Call it
+    after `release_freed_memory`, since it reads the current RSS.
 
-    found: predicted tensors of this rank (memory ledger). resident_before: RSS in bytes before the trainer was created.
-    constants: measured process memory beyond tensors. share: fraction by which finished runs exceeded their prediction;
-    the item "unexplained" is this fraction of all other items. `UserError` if the kernel does not report the RSS.
-    """
+    found: predicted tensors of this rank. resident_before: RSS in bytes before the trainer was created. constants:
+    measured process memory beyond tensors. share: fraction by which finished runs exceeded their prediction; the item
+    "unexplained" is this fraction of all other items. `UserError` if the kernel does not report the RSS."""
     _import_step_modules(trainer)
     now = resident_bytes()
     if now is None or resident_before is None:
@@ -76,7 +75,8 @@ def predict_process_memory(
 
 
 def _import_step_modules(trainer: Trainer) -> None:
-    """Import the torch modules that the trainer's first step would import, so that the resident size includes them."""
+    """Import the torch modules that the trainer's first step would import, so that the RSS measured now includes
+    them."""
     if trainer.layout.pp > 1:  # imported by torch.autograd.backward with explicit gradients
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if trainer.layout.recompute != "none":  # imported by torch.utils.checkpoint
@@ -84,8 +84,8 @@ def _import_step_modules(trainer: Trainer) -> None:
 
 
 def _heap_bytes(items: tuple[Item, ...]) -> int:
-    """Return the total bytes of those tensors of a step that are small enough for malloc to place them on its heap
-    instead of mapping each alone. items: entries of the predicted memory ledger."""
+    """Return the total bytes of those tensors of a step that malloc places on its heap, because they are too small to
+    be mapped one by one. items: entries of the predicted memory ledger (tensors with their bytes and lifetimes)."""
     total = 0
     for item in items:
         if item.first == "start" or item.category in ("framework", "unexplained"):
@@ -96,13 +96,13 @@ def _heap_bytes(items: tuple[Item, ...]) -> int:
 
 
 def language_model_of(trainer: Trainer) -> LanguageModelTask:
-    """Return the trainer's task, which must be a language-model task: the planner knows no other model."""
+    """Return the trainer's task, typed as a language-model task, the only kind that the planner knows."""
     return cast("LanguageModelTask", trainer.task)
 
 
 def _count_cached_kernels(trainer: Trainer) -> int:
-    """Return the number of compiled oneDNN kernels in the cache at the end of the run: 16-bit matmuls of experts, which
-    have a new shape in each step, at most the cache's capacity; 0 in fp32."""
+    """Return the predicted number of compiled oneDNN kernels in the cache at the end of the run. Only 16-bit matmuls of
+    experts count, which have a new shape in each step; at most the cache's capacity, 0 in fp32."""
     config, layout = language_model_of(trainer).config, trainer.layout
     if layout.precision in (None, "fp32"):
         return 0
@@ -113,7 +113,8 @@ def _count_cached_kernels(trainer: Trainer) -> int:
 
 
 def _mapped_data_bytes(trainer: Trainer) -> int:
-    """Return the bytes of the prepared data's memory-mapped files that the remaining steps of this rank will touch."""
+    """Return the predicted bytes of the data's memory-mapped files that this rank's remaining steps will read into
+    memory."""
     tokens, layout, train = language_model_of(trainer).tokens, trainer.layout, trainer.recipe.train
     rows = (train.steps - trainer.steps_done) * max(1, train.batch // layout.dp)
     dtype: Any = getattr(tokens, "dtype", None)

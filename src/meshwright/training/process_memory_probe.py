@@ -57,7 +57,8 @@ LARGE = _make_config(192, 4), 8, 256
 
 class _ProbeRun:
     """Small model with an optimizer that runs training steps on one fixed micro-batch, to measure process memory. size:
-    (model, number of sequences, tokens per sequence). precision: "fp32", "bf16" ...; compiled: compile the blocks."""
+    (model, number of sequences, tokens per sequence). precision: "fp32", "bf16" ...; compiled: True to compile the
+    blocks."""
 
     def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
         """Build the model, its optimizer and the micro-batch, and predict the bytes of a step's tensors."""
@@ -84,7 +85,7 @@ class _ProbeRun:
     def run_steps(self) -> tuple[int, int]:
         """Run `STEPS` training steps and return two sizes in bytes: (growth of the RSS from before the steps to after
         them, peak RSS minus RSS after the steps). Freed memory is returned to the kernel before each RSS reading."""
-        before = _settled_rss()
+        before = _measure_rss()
         reset_peak_rss()
         for _ in range(STEPS):
             self.passes.train(self.batch, self.targets)
@@ -92,17 +93,16 @@ class _ProbeRun:
             self.engine.all_gather_parameters()
             self.engine.zero_gradients()
         highest = peak_resident_bytes() or 0
-        after = _settled_rss()
+        after = _measure_rss()
         return after - before, highest - after
 
 
 def measure(precision: str, compiled: bool) -> ProcessConstants:
-    """Measure the process memory beyond tensors (`ProcessConstants`) with small models in this process. compiled:
-    measure torch.compile's memory as well."""
-    torch.nn.functional.linear(
-        torch.randn(512, 512), torch.randn(512, 512)
-    )  # loads the libraries that every rank has loaded
-    base = _settled_rss()
+    """Measure the process memory beyond tensors by training small models in this process; return it as
+    `ProcessConstants`. compiled: True to measure torch.compile's memory as well."""
+    # Load the libraries that every rank has loaded.
+    torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))
+    base = _measure_rss()
     kept, _ = _ProbeRun(SMALL, precision, False).run_steps()
     large = _ProbeRun(LARGE, precision, False)
     more, above = large.run_steps()
@@ -118,24 +118,25 @@ def measure(precision: str, compiled: bool) -> ProcessConstants:
 
 
 def _measure_kernel_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes by which the RSS grows for each compiled oneDNN kernel that a matmul of a new shape adds to the
+    """Measure the bytes by which the RSS grows for each compiled oneDNN kernel that a matmul of a new shape adds to the
     cache."""
     weight = torch.randn(384, 192).to(dtype)
-    before = _settled_rss()
+    before = _measure_rss()
     for rows in range(101, 101 + KERNELS):
         torch.nn.functional.linear(torch.randn(rows, 192).to(dtype), weight)
-    return max(0, (_settled_rss() - before) // KERNELS)
+    return max(0, (_measure_rss() - before) // KERNELS)
 
 
-def _settled_rss() -> int:
+def _measure_rss() -> int:
     """Return the RSS of this process in bytes, after freed memory is returned to the kernel."""
     release_freed_memory()
     return resident_bytes() or 0
 
 
 def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Measure under the conditions (precision, threads, compiled) at this rank's place in `keys` of the launcher's
-    description, and write the fields of `ProcessConstants` as JSON to its file `results`/RANK.json."""
+    """Measure process memory on this rank, as the launcher's description says. The conditions (precision, threads,
+    compiled) are entry number `start.rank` of its list `keys`; the result is written as JSON to RANK.json in its
+    directory `results`."""
     key = description["keys"][start.rank]
     torch.set_num_threads(key["threads"])
     keep_freed_memory()

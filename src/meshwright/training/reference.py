@@ -43,7 +43,7 @@ class Responses:
 
     @classmethod
     def zeros(cls, pairs_by_row: NDArray[np.int64]) -> Responses:
-        """Return zeros for all responses of a split. pairs_by_row [sequences]: number of pairs, of two responses each,
+        """Create zeros for all responses of a split. pairs_by_row [sequences]: number of pairs, of two responses each,
         in each sequence."""
         bounds = np.cumsum([0, *(2 * pairs_by_row)], dtype=np.int64)
         return cls(np.zeros(int(bounds[-1])), bounds)
@@ -54,9 +54,9 @@ class Responses:
         return len(self.bounds) - 1
 
     def select_sequences(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
-        """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D] with D = 2 x
-        `most`. most: maximum number of pairs in a sequence. Elements without a response (a sequence with fewer pairs,
-        or an index beyond the last sequence) are 0."""
+        """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D], D = 2 x `most`.
+        most: maximum number of pairs in a sequence. Elements without a response (in a sequence with fewer pairs, or for
+        an index beyond the last sequence) are 0."""
         found = torch.zeros(len(rows), 2 * most, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
             if row < self.rows:
@@ -65,16 +65,16 @@ class Responses:
         return found
 
     def store(self, row: int, values_D: torch.Tensor) -> None:
-        """Store the log-probabilities `values_D` [D] of the sequence with index `row`; entries beyond its number of
-        responses are padding and ignored."""
+        """Store the log-probabilities `values_D` [D] of the sequence with index `row`. Elements beyond the sequence's
+        number of responses are padding and are ignored."""
         first, end = int(self.bounds[row]), int(self.bounds[row + 1])
         self.values[first:end] = values_D[: end - first].cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference log-probabilities of all splits. splits: by name, "train" and "validation". made_of: checksums of the
-    data and weights from which they were computed, and the precision."""
+    """Reference log-probabilities of all splits. splits: by name, "train" and "validation". made_of: what they were
+    computed from: checksums of data and weights, and the precision."""
 
     splits: Mapping[str, Responses]
     made_of: Mapping[str, str]
@@ -97,8 +97,8 @@ class Reference:
 
 
 def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) -> Reference:
-    """Read the log-probabilities that `Reference.write` wrote. pairs_by_row: split name -> number of pairs in each
-    sequence. `UserError` if the file is missing or damaged, or its splits have other numbers of pairs."""
+    """Read the reference log-probabilities that `Reference.write` wrote. pairs_by_row: split name -> number of pairs in
+    each sequence. `UserError` if the file is missing or damaged, or its splits have other numbers of pairs."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     try:
@@ -120,8 +120,8 @@ def read_reference(path: Path, pairs_by_row: Mapping[str, NDArray[np.int64]]) ->
 
 
 def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
-    """All-reduce log-probabilities in place: each value is set on one rank and 0 on the others, so that afterwards
-    every rank has all of them. Collective."""
+    """All-reduce log-probabilities in place, so that every rank has all of them: before, each value is set on one rank
+    and 0 on the others. Collective."""
     if not responses.values.size:
         return
     values = torch.from_numpy(responses.values).to(mesh.device)
@@ -130,9 +130,9 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
 
 
 def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
-    """Return a 64-bit checksum (hex) of the master weights that does not depend on the layout. The bits of each
-    element, as an integer plus 1, are multiplied by an odd number derived from parameter name and position; the
-    products are summed modulo 2^64. owned: slices that cover each element on exactly one rank. Collective."""
+    """Return a 64-bit checksum (hex) of the master weights that does not depend on the layout: the sum modulo 2^64,
+    over all elements, of the element's bits (as an integer plus 1) times an odd number derived from parameter name and
+    position. owned: slices that cover each element on exactly one rank. Collective."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for item in owned:
         name = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "little", signed=True)
@@ -156,15 +156,13 @@ def load_or_compute(
     agree: Agreement,
     leader: bool,
 ) -> tuple[Reference, bool]:
-    """Return the reference log-probabilities: read from `path`, where an earlier start of the run may have stored them,
-    if every rank can read that file and it was made of the same data and weights (`made_of`); else computed, and
-    written to `path` by the leader.
+    """Return the reference log-probabilities and True if they were loaded. They are read from `path`, where an earlier
+    start of the run may have stored them, if every rank can read that file and it was computed from the same data and
+    weights (`made_of`). Otherwise they are computed, and the leader writes them to `path`.
 
     pairs_by_row: split name -> number of pairs in each sequence. made_of: checksums of data and weights, and precision.
     compute: returns the reference log-probabilities on this rank. agree: exchanges flags between ranks. leader: True on
-    the rank that writes the file. Returns (reference, True if it was loaded). `UserError` if it cannot be written.
-    Collective.
-    """
+    the rank that writes the file. `UserError` if it cannot be written. Collective."""
     earlier = None
     try:
         earlier = read_reference(path, pairs_by_row)

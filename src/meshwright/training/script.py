@@ -20,31 +20,31 @@ from meshwright.terminal import print_message
 
 
 @dataclass(slots=True)
-class Launched:
-    """State of a script's process that `meshwright run` started. place: its rank, world size and rendezvous. directory:
-    run directory, locked by the launcher. result: result document of the last `fit`. meetings: number of calls of
-    `next_rendezvous` so far."""
+class LaunchedProcess:
+    """State of the process of one rank of a script that `meshwright run` started. place: its rank, world size and
+    rendezvous. directory: run directory, locked by the launcher. result: result document of the last `fit`. calls:
+    number of calls of `next_rendezvous` so far."""
 
     place: Place
     directory: Path
     result: dict[str, Any] = field(default_factory=dict)
-    meetings: int = 0
+    calls: int = 0
 
 
-_launched: ContextVar[Launched | None] = ContextVar("launched", default=None)
+_launched: ContextVar[LaunchedProcess | None] = ContextVar("launched", default=None)
 
 
 def next_rendezvous(rendezvous: str | None = None) -> Place:
-    """Return this process's rank, world size and rendezvous; rank 0 of 1 if no launcher started it.
+    """Return this process's rank, world size and rendezvous for its next training run; rank 0 of 1 if no launcher
+    started it.
 
     Under `meshwright run` with a file rendezvous each call returns another file, so that a script can train several
-    times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's.
-    """
+    times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's."""
     launched = _launched.get()
     if launched is not None:
-        launched.meetings += 1
+        launched.calls += 1
         method = rendezvous or launched.place.method
-        return replace(launched.place, method=f"{method}-{launched.meetings}" if method.startswith("file:") else method)
+        return replace(launched.place, method=f"{method}-{launched.calls}" if method.startswith("file:") else method)
     if is_started_by_others():
         return read_place(rendezvous)
     return Place(0, 1, 0, "env://", "itself")
@@ -57,8 +57,8 @@ def locked_run_directory() -> Path | None:
 
 
 def record_result(result: dict[str, Any]) -> None:
-    """Record the result document (JSON dict of figures) of a training run, which the rank reports to `meshwright run`
-    at its end; no effect under another launcher."""
+    """Record the result document (JSON dict of figures) of a training run, which this rank reports to `meshwright run`
+    at its end. No effect under another launcher."""
     launched = _launched.get()
     if launched is not None:
         launched.result = result
@@ -66,11 +66,10 @@ def record_result(result: dict[str, Any]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Context manager that turns an exception into one printed line and the exit of the process: 2 after a user error,
-    143 after SIGTERM, 130 after an interrupt, else the code of the exception's class.
+    """Context manager that prints an exception as one line and ends the process with its exit code: 2 after a user
+    error, 143 after SIGTERM, 130 after an interrupt, else the code of the exception's class.
 
-    Under `meshwright run` it does nothing: that command receives the exception and prints it.
-    """
+    Under `meshwright run` it does nothing: that command receives the exception and prints it."""
     try:
         yield
     except (MeshwrightError, KeyboardInterrupt) as error:
@@ -87,13 +86,12 @@ def exit_codes() -> Iterator[None]:
 def run_script(
     path: Path, arguments: list[str], ranks: int, directory: Path, *, restarts: int = 0, aside: bool = False
 ) -> dict[str, Any]:
-    """Run a script on `ranks` processes of this machine and return the result document (JSON dict of figures) of its
-    last `fit` on rank 0, empty if it called none.
+    """Run a Python script on `ranks` processes of this machine and return the result document (JSON dict of figures) of
+    its last `fit` on rank 0; an empty dict if it made no such call.
 
     arguments: of the script. directory: run directory, locked while the script runs. restarts: maximum number of
     restarts after a rank was lost. aside: True to write the script's standard output to standard error. Raises the
-    ranks' exceptions (`UserError`, `ScriptFailed` ...), `RankLost` when a rank died, `Terminated` after SIGTERM.
-    """
+    ranks' exceptions (`UserError`, `ScriptFailed` ...), `RankLost` when a rank died, `Terminated` after SIGTERM."""
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")
     spec = LaunchSpec(description, ranks, directory, restarts, command=command, output=2 if aside else 1)
@@ -101,9 +99,9 @@ def run_script(
 
 
 def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Run the script as this rank and return the result document of its last `fit`. description: its path ("script"),
-    arguments and run directory, from the launcher; start: rank and rendezvous. Raises `ScriptFailed`."""
-    launched = Launched(start, Path(description["directory"]))
+    """Run the script on this rank and return the result document of its last `fit`. description: path of the script
+    ("script"), arguments and run directory, from the launcher; start: rank and rendezvous. Raises `ScriptFailed`."""
+    launched = LaunchedProcess(start, Path(description["directory"]))
     _launched.set(launched)
     script = description["script"]
     sys.argv = [script, *description["arguments"]]
@@ -117,7 +115,7 @@ def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any
 
 
 class ScriptFailed(MeshwrightError):
-    """Raised when the script exited with a non-zero exit code."""
+    """Raised when a script ended with a non-zero exit code, which is the attribute `exit_code`."""
 
     def __init__(self, code: object) -> None:
         """Keep the exit code that the script passed to `sys.exit`; 1 if it is not an integer."""
@@ -126,7 +124,7 @@ class ScriptFailed(MeshwrightError):
 
 
 def main() -> None:
-    """Run this process as one rank of a script: read the launcher's description, run the script, report its result."""
+    """Run one rank of a script in this process: read the launcher's description, run the script, report its result."""
     # Imported, because __main__ is another module object than the one whose state `fit` reads.
     from meshwright.training import script
 

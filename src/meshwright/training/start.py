@@ -17,7 +17,7 @@ from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
 from meshwright.terminal import print_message
-from meshwright.training.first_start import measure_run, on_processors, slow_precision_warning
+from meshwright.training.first_start import measure_run, runs_on_cpu, slow_precision_warning
 
 WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: no imports from the current directory
 
@@ -65,6 +65,6 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
         spec = replace(spec, before_ranks=partial(measure_run, recipe, threads.count, spec.log))
     if warning := slow_precision_warning(recipe.parsed_layout, recipe.run.device):
         spec.log(warning)
-    if threads.note and on_processors(recipe.run.device):
+    if threads.note and runs_on_cpu(recipe.run.device):
         spec.log(threads.note)
     return launch(spec)

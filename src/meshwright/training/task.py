@@ -22,8 +22,9 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Arguments of `Task.prepare`. directory: the run directory; agreement: exchanges flags and texts between ranks;
-    saved: content of `state.json` in the resumed checkpoint, None for a fresh run; log: prints a line on rank 0."""
+    """Start of a run, the argument of `Task.prepare`. directory: the run directory; agreement: exchanges flags and
+    texts between ranks; saved: content of `state.json` in the resumed checkpoint, None for a fresh run; log: prints a
+    line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -32,12 +33,11 @@ class RunStart:
 
 
 class Task(Protocol):
-    """Interface of what a run trains: model, data and loss on one rank.
+    """Interface of a training task, which is all that the trainer needs of model, data and loss on one rank.
 
     layout: degrees of parallelism. table: the parameters and how each is sharded. mesh: process groups of this rank.
-    parallel: its ZeRO engine. passes: forward and backward of a step, with the profiler's hook. The trainer does not
-    look into micro-batches: it passes those that `load_step` returns to the other methods.
-    """
+    parallel: its ZeRO engine. passes: forward and backward of a step, with the profiler's hook. Micro-batches are
+    opaque to the trainer: it passes those that `load_step` returns to the other methods."""
 
     @property
     def recipe(self) -> Recipe:
@@ -52,26 +52,25 @@ class Task(Protocol):
     # --- a step
 
     def load_step(self, step: int) -> Sequence[Any]:
-        """Load this rank's micro-batches of a step, counted from 0."""
+        """Load this rank's micro-batches of the step with index `step` (from 0)."""
 
     def count_terms(self, micro_batches: Any) -> int:
-        """Return the number of terms that the loss of these micro-batches averages over (target tokens, pairs, items),
-        summed over all ranks, at least 1."""
+        """Return the number of loss terms (target tokens, pairs or items) in these micro-batches, by which the summed
+        loss is divided: summed over all ranks, at least 1. Collective."""
 
     def forward_backward(self, micro_batches: Any, divisor: float) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches; the shards of `parallel` then hold the gradients of
-        the loss sum divided by `divisor`.
+        """Run forward and backward of this rank's micro-batches; afterwards the shards of `parallel` hold the gradients
+        of the summed loss divided by `divisor`.
 
-        Returns float64 [1 + metrics]: first this rank's share of the divided loss, then its shares of the metric sums,
-        which are not divided. Summed over all ranks, the shares give the loss and the metric sums of the step.
-        """
+        Returns float64 [1 + metrics]: this rank's contributions to the divided loss and to the metric sums (which are
+        not divided). Their sums over all ranks are the loss and the metric sums of the step."""
 
     def discard_step(self) -> None:
-        """Undo the changes that a skipped step has made to the module's buffers. Parameters and optimizer state need no
-        undo: a skipped step does not change them."""
+        """Undo what a skipped step has changed in the module's buffers. Parameters and optimizer state need no undo: a
+        skipped step does not change them."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the metrics of a step by name. means [metrics]: the step's metric sums over all ranks (those that
+        """Return the step's metrics by name. means [metrics]: the step's metric sums over all ranks (those that
         `forward_backward` returns after the loss) divided by its number of loss terms."""
 
     # --- around steps
@@ -81,14 +80,15 @@ class Task(Protocol):
 
     def prepare(self, start: RunStart) -> None:
         """Compute or load what the task needs before the first step, such as reference log-probabilities. start: run
-        directory, agreement of ranks, resumed state and log. Collective; all ranks raise the same `UserError`."""
+        directory, agreement of ranks, resumed state and log. If it fails on any rank, all ranks raise the same
+        `UserError`. Collective."""
 
     def validate(self) -> Validation:
-        """Return mean loss and metrics on the first `train.validation_sequences` samples of the validation data,
-        without updating parameters. Collective."""
+        """Return the mean loss and the metrics of the first `train.validation_sequences` samples of the validation
+        data, without updating parameters. Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `state.json` that identify the data."""
+        """Return the task's entries of a checkpoint's `state.json`, which identify the data."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes;

@@ -40,7 +40,7 @@ class StepOutcome:
 
 
 class Trainer:
-    """Training task with its optimizer, loss scale and step counters on one rank; runs training steps."""
+    """Trainer of one rank: runs the training steps of `task` with an optimizer, a loss scale and step counters."""
 
     def __init__(self, task: Task) -> None:
         """Create optimizer state, loss scale and step counters for the task."""
@@ -65,8 +65,8 @@ class Trainer:
         The loss is summed over the terms of the whole step on all ranks (target tokens, pairs or items) and divided by
         their number, so that gradients are summed over ranks and never averaged. A step whose loss or gradient norm is
         not finite on any rank is skipped on all. stop: True if this rank received SIGTERM or an interrupt. save_failed:
-        True if this rank could not save a checkpoint. Both flags are true in the outcome if they are on any rank.
-        """
+        True if this rank could not save a checkpoint. In the returned outcome each flag is True if it is True on any
+        rank."""
         task, clock = self.task, self.clock
         clock.start()
         micro_batches = task.load_step(self.steps_done)
@@ -141,16 +141,17 @@ class Trainer:
         return states | self.task.buffer_bytes()
 
     def predicted_bytes(self) -> dict[str, int]:
-        """Return the bytes by kind that `memory` should return, predicted from shapes and dtypes alone."""
+        """Return the prediction of `memory`, bytes by kind, computed from shapes and dtypes alone."""
         elements = sum(shard.stop - shard.start for shard in self.parallel.shards)
         kinds = len(self.optimizer.state_tensors())
         states = {"optimizer": kinds * elements * self.parallel.master_dtype.itemsize}
         return self.parallel.predicted_bytes() | states | self.task.buffer_bytes()
 
     def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce the step's results and return the outcome, equal on all ranks. shares [1 + metrics]: this rank's
-        shares of the scaled loss and of the metric sums; terms: number of loss terms over all ranks; stop: True if this
-        rank received SIGTERM or an interrupt; save_failed: True if it could not save a checkpoint."""
+        """All-reduce the step's results over all ranks and return them as the step's outcome, equal on all ranks.
+        shares [1 + metrics]: this rank's contributions to the scaled loss and to the metric sums; terms: number of loss
+        terms over all ranks; stop: True if this rank received SIGTERM or an interrupt; save_failed: True if it could
+        not save a checkpoint."""
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
         values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, device=self.device)
         values[0] = shares[0] / scale

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 def train_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Train the recipe in the launcher's description (JSON dict of recipe, run directory, threads and options) on this
-    rank and return the result document. start: rank, world size and rendezvous."""
+    """Train a recipe on this rank, a process that the launcher started, and return the result document. description:
+    the launcher's JSON dict of recipe, run directory, threads and options; start: rank, world size and rendezvous."""
     from meshwright.recipe import load_recipe_text
 
     recipe = load_recipe_text(description["recipe"], description["source"], trust=description.get("trust", False))
@@ -52,14 +52,13 @@ def train_as_described(description: dict[str, Any], start: Place) -> dict[str, A
 # --- started by others
 
 
-def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
+def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
     """Train a recipe in this process, which torchrun, Kubernetes or SLURM started as one of the ranks, and return the
-    result document (JSON dict of figures, complete on rank 0 only). Rank 0 locks the run directory. Collective.
+    result document (JSON dict of figures, complete only on rank 0). Rank 0 locks the run directory. Collective.
 
     probe: let rank 0 measure this machine first if predictions need it and all ranks share the host; skipped if
     `run.collective_timeout`, which limits the other ranks' wait, is too short. options: keyword arguments of
-    `meshwright.training.loop.train` (`show_progress`).
-    """
+    `meshwright.training.loop.train` (`show_progress`)."""
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
     start = rendezvous.read_place(recipe.run.rendezvous)
@@ -80,11 +79,11 @@ def join(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any
     return _run_as_rank(recipe, start, directory, None, options, lock=True)
 
 
-def join_script(
+def run_script_as_rank(
     recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """Set up this rank of a user's script that a launcher started (device, process group, mesh), run `work(recipe,
-    mesh, run directory, **options)` and return its result. start: rank, world size and rendezvous. locked: run
+    """Set up this rank of a user's script (device, process group, mesh), which a launcher started, and return the
+    result of `work(recipe, mesh, run directory, **options)`. start: rank, world size and rendezvous. locked: run
     directory that the launcher of this process has locked, None if it locked none."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
@@ -100,13 +99,12 @@ def _run_as_rank(
     lock: bool = False,
     work: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Set up device, process group, threads and mesh of this rank, then return the result of `work(recipe, mesh,
-    directory, **options)`.
+    """Set up this rank (device, process group, threads, mesh) and return the result of `work(recipe, mesh, directory,
+    **options)`.
 
     start: rank, world size and rendezvous. directory: run directory. threads: number chosen by the launcher, None to
     choose here. lock: True if rank 0 must lock the run directory. work: function to call, None for
-    `training.loop.train`.
-    """
+    `training.loop.train`."""
     import torch
     import torch.distributed as dist
 
@@ -161,13 +159,12 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads. It is the first of these that is known: `given`, the launcher's choice;
+    """Set torch's number of intra-op threads to the first of these that is known: `given`, the launcher's choice;
     `run.threads`; the number in the resumed checkpoint, if its layout is the same; a number chosen from cores and model
     size or, for a user's own module, the number that torch has now.
 
-    store: key-value store by which ranks agree on the number, None if ranks need not agree. note: print the reason
-    for the choice.
-    """
+    store: key-value store by which ranks agree on the number, None if ranks need not agree. note: True to print the
+    reason for the choice."""
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
@@ -185,16 +182,18 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
 
 
 def separate_compile_caches(rank: int) -> None:
-    """Give rank number `rank` of this host its own Inductor cache directory, unless the environment sets one: in a
-    common one, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13)."""
+    """Give the rank with the index `rank` on this host its own Inductor cache directory, unless the environment sets
+    one. From a common one, a rank may load a library that another rank, compiling for the CPU, is still writing (torch
+    2.13)."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 
 def _set_gloo_interface(start: Place, store: Any) -> None:
-    """Set gloo's network interface to the one that reaches the other hosts, unless the environment sets it. start:
-    rank, world size and rendezvous of this process. store: key-value store that all ranks share. Collective."""
+    """Set gloo's network interface to the one by which this host reaches the other hosts, unless the environment
+    sets it. start: rank, world size and rendezvous of this process. store: key-value store that all ranks share.
+    Collective."""
     interface = agree_on_interface(start, store)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -218,8 +217,8 @@ def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> No
 
 
 def _write_process_ids(directory: RunDirectory, start: Place, store: Any) -> None:
-    """Write the process ids of all ranks to the run directory, on rank 0. store: key-value store through which they are
-    exchanged, None for one rank. Collective."""
+    """Collect the process IDs of all ranks and write them to the run directory, on rank 0. store: key-value store
+    through which they are exchanged, None for one rank. Collective."""
     processes = [os.getpid()]
     if store is not None:
         store.set(f"meshwright/process/{start.rank}", str(os.getpid()))

@@ -168,7 +168,7 @@ class _LayoutComparison:
         masters = next(iter(_assemble_copies(self.layout, last_weights, reference)))
         for rank, result in enumerate(results):
             for held in result.parameters:
-                if not torch.equal(held.tensor, held.of(masters[held.name]).to(held.tensor.dtype)):
+                if not torch.equal(held.tensor, held.select(masters[held.name]).to(held.tensor.dtype)):
                     yield f"the parameter {held.name} on rank {rank} is not its master weight, rounded", None
         yield from self._compare_counters(reference.problem.steps)
         for rank, result in enumerate(results):
@@ -276,7 +276,7 @@ def _assemble_copies_of(
             for rank in sorted(ranks, key=lambda rank: (places[rank]["pp"] == pp, places[rank]["tp"] == tp)):
                 for held in slices[rank]:
                     if held.name in entries:
-                        held.put(entries[held.name])
+                        held.write_into(entries[held.name])
             copies.append(entries)
     return copies
 

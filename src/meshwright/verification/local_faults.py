@@ -135,7 +135,7 @@ def _make_decay_fault(by: int) -> FaultyFunction:
         """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each
         changed result."""
         original(self, *arguments)
-        held = [last - self.start for _, _, last in self.flat.within(self.start, self.stop)]  # the rest is padding
+        held = [last - self.start for _, _, last in self.flat.slices_within(self.start, self.stop)]  # without padding
         moved = min(max(self.decay_numel + by, 0), self.stop - self.start)
         counter.record_if(moved != self.decay_numel and min(moved, self.decay_numel) < max(held, default=0))
         self.decay_numel = moved
@@ -327,7 +327,7 @@ def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triang
 
 
 def _drop_kv_block(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Buggy stand-in for `spans` (`original`), which returns the pairs (query chunk, key chunk) that one step of ring
+    """Buggy stand-in for `list_spans` (`original`), which returns the pairs (query chunk, key chunk) that one step of ring
     attention computes: in steps on another rank's KV block, the last of several pairs is left out. `counter` counts the
     omitted pairs."""
     found = original(*arguments)

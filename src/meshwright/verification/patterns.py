@@ -59,10 +59,10 @@ def describe_pattern(
     for rank, of_rank in enumerate(mine):
         labels = [(member, micro_batch) for member in replicas[rank] for micro_batch in range(layout.micro_batches)]
         for item in of_rank:
-            values, right = item.tensor, item.of(truth)
+            values, right = item.tensor, item.select(truth)
             if not float((values - right).norm()) <= 1e-6 * float(truth.norm()):
-                previous = None if before is None else item.of(before)
-                what = _describe_slice(values.double(), right.double(), item.of(contributions), labels, previous)
+                previous = None if before is None else item.select(before)
+                what = _describe_slice(values.double(), right.double(), item.select(contributions), labels, previous)
                 if what in (NO_PATTERN, TOO_SHORT):
                     what = _match_other_entry(reference, step, item) or what
                 found.setdefault(what, []).append(rank)
@@ -107,7 +107,7 @@ def _are_partial(slices: Sequence[Sequence[TensorSlice]], truth: torch.Tensor) -
     """Return True if the ranks' slices of a gradient sum to `truth` but those of the first rank alone do not equal it.
     slices: [rank][slice]; they cover the same elements on each rank."""
     for same in zip(*slices, strict=True):
-        right = same[0].of(truth)
+        right = same[0].select(truth)
         total = torch.stack([item.tensor for item in same]).sum(dim=0)
         if not float((total - right).norm()) <= 1e-6 * float(truth.norm()) or torch.equal(same[0].tensor, right):
             return False
@@ -120,7 +120,7 @@ def _match_other_entry(reference: Reference, step: int, item: TensorSlice) -> st
     size = float(item.tensor.norm())
     for name, values in reference.gradients[step].items():
         alike = name != item.name and values.numel() == reference.gradients[step][item.name].numel()
-        if alike and float((item.of(values) - item.tensor).norm()) < 1e-6 * size:
+        if alike and float((item.select(values) - item.tensor).norm()) < 1e-6 * size:
             return f"the gradient of {name}"
     return None
 

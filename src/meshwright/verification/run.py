@@ -15,7 +15,7 @@ from meshwright.collectives.named import load_named_programs
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.preference import preference_of
+from meshwright.model.preference import make_preference
 from meshwright.names import unknown
 from meshwright.recipe import CollectivesRecipe, Recipe, load_recipe
 from meshwright.spec.config import ModelConfig
@@ -115,7 +115,7 @@ class _Verifier:
         the defaults. thorough: True to run the slow cases too."""
         self.dtype, self.log = dtype, log
         self.collectives = CollectivesRecipe() if recipe is None else recipe.collectives
-        self.preference = None if recipe is None else preference_of(recipe)
+        self.preference = None if recipe is None else make_preference(recipe)
         self.compiled = recipe is not None and recipe.train.compile
         self.thorough = thorough
         self.entries: list[dict[str, Any]] = []

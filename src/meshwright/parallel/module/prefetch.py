@@ -31,9 +31,11 @@ HELD_SITE = "module.units"
 
 class ModulePrefetcher:
     """ZeRO-3 prefetcher for the FSDP units of a user-defined module: it all-gathers, prefetches and reshards them.
-    `units`: their names in declaration order; `needs`: unit name -> its flat buffers. Attribute `held`: names of the
-    units that stay unsharded from the start of forward to the end of backward; their parameters are used outside of the
-    unit's module, or the module is called more than once, as the first forward found out."""
+    `units`: their names in declaration order; `needs`: unit name -> its flat buffers.
+
+    Attribute `held`: names of the units that stay unsharded from the start of forward to the end of backward. The first
+    passes detect these units: their parameters are used outside of the unit's submodule, or the submodule is called
+    more than once."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self._order = tuple(units)
@@ -50,19 +52,21 @@ class ModulePrefetcher:
 
     def attach(self, modules: Mapping[str, nn.Module], parameters: Mapping[int, str]) -> None:
         """Register forward hooks on the submodules that are FSDP units. `modules`: unit name -> submodule;
-        `parameters`: `id(parameter)` -> name of the unit that contains it."""
+        `parameters`: `id(parameter)` -> name of the unit that contains the parameter."""
         self._unit_of = parameters
         if not self.sharded:
             return
-        enter, leave = map(torch.compiler.disable, (self._enter, self._leave))  # not sooner: it loads the compiler
+        # Not sooner: it loads the compiler.
+        enter, leave = map(torch.compiler.disable, (self._before_forward, self._after_forward))
         for name, module in modules.items():
             module.register_forward_pre_hook(partial(enter, name))
             module.register_forward_hook(partial(leave, name))
 
     @contextmanager
     def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
-        """Context manager around a micro-batch's forward pass. `axis`: ranks that run the same passes; all of them
-        enter it together. `backward_follows`: False if no backward pass follows (evaluation)."""
+        """Context manager around the forward pass of a micro-batch, in which the hooks unshard and reshard FSDP units
+        (ZeRO-3; otherwise it unshards all units at the start). `axis`: the ranks that run this pass, all of which must
+        enter the context; `backward_follows`: False if no backward pass follows (evaluation)."""
         self._backward = False
         if not self.sharded:
             for unit in self._units.values():
@@ -79,41 +83,43 @@ class ModulePrefetcher:
         hooks: AbstractContextManager[Any] = nullcontext()
         if backward_follows:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with hooks, nullcontext() if settled else _ParameterUses(self._use):
+        with hooks, nullcontext() if settled else _ParameterUses(self._hold_outside_use):
             yield
-        self._gather_the_rest()
+        self._start_remaining_all_gathers()
         if not settled:
-            self._settled[backward_follows] = self._settle(axis)
+            self._settled[backward_follows] = self._agree_on_held(axis)
         for name in self._order:
-            if self._stays(name):
+            if self._stays_unsharded(name):
                 self._units[name].unshard()
             else:
                 self._units[name].reshard()
 
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
-        """Context manager around a micro-batch's backward pass. `gradients`: accumulator of the parameter gradients,
-        which skips the units that the forward did not use."""
+        """Context manager around the backward pass of a micro-batch, in which FSDP units are all-gathered before use
+        (ZeRO-3). `gradients`: the accumulator of parameter gradients; it is told which units the forward did not
+        use."""
         if not self.sharded:
             yield
             return
         self._backward = True
-        self._to_gather = deque(name for name in reversed(self._order) if not self._stays(name))
+        self._to_gather = deque(name for name in reversed(self._order) if not self._stays_unsharded(name))
         gradients.skip(name for name in self._order if name not in self._entered | self.held)
         yield
-        self._gather_the_rest()
+        self._start_remaining_all_gathers()
         self._backward = False
 
     def on_complete(self, name: str) -> None:
-        """Reshard the FSDP unit `name` when the running backward pass has computed all of its gradients."""
+        """Callback of `GradientAccumulator`: reshard the FSDP unit `name`, all of whose gradients the running backward
+        pass has computed."""
         if self._backward and name not in self.held:
             self._units[name].reshard()
 
     def on_reduce(self, name: str) -> None:
-        """Start the all-gather of the FSDP unit that follows `name` in backward. Called before the gradients of unit
-        `name` are reduced, so that all ranks issue these calls in the same order."""
+        """Callback of `GradientAccumulator` before the gradients of FSDP unit `name` are reduced: start the all-gather
+        of the unit that follows it in backward. All ranks thus issue these calls in the same order."""
         if self._backward:
-            self._gather_through(self._following(name))
+            self._start_all_gathers_through(self._next_unit(name))
 
     def reshard(self) -> None:
         """Reshard all FSDP units at the end of a pass."""
@@ -124,44 +130,44 @@ class ModulePrefetcher:
     # --- the order of the all-gathers
 
     def _unshard(self, name: str) -> None:
-        """Unshard the FSDP unit `name` (waiting for its all-gather) and start the all-gather of the next one."""
+        """Unshard the FSDP unit `name` (wait for its all-gather) and start the all-gather of the next unit."""
         if name == self._current and self._units[name].is_unsharded:
             return
         self._current = name
-        self._gather_through(name)
+        self._start_all_gathers_through(name)
         self._units[name].unshard()
-        self._gather_through(self._following(name))
+        self._start_all_gathers_through(self._next_unit(name))
 
-    def _stays(self, name: str) -> bool:
+    def _stays_unsharded(self, name: str) -> bool:
         """Return True if the FSDP unit `name` stays unsharded from forward to backward: it is in `held`, or is the last
         unit, with which backward begins."""
         others = [each for each in self._order if each not in self.held]
         return name in self.held or (self._keeps_last and others[-1:] == [name])
 
-    def _following(self, name: str) -> str | None:
+    def _next_unit(self, name: str) -> str | None:
         """Return the name of the FSDP unit that follows `name` in the running pass, skipping units in `held`; None
         after the last."""
         here = self._order.index(name)
         after = reversed(self._order[:here]) if self._backward else self._order[here + 1 :]
         return next((each for each in after if each not in self.held), None)
 
-    def _gather_through(self, name: str | None) -> None:
-        """Start, in their fixed order, the all-gathers of this pass that have not started, up to and including that of
-        the FSDP unit `name`. If `name` is None or its all-gather has started already, do nothing."""
+    def _start_all_gathers_through(self, name: str | None) -> None:
+        """Start the pending all-gathers of this pass in their fixed order, up to and including that of the FSDP unit
+        `name`. Do nothing if `name` is None or its all-gather has already started."""
         while name in self._to_gather:
             self._units[self._to_gather.popleft()].start_all_gather()
 
-    def _gather_the_rest(self) -> None:
+    def _start_remaining_all_gathers(self) -> None:
         """Start all remaining all-gathers of the pass."""
         if self._to_gather:
-            self._gather_through(self._to_gather[-1])
+            self._start_all_gathers_through(self._to_gather[-1])
 
     # --- the units that are held
 
-    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, name: str, module: nn.Module, inputs: Any) -> None:
         """Forward pre-hook of the submodule that is FSDP unit `name`: unshard the unit. A unit that is entered a second
-        time in a forward pass is marked to stay unsharded for whole passes, from the next pass on. `inputs`: ignored.
-        """
+        time in a forward pass is marked to stay unsharded during whole passes, from the next pass on. `inputs` is
+        ignored."""
         unit = self._units[name]
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
@@ -169,29 +175,29 @@ class ModulePrefetcher:
             self._found.add(name)  # entered a second time
         self._unshard(name)
 
-    def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Forward hook of the submodule that is FSDP unit `name`: reshard the unit. A unit whose `outputs` contain a
-        parameter is instead marked to stay unsharded for whole passes."""
+    def _after_forward(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Forward hook of the submodule that is FSDP unit `name`: reshard the unit. If `outputs` contain one of its
+        parameters, mark the unit instead to stay unsharded during whole passes."""
         if self._backward:  # recomputed: its backward follows
             return
         for each in tree_leaves(outputs):
-            if isinstance(each, torch.Tensor) and self._unit_in(each) is not None:
+            if isinstance(each, torch.Tensor) and self._find_unit(each) is not None:
                 self._found.add(name)  # its output contains a parameter
-        if name not in self._found and not self._stays(name):
+        if name not in self._found and not self._stays_unsharded(name):
             self._units[name].reshard()
 
-    def _use(self, parameter: torch.Tensor) -> None:
-        """Unshard the FSDP unit of a parameter that is read outside of its unit's module, and mark the unit to stay
-        unsharded for whole passes."""
+    def _hold_outside_use(self, parameter: torch.Tensor) -> None:
+        """Unshard the FSDP unit of a parameter that is read outside of the unit's submodule, and mark the unit to stay
+        unsharded during whole passes."""
         name = self._unit_of.get(id(parameter))
         if name is not None and not self._units[name].is_unsharded:
             self._found.add(name)
             self._unshard(name)
 
-    def _settle(self, axis: Axis) -> bool:
-        """Collective over `axis`: add to `held`, on all ranks, the FSDP units that any rank has marked to stay
-        unsharded for whole passes. Return True if any rank entered a unit in this pass, that is, if its uses have been
-        observed."""
+    def _agree_on_held(self, axis: Axis) -> bool:
+        """Add to `held`, on all ranks, the FSDP units that any rank has marked to stay unsharded during whole passes;
+        reshard all units. Return True if any rank entered a unit in this pass, so that the marks are final. Collective
+        over `axis`."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)
@@ -202,8 +208,8 @@ class ModulePrefetcher:
 
     # --- parameters that autograd saves
 
-    def _unit_in(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the FSDP unit whose memory a tensor is a view of; None if there is none."""
+    def _find_unit(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the FSDP unit in whose parameter buffer `tensor` is stored; None if in none."""
         if tensor.layout != torch.strided:
             return None
         return self._storages.get(tensor.untyped_storage()._cdata)
@@ -211,7 +217,7 @@ class ModulePrefetcher:
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Saved-tensor hook: return a `_SavedView` for a view of an FSDP unit's parameters, any other tensor
         unchanged."""
-        name = self._unit_in(tensor)
+        name = self._find_unit(tensor)
         return tensor if name is None else _SavedView(name, tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
@@ -224,9 +230,9 @@ class ModulePrefetcher:
 
 
 class _SavedView(NamedTuple):
-    """Object that autograd saves for backward in place of a view of an FSDP unit's parameters; it lets the unit be
-    unsharded again before the view is read. unit: name of the unit; tensor: the view, whose memory may be freed
-    meanwhile."""
+    """Object that autograd saves for backward in place of a view of an FSDP unit's parameters, so that the unit can be
+    unsharded again before the view is read. unit: name of the unit; tensor: the view, whose memory is freed while the
+    unit is sharded."""
 
     unit: str
     tensor: torch.Tensor

@@ -40,10 +40,10 @@ class ModuleDescription:
 def describe_module(
     module: nn.Module, choose: ChooseUnit | None = None, decays: Callable[[str, nn.Parameter], bool] | None = None
 ) -> ModuleDescription:
-    """Derive the parameter table and FSDP units of a module. `choose`: function (path of a submodule, submodule) ->
-    True if it is an FSDP unit; None: its size decides. `decays`: function (parameter name, parameter) -> True if weight
-    decay applies; None: it applies to parameters of two or more dims. Raises UserError if the module has nothing to
-    train."""
+    """Derive the parameter table and the FSDP units of a user-defined module. `choose`: function (path of a submodule,
+    submodule) -> True if it is an FSDP unit; None: chosen by size. `decays`: function (parameter name, parameter) ->
+    True if weight decay applies; None: it applies to parameters of two or more dims. Raises UserError if the module has
+    nothing to train."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not trained:
         raise UserError("the module has no parameter with requires_grad: there is nothing to train")
@@ -71,8 +71,8 @@ def describe_module(
 
 
 def kept_values(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module that are not trained (frozen parameters and buffers), by name. `saved`: True: only
-    those that a checkpoint stores, without non-persistent buffers and empty tensors; False: all."""
+    """Return the tensors of a module that are not trained (frozen parameters and buffers), by name. `saved`: True for
+    only those that a checkpoint stores (neither non-persistent buffers nor empty tensors); False for all."""
     frozen = {name: each.detach() for name, each in module.named_parameters() if not each.requires_grad}
     not_saved: set[str] = set()
     if saved:
@@ -98,10 +98,10 @@ def check_values(module: nn.Module) -> None:
 def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
-    """Find the submodules of `module` that are FSDP units and add them to `found` (path -> submodule); do not search
-    inside a unit. `prefix`: start of the paths of its submodules, "" or "PATH."; `total`: number of elements of all
-    trained parameters; `choose`: function (path, submodule) -> True if it is a unit; None: its size decides. A
-    ModuleList is never called, so it is never a unit."""
+    """Find the FSDP units among the submodules of `module` and add them to `found` (path -> submodule). Units contain
+    no further units, and a ModuleList is never one, as it is never called. `prefix`: start of the submodules' paths, ""
+    or "PATH."; `total`: number of elements of all trained parameters; `choose`: function (path, submodule) -> True if
+    it is a unit; None: chosen by size."""
     listed = isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -109,14 +109,14 @@ def _find_units(
             continue  # the same module under a second name
         called = type(child).forward is not nn.Module.forward
         trained = any(each.requires_grad for each in child.parameters())
-        wanted = choose(path, child) if choose is not None else _by_size(child, total, listed)
+        wanted = choose(path, child) if choose is not None else _is_unit_by_size(child, total, listed)
         if called and trained and wanted:
             found[path] = child
         else:
             _find_units(child, f"{path}.", total, choose, found)
 
 
-def _by_size(module: nn.Module, total: int, listed: bool) -> bool:
+def _is_unit_by_size(module: nn.Module, total: int, listed: bool) -> bool:
     """Return True if a module is large enough to be an FSDP unit and is not a large container of smaller units.
     `total`: number of elements of all trained parameters; `listed`: True if the module's parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)

@@ -18,9 +18,9 @@ from meshwright.training.module.values import broadcast_values, make_buffers_con
 
 
 def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
-    """Build this rank's training task from the script's `build` function, with rank 0's initial values on every rank.
-    Collective. spec: module, loss and data that the script gave to `fit`; recipe: settings of the run; mesh: process
-    groups of the layout."""
+    """Build the training task of a user's module on this rank; all ranks get rank 0's initial values. Collective. spec:
+    module, loss and data that the script gave to `fit`; recipe: settings of the run; mesh: process groups of the
+    layout."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
     derived = describe_module(module, spec.units, spec.decays)
@@ -32,12 +32,12 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
-    """Call the script's `build` and return its module on the device in training mode. Frozen parameters and batch-norm
-    statistics are cast to the run's compute dtype; trained parameters keep theirs until they are sharded.
+    """Call the script's function `build` and return its module on the device in training mode. Frozen parameters and
+    batch-norm statistics are cast to the run's compute dtype; trained parameters keep their dtype until they are
+    sharded.
 
-    spec: arguments of `fit`. seed: seed of the run, from which the module's random initial values come. `UserError` if
-    `build` returns no `nn.Module`.
-    """
+    spec: arguments of `fit`. seed: seed of the run, which determines the module's random initial values. `UserError` if
+    `build` returns no `nn.Module`."""
     seed_generators(derive_seed(seed, "module"), device)
     module = spec.build()
     if not isinstance(module, nn.Module):

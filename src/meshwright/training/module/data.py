@@ -25,8 +25,8 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Samples(Protocol):
-    """A map-style data set: anything with a length and integer indexing, such as a list, a torch or Hugging Face data
-    set."""
+    """Interface of a map-style data set: anything with a length and integer indexing, such as a list, or a data set of
+    torch or Hugging Face."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -36,8 +36,8 @@ class Samples(Protocol):
 
 
 def check_samples(data: Any, what: str) -> int:
-    """Return the number of samples of a data set. `UserError` if `data` has no length or indexing, or is empty. what:
-    its name in errors, such as "data"."""
+    """Check a data set and return its number of samples. `UserError` if `data` has no length or indexing, or is empty.
+    what: its name in errors, such as "data"."""
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise UserError(
             f"{what} is a {type(data).__name__}: a list or a map-style data set with len() and integer indices is "
@@ -49,8 +49,8 @@ def check_samples(data: Any, what: str) -> int:
 
 
 def derive_seed(seed: int, *what: object) -> int:
-    """Return a 63-bit seed derived by hash from the run's `seed` for one purpose. what: values that name the purpose,
-    such as "sample", 17."""
+    """Derive a 63-bit seed for one purpose from the run's `seed` by a hash. what: values that name the purpose, such as
+    "sample", 17."""
     text = "meshwright " + " ".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -81,11 +81,10 @@ def move_to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchShare:
-    """Samples that one data-parallel (dp) rank reads in each step: an equal, consecutive part of the step's samples.
+    """Part of a step's samples that one data-parallel (dp) rank reads: consecutive, and of equal size on all dp ranks.
 
     batch: number of samples of a step over all dp ranks. ranks: number of dp ranks. rank: this dp rank, from 0.
-    micro_batches: number of micro-batches into which this rank's samples are split.
-    """
+    micro_batches: number of micro-batches into which this rank's samples are split."""
 
     batch: int
     ranks: int
@@ -97,18 +96,18 @@ class BatchShare:
         """Number of samples that this rank reads in a step."""
         return self.batch // self.ranks
 
-    def numbers(self, step: int) -> NDArray[np.int64]:
-        """Return the global sample numbers (position in the run's stream of samples over all steps) that this rank
-        reads in a step, ascending: int64 [size]."""
+    def sample_numbers(self, step: int) -> NDArray[np.int64]:
+        """Return the numbers of the samples that this rank reads in a step, counted over all samples of all steps of
+        the run, ascending: int64 [size]."""
         return step * self.batch + self.rank * self.size + np.arange(self.size)
 
 
 class TrainingSamples:
     """Loader of this rank's micro-batches for a user's module.
 
-    data: map-style data set. seed: of the sample order. share: samples of a step that this rank reads. collate:
-    function from a list of samples to a batch. workers: number of `DataLoader` processes, 0: load in this process.
-    """
+    data: map-style data set. seed: of the sample order. share: the part of a step's samples that this rank reads.
+    collate: function from a list of samples to a batch. workers: number of `DataLoader` processes, 0: load in this
+    process."""
 
     def __init__(self, data: Samples, seed: int, share: BatchShare, collate: Collate, workers: int) -> None:
         """Set up the loader; no sample is read yet. Arguments: see the class."""
@@ -118,8 +117,8 @@ class TrainingSamples:
         self._next = 0
 
     def load_step(self, step: int) -> Iterator[tuple[int, int, Any]]:
-        """Load the micro-batches of a step (counted from 0) and yield each as (global number of its first sample,
-        number of samples, collated batch). Consecutive steps reuse one `DataLoader`."""
+        """Load the micro-batches of the step with index `step` (from 0); yield each as (global number of its first
+        sample, number of samples, collated batch). Consecutive steps reuse one `DataLoader`."""
         if self._loaded is None or step != self._next:
             numbered = _SeededSamples(self._data, self._seed)
             loader: DataLoader[Any] = DataLoader(
@@ -135,9 +134,9 @@ class TrainingSamples:
             yield part[0][0], len(part), next(self._loaded)
 
     def _numbered_samples(self, step: int) -> list[list[tuple[int, int]]]:
-        """Return, for each of this rank's micro-batches of step `step` (from 0), the list of its samples as (global
-        sample number over all steps, index in the data set) pairs."""
-        numbers = self._share.numbers(step)
+        """Return this rank's micro-batches of the step with index `step` (from 0), each as a list of its samples:
+        (global sample number over all steps, index in the data set)."""
+        numbers = self._share.sample_numbers(step)
         samples = self._order.sample(numbers)
         pairs = list(zip(numbers.tolist(), samples.tolist(), strict=True))
         size = self._share.size // self._share.micro_batches
@@ -145,9 +144,9 @@ class TrainingSamples:
 
 
 class _EndlessBatches:
-    """`DataLoader` batch sampler that yields the micro-batches of step `step` (from 0) and of all later steps, without
-    end. numbers: function that returns the micro-batches of a step, each a list of `_SeededSamples` keys (global sample
-    number, index in the data set)."""
+    """Batch sampler for `DataLoader` that yields the micro-batches of step `step` (from 0) and of all later steps,
+    without end. numbers: function that returns the micro-batches of a step, each a list of `_SeededSamples` keys
+    (global sample number, index in the data set)."""
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:
         """Make the first batch that of step `step`."""
@@ -162,9 +161,8 @@ class _EndlessBatches:
 
 
 class _SeededSamples:
-    """Wrapper of the data set `data` that seeds the random generators (torch, numpy, Python) before each read, so
-    that a sample's random draws depend on its global number alone. Its keys are (global number, index in `data`).
-    """
+    """Data set that seeds the random generators (torch, numpy, Python) before it reads a sample of `data`, so that the
+    sample's random draws depend on its global number alone. Its keys are (global number, index in `data`)."""
 
     def __init__(self, data: Samples, seed: int) -> None:
         """Wrap the data set `data`. seed: of the run."""

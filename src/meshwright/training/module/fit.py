@@ -89,7 +89,7 @@ def fit(
             f"`meshwright run --ranks {ranks} {Path(sys.argv[0]).name}` or by torchrun"
         )
     rendezvous.check_world_size(start, found.parsed_layout)
-    result = worker.join_script(
+    result = worker.run_script_as_rank(
         found, start, train_module, script.locked_run_directory(), spec=spec, show_progress=show_progress
     )
     script.record_result(result)

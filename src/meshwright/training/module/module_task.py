@@ -31,20 +31,19 @@ from meshwright.training.task import RunStart
 
 
 class _ModuleEngine(ZeroEngine):
-    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module: hooks on its submodules
-    all-gather their parameters before use."""
+    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module, whose parameters hooks on its
+    submodules all-gather before use."""
 
     prefetcher_class = ModulePrefetcher
 
 
 class ModuleTask:
-    """A user's own torch module with its data and loss on one rank of a training run; implements `Task`.
+    """User's own torch module with its data and loss, on one rank of a training run; implements `Task`.
 
     spec: module, loss and data that the script gave to `fit`. recipe: settings of the run. layout: with an explicit
     precision. mesh: process groups of this rank. module: on the mesh's device, with initial values; its trained
     parameters become views of flat buffers. derived: its parameter table and FSDP units, from
-    `parallel.module.table.describe_module`.
-    """
+    `parallel.module.table.describe_module`."""
 
     def __init__(
         self,
@@ -83,14 +82,14 @@ class ModuleTask:
     # --- a step
 
     def load_step(self, step: int) -> list[Batch]:
-        """Load this rank's micro-batches of a step, counted from 0, and snapshot the buffers that the step may change,
-        so that `discard_step` can restore them."""
+        """Load this rank's micro-batches of the step with index `step` (from 0), and copy the buffers that the step may
+        change, so that `discard_step` can restore them."""
         self.values.begin_step()
         return [self._make_batch(number, samples, content) for number, samples, content in self.samples.load_step(step)]
 
     def count_terms(self, micro_batches: Sequence[Batch]) -> int:
-        """Return the number of items that the loss of these micro-batches averages over, summed over all ranks, at
-        least 1. Collective."""
+        """Return the number of loss terms (the items that the script's `count` counts) in these micro-batches, by which
+        the summed loss is divided: summed over all ranks, at least 1. Collective."""
         items = torch.tensor(sum(batch.items for batch in micro_batches), dtype=torch.int64, device=self.mesh.device)
         collectives.all_reduce(items, self.mesh.data, TARGET_SITE)
         return max(1, int(items))
@@ -99,19 +98,18 @@ class ModuleTask:
         """Run forward and backward of this rank's micro-batches, which leaves the gradients in the ZeRO shards; then
         average over ranks the buffers that changed, such as running statistics.
 
-        divisor: number by which the sum of the loss is divided. Returns float64 [1]: this rank's share of the divided
-        loss; the shares of all ranks add up to the total.
-        """
+        divisor: number by which the summed loss is divided. Returns float64 [1]: this rank's contribution to the
+        divided loss, which is the sum over all ranks."""
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)
 
     def discard_step(self) -> None:
-        """Restore the buffers to their values before the skipped step."""
+        """Restore the module's buffers to their values before the skipped step."""
         self.values.restore_buffers()
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics: the script's `measures` are computed in validation only. means: ignored."""
+        """Return no metrics: the functions `measures` of the script are computed only in validation. means: ignored."""
         return Metrics()
 
     # --- around steps
@@ -133,7 +131,7 @@ class ModuleTask:
         """Do nothing before the first step: the module is already built. start: ignored."""
 
     def validate(self) -> Validation:
-        """Return the mean loss per item and the mean of each of the script's measures on the first
+        """Return the mean loss per item and the means of the script's functions `measures` on the first
         `train.validation_sequences` samples of the validation data. Collective."""
         data, mesh, train = self.spec.validation, self.mesh, self.recipe.train
         assert data is not None
@@ -207,9 +205,9 @@ class ModuleTask:
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
-        """Return a micro-batch moved to the device, with the number of items that its loss averages over. number:
-        global number of its first sample; samples: number of samples; content: the collated batch. `UserError` if the
-        script's `count` returns a negative number."""
+        """Move a collated micro-batch to the device and count the items that its loss averages over. number: global
+        number of its first sample; samples: number of samples; content: the collated batch. `UserError` if the script's
+        `count` returns a negative number."""
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:
@@ -218,8 +216,8 @@ class ModuleTask:
 
 
 def parameter_dtype(module: nn.Module, layout: Layout) -> torch.dtype:
-    """Return the dtype in which the module computes: that of the layout's precision if it names one, else float64 if a
-    trained parameter is float64, else float32. `UserError` for a precision that modules cannot be trained in."""
+    """Return the dtype in which the module computes: that of the layout's precision if it names one, else float64 if
+    any trained parameter is float64, else float32. `UserError` for a precision in which modules cannot be trained."""
     if layout.precision is not None:
         if layout.precision not in PARAMETER_DTYPES:
             raise UserError(f'layout "{layout}": a user module can be trained in {", ".join(PARAMETER_DTYPES)}')

@@ -31,22 +31,14 @@ class ModulePasses:
     """Forward and backward passes of a user's own torch module under ZeRO.
 
     module: the module, whose parameters are sharded. spec: arguments of `fit`, such as the loss. parallel: the ZeRO
-    engine. seed: seed of the module's random draws (dropout). mark: called at the end of each phase of a step with its
-    name: "forward", "backward", "reduce".
-    """
+    engine. seed: seed of the module's random draws (dropout)."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        spec: ModuleSpec,
-        parallel: ZeroEngine,
-        seed: int,
-        mark: Callable[[str], None] = lambda part: None,
-    ) -> None:
+    def __init__(self, module: nn.Module, spec: ModuleSpec, parallel: ZeroEngine, seed: int) -> None:
         """Connect the ZeRO engine's gradient hooks with the prefetcher, which all-gathers parameters before their
         use."""
-        self.module, self.parallel, self.mark = module, parallel, mark
-        self._spec, self.seed = spec, seed
+        self.module, self.parallel, self._spec, self.seed = module, parallel, spec, seed
+        # Called with each phase's name when it ends: "forward", "backward", "reduce".
+        self.mark: Callable[[str], None] = lambda part: None
         self.program = generate_for_layout(parallel.mesh.layout)
         self.watched: Callable[[Compute], Compute] | None = None
         """While a profile is recorded: a wrapper of the `Compute` of a training step; None otherwise."""
@@ -57,7 +49,8 @@ class ModulePasses:
     def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
         """Run forward and backward of all micro-batches of a step and reduce the gradients into the shards of the ZeRO
         engine. targets: number by which the summed loss is divided: the number of items on all ranks divided by the
-        loss scale. Returns this rank's share of the divided loss, a float64 scalar."""
+        loss scale. Returns this rank's contribution to the divided loss (float64 scalar), which is the sum over all
+        ranks."""
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -81,8 +74,8 @@ class ModulePasses:
         return loss * batch.items if self._spec.reduction == "mean" else loss
 
     def evaluate(self, batch: Batch) -> list[torch.Tensor | float]:
-        """Return [loss sum, number of items, sum of each measure in the script's order] of a batch, computed without
-        gradients. Collective under ZeRO-3."""
+        """Compute a batch's loss and the script's functions `measures` without gradients. Return [loss sum, number of
+        items, result of each measure (a sum over items) in the script's order]. Collective under ZeRO-3."""
         with torch.no_grad(), self.prefetcher.forward(self.parallel.mesh.shard, backward_follows=False):
             loss = self.loss_sum(batch)
             measured = [measure(self.module, batch.content) for measure in self._spec.measures.values()]
@@ -91,8 +84,8 @@ class ModulePasses:
 
 
 class _ModuleCompute:
-    """Forward and backward of a user's module in one step, in the form of a pipeline with the module as its only stage:
-    implements `Compute`, the interface by which pipeline steps run."""
+    """Executor of the forwards and backwards of a user's module in one step, as a pipeline with the module as its only
+    stage (implements `parallel.pipeline.Compute`). targets: number by which the summed loss is divided."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float) -> None:
         """Start a step with zero loss. micro_batches: of this rank; targets: divisor of the loss sum."""
@@ -101,13 +94,13 @@ class _ModuleCompute:
         self._loss: torch.Tensor | None = None
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> None:
-        """Run the forward or the backward pass, as `kind` asks for, of one micro-batch. key: (stage, replica,
-        micro-batch number); stage and replica are always 0. x: ignored, as no other stage sends activations."""
+        """Run the forward or the backward pass of one micro-batch, according to `kind`. key: (stage, replica,
+        micro-batch); stage and replica are always 0. x: ignored, since no other stage sends activations."""
         assert kind in (Kind.FORWARD, Kind.BACKWARD), "a single stage has no split backward"
         (self._forward if kind == Kind.FORWARD else self._backward)(self._micro_batches[key[2]])
 
     def _forward(self, batch: Batch) -> None:
-        """Run forward of a micro-batch and keep its loss for backward."""
+        """Run the forward of a micro-batch, and store its loss for backward and in the total."""
         passes = self._passes
         seed_generators(derive_seed(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
         self._loss = None
@@ -118,7 +111,7 @@ class _ModuleCompute:
         passes.mark("forward")
 
     def _backward(self, batch: Batch) -> None:
-        """Run backward of a micro-batch from the loss that `_forward` kept."""
+        """Run the backward of a micro-batch from the loss that `_forward` stored."""
         passes, parallel = self._passes, self._passes.parallel
         parallel.start_pass(passes.stage)
         with passes.prefetcher.backward(parallel.gradients):
@@ -129,5 +122,5 @@ class _ModuleCompute:
         passes.mark("backward")
 
     def buffer(self, key: Key) -> NoReturn:
-        """Raise `AssertionError`: with a single stage no activations are received from another."""
+        """Raise `AssertionError`: a pipeline with a single stage receives no activations."""
         raise AssertionError("a single stage receives nothing")

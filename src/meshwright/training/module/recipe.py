@@ -23,8 +23,8 @@ class ModuleRecipe(Recipe):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Reject [train] keys that only Meshwright's own models support (compile, other objectives); return the
-        recipe."""
+        """Validate the recipe: reject [train] keys that only Meshwright's own models support (compile, other
+        objectives). Return the recipe."""
         if self.train.compile:
             raise ValueError("train.compile is for built-in models; call module.compile() in build")
         if self.train.objective not in (None, "next-token"):
@@ -35,8 +35,8 @@ class ModuleRecipe(Recipe):
 
     @property
     def objective(self) -> str:
-        """Always "next-token", which tells other code that there are no preference pairs; the script defines
-        the loss."""
+        """Name of the objective, always "next-token": code that asks for it finds that there are no preference pairs.
+        The script defines the loss."""
         return "next-token"
 
 

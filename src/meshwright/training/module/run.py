@@ -32,10 +32,12 @@ def train_module(
     recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, *, spec: ModuleSpec, show_progress: bool = True
 ) -> dict[str, Any]:
     """Train a user's module on this rank and return the result document: a JSON dict of step, loss, predicted and
-    measured figures, complete on rank 0 only. recipe: settings. mesh: process groups of the layout. run_directory:
-    already locked. spec: arguments of `fit`. show_progress: print a line for each logged step. Raises `Terminated`
-    after SIGTERM and a save (`KeyboardInterrupt` after an interrupt), `CheckFailed` after too many steps in a row that
-    were not finite, and `UserError` for mistakes in script or recipe and for a last save that failed."""
+    measured figures, complete only on rank 0.
+
+    recipe: settings. mesh: process groups of the layout. run_directory: already locked. spec: arguments of `fit`.
+    show_progress: print a line for each logged step. Raises `Terminated` after SIGTERM and `KeyboardInterrupt` after an
+    interrupt, once a checkpoint is saved; `CheckFailed` after too many steps in a row that were not finite; `UserError`
+    for mistakes in script or recipe and for a last save that failed."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 
@@ -63,19 +65,19 @@ class ModuleRun(Run):
         self.resumed_from = None if loaded is None else self._restore(*loaded)
 
     def _predict(self) -> Prediction:
-        """Return a prediction of traffic alone, since the FLOPs and activations of a user's module are unknown."""
+        """Return a prediction of traffic alone: the FLOPs and activations of a user's module are unknown."""
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
     def _result(self) -> dict[str, Any]:
-        """Return the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again, since
+        """Build the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again, because
         only training has shown which buffers change and are synchronized."""
         self.journal.prediction = self._predict()
         return super()._result()
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
-    """Raise `UserError` if a recipe key that must not change, or the number of samples, differs from that of the newest
-    checkpoint in the recipe's run directory. samples: number of training samples now."""
+    """Raise `UserError` if the recipe cannot resume the newest checkpoint in its run directory: a recipe key that must
+    not change, or the number of samples, differs. samples: number of training samples now."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:
         return

@@ -19,8 +19,8 @@ Measure = Callable[[nn.Module, Any], torch.Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """Arguments of `fit`: what a script trains. build: function that returns the module. loss: function of module and
-    batch that returns a scalar tensor. data: map-style data set. The other fields are explained in `FitOptions`."""
+    """Arguments of `fit`, which a script trains: build: function that returns the module; loss: function (module,
+    batch) -> scalar tensor; data: map-style data set. The other fields are those of `FitOptions`."""
 
     build: Callable[[], nn.Module]
     loss: Loss

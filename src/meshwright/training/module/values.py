@@ -30,8 +30,8 @@ def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
 
 
 class KeptValues:
-    """Buffers and frozen parameters of a user's module on this rank: the values that the optimizer does not update.
-    Buffers that a step changes (running statistics) are kept equal on all ranks."""
+    """Buffers and frozen parameters of a user's module on this rank, which the optimizer does not update. Buffers that
+    steps change (running statistics) are synchronized over the ranks."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         """Start with no buffer known to change."""
@@ -44,7 +44,7 @@ class KeptValues:
 
     def begin_step(self) -> None:
         """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In steps
-        1, 2, 4, 8 ... of this process copy all buffers, so that `end_step` can find further buffers that change."""
+        1, 2, 4, 8 ... of this process copy all buffers, so that `end_step` can detect further buffers that change."""
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
         buffers = self._buffers()
@@ -65,15 +65,15 @@ class KeptValues:
             self._synchronize([each for each in found if each.is_floating_point() == real], real)
 
     def restore_buffers(self) -> None:
-        """Restore the buffers of which `begin_step` took a snapshot, after a skipped step."""
+        """Undo a skipped step: restore the buffers that `begin_step` copied."""
         buffers = self._buffers()
         with torch.no_grad():
             for name, value in self._before.items():
                 buffers[name].copy_(value)
 
     def count_synchronized(self) -> tuple[int, int]:
-        """Return the number of elements that `end_step` synchronizes: (in floating-point buffers, in integer
-        buffers)."""
+        """Return the numbers of elements that `end_step` synchronizes: (those of floating-point buffers, those of
+        integer buffers)."""
         buffers = self._buffers()
         sizes = [0, 0]
         for name in self.changing:
@@ -81,8 +81,8 @@ class KeptValues:
         return sizes[0], sizes[1]
 
     def count_compared(self) -> int:
-        """Return the number of buffers whose values after the last step were compared with their copies from before it,
-        to find those that change: the number of all buffers in steps 1, 2, 4, 8 ..., else 0."""
+        """Return the number of buffers that the last `end_step` compared with their copies from before the step, to
+        detect those that change: all buffers in steps 1, 2, 4, 8 ..., else 0."""
         return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:
