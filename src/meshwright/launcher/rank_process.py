@@ -56,9 +56,9 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
 
 
 def end_as_lost(error: RankLost) -> NoReturn:
-    """End this process immediately with `error`, from any thread, as the main thread may wait for a device that never
-    answers. The error is reported to the launcher, or printed if no launcher of Meshwright started this rank (torchrun,
-    SLURM)."""
+    """End this process immediately with `error`. May be called from any thread, as the main thread may wait for a
+    device that never answers. The error is reported to the launcher, or printed if no launcher of Meshwright started
+    this rank (torchrun, SLURM)."""
     if not _report:
         print_message(f"meshwright: error: {error}")
     _end_process(_describe_error(error), 1 if _report else error.exit_code)
