@@ -81,8 +81,9 @@ def compute_version(compiler: str, instruction_set: str) -> str:
 
 
 def build(instruction_set: str) -> tuple[Path, str] | None:
-    """Return (path, version) of the compiled library for `instruction_set`, compiling it unless the cache holds an
-    undamaged one; None if there is no compiler that can build it. version: hash of sources, compiler and flags."""
+    """Compile the kernels for `instruction_set` to a shared library, unless the cache holds an undamaged one. Return
+    (path of the library, version); None if there is no compiler that can build it. version: hash of sources, compiler
+    and flags."""
     compiler = find_compiler()
     if compiler is None:
         return None
