@@ -100,9 +100,9 @@ def plan_memory(
     return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))
 
 
-def step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:
-    """Return the sizes for which ranks allocate buffers, from the ledger of `plan_memory`. touched: make the whole KV
-    pool resident at the start, not as it is used."""
+def make_step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:
+    """Convert the ledger (predicted memory) of `plan_memory` to the sizes for which ranks allocate buffers and KV pool.
+    touched: True to make the whole KV pool resident at the start, False: as it is used."""
     sizes = ledger.sizes
     return StepLimits(
         ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, touched

@@ -50,11 +50,13 @@ class OrderedTensorParallel(TensorParallel):
 
 
 class PagedCache:
-    """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a stage's layers in plain torch, for a ragged batch of
-    sequences. Layers of different block tables share tensors, as each block belongs to one table.
+    """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a pipeline stage's layers in plain torch, for a ragged batch
+    of sequences. Layers of different block tables share tensors, as each block belongs to one table.
 
     Attention is computed token by token, so that a token's result does not depend on which others are in the batch. The
-    attribute `length` of the model's cache interface stays 0, since callers always pass positions.
+    attribute `length` of the model's cache interface stays 0, since callers always pass positions. tables: block tables
+    of the model. layers: indices of the stage's layers. blocks: number of KV blocks. kv_heads: key-value heads of this
+    rank.
     """
 
     length = 0
@@ -63,7 +65,6 @@ class PagedCache:
         self, config: ModelConfig, tables: BlockTables, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """`tables`: block tables of the model; `layers`: those of this rank's stage; `kv_heads`: those of this rank."""
         shape = (2, blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
         depth = 1 + max(tables.layers[layer][1] for layer in layers)
         self._pairs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(depth)]  # keys, values
@@ -131,6 +132,8 @@ class PagedCache:
 class TorchRunner:
     """Runner of serving steps in plain torch: the model with a paged KV cache. Tokens are computed in tiles of a fixed
     number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
+
+    weights: reader of this rank's weights. limits: sizes of KV pool and buffers.
 
     Attributes:
         config: Configuration of the model.

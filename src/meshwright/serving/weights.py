@@ -28,7 +28,7 @@ from meshwright.spec.stages import Stage, units_of
 _LIBC = ctypes.CDLL(ctypes.util.find_library("c") or None, use_errno=True)
 
 
-def decoder_config(directory: Path) -> ModelConfig:
+def read_decoder_config(directory: Path) -> ModelConfig:
     """Read the model configuration in a Hugging Face directory. Raises UserError if it is an encoder, or of a family
     that can only be planned, not run."""
     config = config_from_path(directory)
@@ -43,7 +43,8 @@ class RankWeights:
     """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one engine tensor (parameter
     of the model, such as fused query, key and value) at a time.
 
-    Raises UserError, naming file and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
+    directory: Hugging Face directory or checkpoint. mesh: gives the rank's coordinates. Raises UserError, naming file
+    and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
 
     Attributes:
         config: Configuration of the model.
@@ -51,7 +52,7 @@ class RankWeights:
     """
 
     def __init__(self, directory: Path, mesh: Mesh) -> None:
-        self.config = decoder_config(directory)
+        self.config = read_decoder_config(directory)
         self.stage: Stage = serving_stages(self.config, mesh.pp.size)[mesh.pp.rank]
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._mapped: torch.Tensor | None = None  # the entry read last
