@@ -25,11 +25,8 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
 }
 """Compiler options (after -m) of each instruction set, the fastest first."""
 
-_CPU_FLAGS = {
-    "avx512bf16": "avx512_bf16",
-    "amx-tile": "amx_tile",
-    "amx-bf16": "amx_bf16",
-}  # names in /proc/cpuinfo where they differ
+# Names in /proc/cpuinfo where they differ.
+_CPU_FLAGS = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
 
 # No contraction and no reassociation: only the sources decide where operations are fused, so that results do not depend
 # on tile shapes.

@@ -39,9 +39,8 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
     os.set_inheritable(description["report"], False)
     for descriptor in (description["calls"], description["stack"], *description["keep"]):
         os.set_inheritable(descriptor, False)
-    faulthandler.register(
-        signal.SIGUSR1, description["stack"], all_threads=False
-    )  # with which the launcher requests the stack
+    # By this signal the launcher requests the stack.
+    faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)
     attach_process_writer(description["calls"])
     start = Place(
         description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER

@@ -100,10 +100,7 @@ def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | 
         return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
         # Valid only if SLURM or MPI started every rank: it may have started one script on each machine.
-        if {own, all_of_them, local} <= environment.keys() and (environment[own], environment[all_of_them]) == (
-            str(rank),
-            str(ranks),
-        ):
+        if (environment.get(own), environment.get(all_of_them)) == (str(rank), str(ranks)) and local in environment:
             return _read_int(environment, local)
     return 0 if ranks == 1 else None
 
