@@ -281,9 +281,9 @@ def test_cancelled_waiting_request_never_runs():
     for name in "abc":
         scheduler.add(Request(name, prompt(5), Sampling(max_tokens=3)))
     step(scheduler, runner)
-    assert (scheduler.stats["waiting"], scheduler.stats["waiting_tokens"]) == (2, 10)
+    assert scheduler.stats["waiting"] == 2
     scheduler.cancel("b")
-    assert (scheduler.stats["waiting"], scheduler.stats["waiting_tokens"]) == (1, 5)
+    assert scheduler.stats["waiting"] == 1
     assert list(finish(scheduler, runner)) == ["a", "c"]
 
 

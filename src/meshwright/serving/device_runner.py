@@ -59,17 +59,15 @@ class DeviceRunner:
         if self.config.positions == "rope":
             self._rotation = RotaryTable(self.config, torch.float32).up_to(limits.max_length, self._device)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        shape = (
-            (limits.blocks + 1) * BLOCK_TOKENS,
-            kv_heads,
-            self.config.head_dim,
-        )  # the last block is for padding tokens
+        # The last block is for padding tokens.
+        shape = (limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim
         self._block_tables = block_tables(self.config, mesh.pp.size)
         self._cache = [
             (self._zeros(*shape, dtype=dtype), self._zeros(*shape, dtype=dtype))
             for _ in range(self._block_tables.depths[self._stage.index])
         ]
-        self._group = self.config.heads // mesh.tp.size // kv_heads
+        group = self.config.heads // mesh.tp.size // kv_heads
+        self._padded_group = 1 << (group - 1).bit_length()  # query heads per key-value head
         self._sizes = [1 << power for power in range((limits.max_sequences - 1).bit_length() + 1)]
         width = max(limits.token_budget, limits.logits, self._sizes[-1])
         many = len(self._block_tables.windows)
@@ -168,11 +166,6 @@ class DeviceRunner:
         head = model.embedding if model.head is None else model.head
         local_RV = self._product(x_RH, head.weight, None, torch.float32)
         return self._tensor.gather(local_RV, "head.output", dim=1)[:, : self.config.vocabulary]
-
-    @property
-    def _padded_group(self) -> int:
-        """Number of query heads per key-value head, rounded up to a power of 2."""
-        return 1 << (self._group - 1).bit_length()
 
     def _tile_rows(self, decoding: bool) -> int:
         """Return the number of query rows (tokens x query heads per key-value head) of an attention tile. decoding:

@@ -205,19 +205,18 @@ class Lowering:
         rows = self._get_buffer("rows", self.config.hidden, self._limits.logits)
         self.ops.append(op.TakeRows(rows, self.states))
         assert self._model.final_norm is not None
-        self._lower_norm(self._model.final_norm, rows, rows, outputs=True)
+        self._lower_norm(self._model.final_norm, rows, rows, "outputs")
         if packed is None:
             packed = self._pack(self._model.embedding if self._model.head is None else self._model.head)
         self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
         self.nbytes["logits"] += self.logits.nbytes
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
 
-    def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, outputs: bool = False) -> None:
-        """Append a norm over the hidden dimension, from `x` to `out`. outputs: of the R output rows; else of all T
-        tokens."""
+    def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, rows: op.Rows = "tokens") -> None:
+        """Append a norm over the hidden dimension, from `x` to `out`. rows: "tokens" (all T tokens) or "outputs" (the R
+        output rows)."""
         weight, bias = self._read_parameter(norm, "weight"), self._read_optional(norm, "bias")
         kind: Literal["rms", "layer"] = "rms" if isinstance(norm, modules.RMSNorm) else "layer"
-        rows: op.Rows = "outputs" if outputs else "tokens"
         self.ops.append(op.Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
 
     def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:

@@ -53,7 +53,6 @@ class Channel:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._unread = bytearray()
 
     @classmethod
     def connect(cls, address: str, secret: str) -> Channel:
@@ -95,23 +94,22 @@ class Channel:
         """Return all messages that have arrived, in order. If only a part of a message has arrived, wait for the rest.
         wait: if no message has arrived, True: block until one does; False: return []."""
         found = [self.receive()] if wait else []
-        while self._unread or select.select([self._socket], [], [], 0.0)[0]:
+        while select.select([self._socket], [], [], 0.0)[0]:
             found.append(self.receive())
         return found
 
     def _read_exactly(self, size: int) -> bytes:
         """Read and return exactly `size` bytes, blocking until they have arrived."""
-        while len(self._unread) < size:
+        data = b""
+        while len(data) < size:  # a stop signal ends a call early
             try:
-                data = self._socket.recv(max(65536, size - len(self._unread)))
+                part = self._socket.recv(size - len(data), socket.MSG_WAITALL)
             except OSError as error:
                 raise RankLost(f"the peer has closed the connection: {error}") from error
-            if not data:
+            if not part:
                 raise RankLost("the peer has closed the connection")
-            self._unread += data
-        found = bytes(self._unread[:size])
-        del self._unread[:size]
-        return found
+            data += part
+        return data
 
     def close(self) -> None:
         """Close the connection."""

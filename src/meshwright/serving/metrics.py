@@ -135,7 +135,3 @@ class _EngineCollector:
             for state in _BLOCK_STATES:
                 blocks.add_metric([*place, state], stats.get(state, 0))
         yield blocks
-
-    def describe(self) -> list[Metric]:
-        """Return an empty list, so that registration does not call `collect` before the engine has started."""
-        return []

@@ -130,10 +130,9 @@ class Prompts:
                 raise UserError(f"token {token} is not in the model's vocabulary, 0 to {self.vocabulary - 1}")
         return list(tokens)
 
-    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of a sequence of token IDs. skip_special: True leaves special tokens out; False writes their
-        names."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of a sequence of token IDs, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def detokenizer(self, before: Sequence[int]) -> IncrementalDetokenizer:
         """Create an incremental detokenizer for the tokens that follow the token IDs `before`."""

@@ -101,14 +101,14 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
     `seconds` in the report is the time of the whole iteration, from the end of the previous engine step, or from the
     end of idleness, to the end of this step; 0 if no step ran.
     """
-    step, began = 0, time.perf_counter()
+    began = time.perf_counter()
     while True:
         slept = engine.idle
         messages = front.receive_ready(wait=slept)
         if slept:
             began = time.perf_counter()
         if followers:
-            data = encode({"step": step, "messages": messages})
+            data = encode({"messages": messages})
             for follower in followers:
                 follower.send(data)
         stop, outputs = _apply_messages(engine, messages)
@@ -122,22 +122,17 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
         front.send(encode({"outputs": [output.to_json() for output in outputs], "step": report}))
         if stop:
             return
-        step += 1
 
 
 def _run_follower(engine: Engine, leader: Channel) -> None:
     """Main loop of a replica's other ranks: run a step for each list of messages that the replica's first rank
     (`leader`) forwards, until one says stop."""
-    step = 0
     while True:
-        forwarded = leader.receive()
-        assert forwarded["step"] == step, (forwarded["step"], step)
-        stop, _ = _apply_messages(engine, forwarded["messages"])
+        stop, _ = _apply_messages(engine, leader.receive()["messages"])
         if not engine.idle:
             engine.step()
         if stop:
             return
-        step += 1
 
 
 def _apply_messages(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]:

@@ -166,7 +166,7 @@ class Scheduler:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Figures by name. Now: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
+        """Figures by name. Now: sequences that are `waiting`, `running`, or
         `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
         `held`. Since the start: `prefix_queries`, tokens of admitted sequences looked up in the prefix cache,
         `prefix_hits`, those of them found, and `pauses`."""
@@ -174,8 +174,7 @@ class Scheduler:
         pool, held = self.pool, self.pool.size - self.pool.available
         return {
             "waiting": len(self._queue), "running": len(self._admitted) - paused, "paused": paused,
-            "free": pool.free, "cached": pool.cached, "held": held, "waiting_tokens": self._queue.tokens,
-            **self._totals,
+            "free": pool.free, "cached": pool.cached, "held": held, **self._totals,
         }  # fmt: skip
 
     def _admission_state(self) -> AdmissionState:

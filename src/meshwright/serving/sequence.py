@@ -91,14 +91,9 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Priority queue of sequences that wait for admission: lowest `priority` first, then in order of arrival.
-
-    Attributes:
-        tokens: Number of prompt tokens of all waiting sequences together.
-    """
+    """Priority queue of sequences that wait for admission: lowest `priority` first, then in order of arrival."""
 
     def __init__(self) -> None:
-        self.tokens = 0
         self._heap: list[tuple[int, int, Sequence]] = []
         self._arrivals = 0
 
@@ -115,16 +110,12 @@ class WaitingQueue:
         """Add a sequence, after those of equal priority."""
         heapq.heappush(self._heap, (sequence.request.priority, self._arrivals, sequence))
         self._arrivals += 1
-        self.tokens += len(sequence.tokens)
 
     def pop(self) -> Sequence:
         """Remove and return the sequence that is admitted next."""
-        sequence = heapq.heappop(self._heap)[2]
-        self.tokens -= len(sequence.tokens)
-        return sequence
+        return heapq.heappop(self._heap)[2]
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from any position in the queue."""
         self._heap = [entry for entry in self._heap if entry[2] is not sequence]
         heapq.heapify(self._heap)
-        self.tokens -= len(sequence.tokens)

@@ -7,8 +7,6 @@ as query, key and value.
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +17,12 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
 from meshwright.parallel.flat_buffers import FlatLayout, flat_layout
+from meshwright.serving.step_limits import MADVISE
 from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import ParameterEntry, parameter_table
 from meshwright.spec.stages import Stage, units_of
-
-_LIBC = ctypes.CDLL(ctypes.util.find_library("c") or None, use_errno=True)
 
 
 def read_decoder_config(directory: Path) -> ModelConfig:
@@ -130,4 +127,4 @@ def _drop_pages(values: torch.Tensor) -> None:
     start = -(-values.data_ptr() // page) * page
     stop = (values.data_ptr() + values.numel() * values.element_size()) // page * page
     if stop > start:
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+        MADVISE(start, stop - start, mmap.MADV_DONTNEED)

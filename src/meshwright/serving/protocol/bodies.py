@@ -247,15 +247,13 @@ class PromptBody(GenerationBody):
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
-            text = given if isinstance(given, str) else None
             if isinstance(given, str):
                 whole = prompts.encode(given, self.add_special_tokens, parse_special=self.parse_special)
             else:
                 whole = prompts.check(given)
             tokens = self.truncate(whole, prompts)
-            if text is None or tokens != whole:
-                text = prompts.decode(tokens) if self.echo else None
-            inputs.append((tokens, text if self.echo else None))
+            text = given if isinstance(given, str) and tokens == whole else None
+            inputs.append((tokens, (prompts.decode(tokens) if text is None else text) if self.echo else None))
         return inputs
 
 
