@@ -108,6 +108,6 @@ def grouped_product(x_NX, weight_EYX, ends_E):
     return torch.einsum("nx,nyx->ny", x_NX.float(), weight_EYX[expert_N].float()).to(x_NX.dtype)
 
 
-def gate(up_TF):
+def swiglu(up_TF):
     gate_TF, up_TF = up_TF.chunk(2, dim=-1)
     return F.silu(gate_TF) * up_TF

@@ -229,7 +229,7 @@ class _Launches:
     VERSION, Tiles = "nothing", device_reference.Tiles
     add_norm = staticmethod(lambda x, delta, weight, epsilon: torch.empty_like(x))
     rotate_and_store = staticmethod(lambda *arguments: None)
-    gate = staticmethod(lambda up: up.new_empty(len(up), up.shape[1] // 2))
+    swiglu = staticmethod(lambda up: up.new_empty(len(up), up.shape[1] // 2))
     grouped_product = staticmethod(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
 
     @staticmethod

@@ -14,7 +14,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.program.pipeline import Kind
 from meshwright.serving.engine import Engine
-from meshwright.serving.pipeline_engine import PipelineEngine, steady_state
+from meshwright.serving.pipeline_engine import PipelineEngine, derive_steady_state
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.scheduler import Scheduler, StepBatch
@@ -106,7 +106,7 @@ def test_pipeline_answers_like_one_engine(request: pytest.FixtureRequest, layout
 def test_steady_state_computes_previous_stages_batch_next_slot():
     for stages in (2, 3, 5, 8):
         for stage in range(stages):
-            steps = [step for group in steady_state(stages, stage) for step in group]
+            steps = [step for group in derive_steady_state(stages, stage) for step in group]
             assert steps[0] == (Kind.FORWARD, -stage)
             assert (Kind.BACKWARD, 1 - stages) in steps
             assert ((Kind.SEND_FORWARD, -stage) in steps) == (stage < stages - 1)

@@ -99,7 +99,7 @@ def test_conversation_is_encoded_by_the_template(prompts: Prompts):
     turns = [Message("user", "hi")]
     assert prompts.render_chat(turns) == "<|endoftext|>### Instruction:\nhi\n\n### Response:\n"
     tokens = prompts.encode_chat(turns)
-    assert prompts.decode(tokens, skip_special=False) == prompts.render_chat(turns)
+    assert prompts.tokenizer.decode(tokens, skip_special_tokens=False) == prompts.render_chat(turns)
 
 
 def test_conversation_refused_by_template_is_user_error(prompts: Prompts):

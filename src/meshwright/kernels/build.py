@@ -25,11 +25,8 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
 }
 """Compiler options (after -m) of each instruction set, the fastest first."""
 
-_CPU_FLAGS = {
-    "avx512bf16": "avx512_bf16",
-    "amx-tile": "amx_tile",
-    "amx-bf16": "amx_bf16",
-}  # names in /proc/cpuinfo where they differ
+# Names in /proc/cpuinfo where they differ.
+_CPU_FLAGS = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
 
 # No contraction and no reassociation: only the sources decide where operations are fused, so that results do not depend
 # on tile shapes.
@@ -81,8 +78,9 @@ def compute_version(compiler: str, instruction_set: str) -> str:
 
 
 def build(instruction_set: str) -> tuple[Path, str] | None:
-    """Return (path, version) of the compiled library for `instruction_set`, compiling it unless the cache holds an
-    undamaged one; None if there is no compiler that can build it. version: hash of sources, compiler and flags."""
+    """Compile the kernels for `instruction_set` to a shared library, unless the cache holds an undamaged one. Return
+    (path of the library, version); None if there is no compiler that can build it. version: hash of sources, compiler
+    and flags."""
     compiler = find_compiler()
     if compiler is None:
         return None

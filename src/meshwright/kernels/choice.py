@@ -28,9 +28,9 @@ _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping
 
 
 def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Return the compiled library for `instruction_set` ("amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest,
-    from `choose_instruction_set`). Return None without a C++ compiler, on a processor other than x86-64 with AVX2, or
-    where the system denies AMX.
+    """Load the compiled library for `instruction_set` ("amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest,
+    from `choose_instruction_set`), and build it if necessary. Return None without a C++ compiler, on a processor other
+    than x86-64 with AVX2, or where the system denies AMX.
 
     Raises `ValueError` for an instruction set that the processor lacks, `UserError` if the one that the environment
     variable `INSTRUCTION_SET_VARIABLE` names is missing on the processor or cannot be built.
@@ -119,9 +119,11 @@ def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, fl
 
 def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
     """Return the benchmark cases for choosing an instruction set, {case: function that runs it once}, for T = 1, 8 and
-    128 tokens (decode to prefill). "product T" multiplies T rows by a [1536, 1536] weight. "attention T" computes
-    attention of the last T tokens of a sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value
-    heads."""
+    128 tokens (decode to prefill).
+
+    Case "product T" multiplies T rows by a [1536, 1536] weight. Case "attention T" computes attention of the last T
+    tokens of a sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value heads.
+    """
     random, heads, kv_heads, size, context = np.random.default_rng(0), 8, 2, 64, 1024
     matrix = kernels.pack(random.standard_normal((1536, 1536), np.float32), "bfloat16")
     keys, values = (kernels.empty(shape, np.uint16) for shape in LayerCache.shapes(context // 16, kv_heads, size))
@@ -152,8 +154,8 @@ class _LastTokens:
 
 
 def _open_library(instruction_set: str) -> Kernels | None:
-    """Return the compiled library for one instruction set, from the cache or compiled now; None if it cannot be built,
-    or if the system denies the use of AMX."""
+    """Open the compiled library for one instruction set, from the cache or compiled now, and return it. Return None if
+    it cannot be built, or if the system denies the use of AMX."""
     if (built := build.build(instruction_set)) is None:
         return None
     path, version = built

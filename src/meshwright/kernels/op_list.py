@@ -45,7 +45,7 @@ _ROUTER = {"softmax": 0, "sigmoid": 1}
 class OpList:
     """List of the operations of a forward step, which the compiled library executes in order, each on all threads with
     a barrier after it. An operation takes one or more entries (structs `structures.Op`); `len()` is the number of
-    entries."""
+    entries. execute: function that executes a range of entries on a batch, such as `Kernels.execute`."""
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
@@ -87,7 +87,7 @@ class OpList:
 
 
 def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
-    """Return the ctypes struct of a packed matrix, which holds the address of its buffer."""
+    """Convert a packed matrix to the ctypes struct that holds the address of its buffer."""
     size = len(weight.buffer) // weight.count
     return structures.Matrix(
         weight.buffer.ctypes.data, weight.n, weight.k, weight.count, size, bfloat16=weight.bfloat16, packed=True
@@ -95,7 +95,7 @@ def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
 
 
 def _cache(cache: LayerCache) -> structures.Cache:
-    """Return the ctypes struct of a layer's KV cache. Raises `ValueError` if keys and values do not have the shapes of
+    """Convert a layer's KV cache to its ctypes struct. Raises `ValueError` if keys and values do not have the shapes of
     `LayerCache.shapes` for the same numbers of blocks and heads."""
     blocks, kv_heads = cache.keys.shape[:2]
     if (cache.keys.shape, cache.values.shape) != LayerCache.shapes(blocks, kv_heads, cache.head_dim):
@@ -109,7 +109,7 @@ def _cache(cache: LayerCache) -> structures.Cache:
 def _op(
     kind: str, out: Float32, x: Float32 | None, *, width: int, in_width: int | None = None, **fields: Any
 ) -> structures.Op:
-    """Return the ctypes struct of one operation. Raises `ValueError` if `out` or `x` has rows of another width than
+    """Create the ctypes struct of one operation. Raises `ValueError` if `out` or `x` has rows of another width than
     given.
 
     kind: key of `KIND`, such as "linear". out: buffer to write, with rows of `width` elements. x: buffer to read, with

@@ -33,7 +33,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 
 
 def _typed(kind: Any, names: str) -> list[tuple[str, Any]]:
-    """Return entries of a ctypes `_fields_` list, (field name, `kind`), for several fields of one type. kind: ctypes
+    """Return the entries (field name, `kind`) of a ctypes `_fields_` list for several fields of one type. kind: ctypes
     type. names: field names, separated by spaces."""
     return [(name, kind) for name in names.split()]
 
@@ -66,12 +66,12 @@ class Cache(ctypes.Structure):
 
 
 class Routing(ctypes.Structure):
-    """ctypes struct `Routing` of structures.h: assignment of a step's tokens to experts.
+    """ctypes struct `Routing` of structures.h: assignment of a step's tokens to experts. The weights and expert indices
+    of each token are computed first, then its assignments are sorted by expert.
 
     weights, experts: addresses of float32 weights and int32 expert indices, [tokens, top_k]. count: number of all
-    experts; first, held: first expert of this rank and number of its experts. order: assignments (token * top_k + k) to
-    this rank's experts, sorted by expert. ends: exclusive end of the assignments of each of this rank's experts in
-    `order`.
+    experts. first, held: first expert of this rank and number of its experts. order: address of this rank's assignments
+    (token * top_k + k), sorted by expert. ends: address of the exclusive end in `order` of each of this rank's experts.
     """
 
     _fields_ = [

@@ -35,7 +35,8 @@ def rotate_and_store(
     SIZE: tl.constexpr, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Apply QK norm (if NORM) and RoPE (if ROTATE) to one head of one token in `qkv` [tokens, heads + 2 kv_heads,
-    SIZE]. A query is written back in place; a key or value goes to the token's slot in the KV cache, values unchanged.
+    SIZE]. A rotated query is written back in place; a rotated key, or an unchanged value, is written to the token's
+    slot in the KV cache.
 
     Grid: (tokens, heads + 2 kv_heads): query heads, then key heads, then value heads. keys, values: cache [slots,
     kv_heads, SIZE]. positions, slots: int32 [tokens]. cosine, sine: [positions, SIZE / 2]. query_norm, key_norm:
@@ -80,17 +81,18 @@ def attend_sections(
     window, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K).
+    """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K). A tile is
+    at most `most` consecutive tokens of one sequence.
 
     For each section, the highest score and the sum of exp(score - highest) go to `stats` [rows, 2], the weighted sum of
     values to `partial` [rows, SIZE], with one row per (tile, token in the tile, query head, section).
 
-    Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. A tile is at most `most` consecutive tokens
-    of one sequence. tiles: int32 [3, number of tiles], rows `stride` elements apart: first token, number of tokens, and
-    row of `tables`, the block tables with `table_width` entries a row. positions: int32 [tokens]. scale: factor of the
-    scores. sections: maximum number of sections of a sequence. width: elements of a row of `qkv`. window: keys that a
-    query attends to, 0: all. GROUP: query heads per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per
-    iteration. BLOCK: tokens of a KV block. GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
+    Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. qkv: [tokens, width]. keys, values: KV cache
+    [slots, KV_HEADS, SIZE]. positions: int32 [tokens]. tiles: int32 [3, number of tiles], rows `stride` elements apart:
+    first token, number of tokens, and row of `tables`. tables: block tables, `table_width` entries a row. scale: factor
+    of the scores. sections: maximum number of sections of a sequence. window: keys that a query attends to, 0: all.
+    GROUP: query heads per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens
+    of a KV block. GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
     """
     tile, kv = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile), tl.load(tiles + stride + tile)
@@ -142,10 +144,10 @@ def merge_sections(
     SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of `attend_sections` over all sections, in order, into the attention output of one
-    query head of one token (log-sum-exp merge); writes `out` [tokens, query heads, SIZE].
+    query head of one token (log-sum-exp merge), and write it to `out` [tokens, query heads, SIZE].
 
-    Grid: (tiles x `most` tokens, query heads). partial, stats: results of `attend_sections`, whose other arguments have
-    the same names. PADDED: power of 2 >= SIZE.
+    Grid: (tiles x `most` tokens, query heads). partial, stats: results of `attend_sections`. The other arguments are
+    those of the same name there. PADDED: power of 2 >= SIZE.
     """
     place, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile, token = place // most, place % most
@@ -236,8 +238,8 @@ def add_splits(
 
 
 @triton.jit
-def gate(up, out, width, BLOCK: tl.constexpr):
-    """Compute SwiGLU for BLOCK elements of a row: out = silu(first half of the row of `up`) * second half.
+def swiglu(up, out, width, BLOCK: tl.constexpr):
+    """Compute SwiGLU for BLOCK elements of a row: out = silu(first half of the row of `up`) * second half of the row.
 
     Grid: (rows, blocks of a row). up: [rows, 2 width]. out: [rows, width].
     """

@@ -80,7 +80,7 @@ def _has_driver() -> bool:
 
 
 def current_device_memory() -> HostMemory:
-    """Return total and available memory of this process's GPU in bytes."""
+    """Return the total and the available memory of this process's current GPU in bytes, as a `HostMemory`."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -115,7 +115,7 @@ def choose_device(wanted: str, local_rank: int) -> str:
 @dataclass(frozen=True, slots=True)
 class RankDevices:
     """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: host name. local_rank: number of the
-    rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs visible to the rank."""
+    rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs that the rank sees."""
 
     host: str
     local_rank: int | None
@@ -123,7 +123,8 @@ class RankDevices:
 
 
 def agree_on_device(wanted: str, place: Place, store: Store) -> str:
-    """Return this rank's device, "cpu" or "cuda:N", where torchrun, Kubernetes or SLURM started the ranks.
+    """Choose this rank's device, "cpu" or "cuda:N", in agreement with all other ranks that torchrun, Kubernetes or
+    SLURM started.
 
     wanted: "auto", "cpu" or "cuda". place: this rank's number, the number of ranks, and the local rank if known. store:
     key-value store that all ranks share. Collective: every rank calls it, and all raise the same `UserError` if there
@@ -149,8 +150,8 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
 
 
 def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str]:
-    """Return the device of each rank, "cpu" or "cuda:N". N is an index among the GPUs visible to the rank: the local
-    rank, or 0 if only one GPU is visible.
+    """Assign a device, "cpu" or "cuda:N", to each rank, and return the list. N is an index among the GPUs visible to
+    the rank: the local rank, or 0 if only one GPU is visible.
 
     wanted: "auto", "cpu" or "cuda". rank_devices: host and GPUs of each rank. `UserError` if a rank has no GPU, or two
     ranks would share one.
@@ -177,9 +178,9 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
 
 
 def _local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
-    """Return the local rank (number on its host) of each global rank. If the ranks of a host have reported local ranks
-    that are all different, these are returned; else the ranks of that host are numbered from 0 in order of global rank.
-    rank_devices: host and GPUs of each global rank."""
+    """Return the local rank (number on its host) of each global rank. These are the reported local ranks if those of a
+    host are all different; else the ranks of that host are numbered from 0 in order of global rank. rank_devices: host
+    and GPUs of each global rank."""
     by_host: dict[str, list[int]] = {}
     for rank, each in enumerate(rank_devices):
         by_host.setdefault(each.host, []).append(rank)

@@ -19,8 +19,8 @@ from meshwright.launcher.rank_process import end_as_lost
 
 @contextmanager
 def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None) -> Iterator[None]:
-    """Context manager that watches the communicator's collective calls on a GPU: each is recorded as complete once the
-    GPU has executed it, and a call that exceeds the communicator's time limit ends this process with a `RankLost`
+    """Context manager that watches the communicator's collective calls on a GPU. Each call is recorded as complete once
+    the GPU has executed it. A call that exceeds the communicator's time limit ends this process with a `RankLost`
     error. No effect on CPUs.
 
     host_calls: flight recorder of the host's ranks, which writes the hang report; None: the launcher writes it.

@@ -68,11 +68,11 @@ class HostCalls:
         return cls(directory, place, store.get(_KEY).decode())
 
     def report(self, error: RankLost) -> RankLost:
-        """Return the error to raise in place of `error`, which reports that another rank stopped answering.
+        """Write the hang report for `error`, which says that another rank stopped answering; return the error to raise
+        in its place.
 
         The first rank of this host that calls this reads all recorder files. If they show which rank is at fault, it
-        writes the hang report to the run directory and gets an error that names that rank. Every other call gets
-        `error` back.
+        writes the report to the run directory, and its error names that rank. Every other call returns `error`.
         """
         try:
             os.close(os.open(self._path / _REPORTED, os.O_CREAT | os.O_EXCL))

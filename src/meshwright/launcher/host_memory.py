@@ -70,8 +70,8 @@ def _read_machine(root: Path) -> tuple[int, int]:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """Yield (directory, file names) for each Linux memory control group (cgroup v1 or v2) that limits this process, its
-    own first, then each parent up to the mount point.
+    """Iterate over the Linux memory control groups (cgroup v1 or v2) that limit this process: its own first, then each
+    parent up to the mount point. Yield (directory, file names) for each.
 
     file names: (mount point below `root`, file of the limit, file of the usage, key in memory.stat of the reclaimable
     page cache). root: directory with `proc` and `sys`. A directory may not exist: in a container the mount point itself

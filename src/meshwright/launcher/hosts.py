@@ -113,7 +113,8 @@ def agree_on_interface(place: Place, store: Any) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Answer a question of a launch script on standard output; return the exit code: 0, or 2 after an error line.
+    """Print the answer to a question that a launch script asks about hosts; return the exit code: 0, or 2 after an
+    error line.
 
     arguments: [HOST]: print this host's own address on the route to HOST; ["--is-here", HOST]: print true if HOST is
     this host, else false.

@@ -199,8 +199,8 @@ class _Attempt:
         return any(now - since > limit for since in self.stopped_since.values())
 
     def _read_report(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
-        """Read what a rank has written to its report pipe (result or error); at end of file, close the pipe. selector:
-        selector that watches the pipe, from which the closed pipe is removed."""
+        """Read what a rank has written to its report pipe (result or error). At end of file, close the pipe and remove
+        it from `selector`, which watches it."""
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
@@ -272,7 +272,8 @@ class _Attempt:
     # --- how it ended
 
     def _result(self) -> dict[str, Any]:
-        """Return rank 0's result (JSON dict), or raise the error that caused the errors of the other ranks."""
+        """Return rank 0's result (JSON dict) if all ranks finished. Otherwise raise the error of the rank that failed
+        first or made the others fail."""
         if all(rank.finished for rank in self.ranks):
             report = self.ranks[0].report
             assert report is not None
@@ -296,9 +297,9 @@ class _Attempt:
         """Return one sentence on which rank was lost and why.
 
         died: ranks that ended without a report. reported: ranks that reported an error. The sentence describes the
-        first of `died`; but if NCCL aborted that rank since another one was suspended or made a wrong call, or if none
-        died, the rank that the recorded collective calls show to be at fault. If the calls show none, it is the first
-        reported error.
+        first of `died`. If none died, or if NCCL aborted that rank because another one was suspended or made a wrong
+        call, it describes the rank that the recorded collective calls show to be at fault. If the calls show none, it
+        is the first reported error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for a suspended one.

@@ -39,9 +39,8 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
     os.set_inheritable(description["report"], False)
     for descriptor in (description["calls"], description["stack"], *description["keep"]):
         os.set_inheritable(descriptor, False)
-    faulthandler.register(
-        signal.SIGUSR1, description["stack"], all_threads=False
-    )  # with which the launcher requests the stack
+    # By this signal the launcher requests the stack.
+    faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)
     attach_process_writer(description["calls"])
     start = Place(
         description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
@@ -56,9 +55,9 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
 
 
 def end_as_lost(error: RankLost) -> NoReturn:
-    """End this process immediately with `error`, from any thread, as the main thread may wait for a device that never
-    answers. The error is reported to the launcher, or printed if no launcher of Meshwright started this rank (torchrun,
-    SLURM)."""
+    """End this process immediately with `error`. May be called from any thread, as the main thread may wait for a
+    device that never answers. The error is reported to the launcher, or printed if no launcher of Meshwright started
+    this rank (torchrun, SLURM)."""
     if not _report:
         print_message(f"meshwright: error: {error}")
     _end_process(_describe_error(error), 1 if _report else error.exit_code)

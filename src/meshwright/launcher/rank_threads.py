@@ -97,8 +97,8 @@ def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float |
 
 
 def resumed_state(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the content of `state.json` (training state, JSON) in the newest checkpoint of the recipe's run directory;
-    None if there is no checkpoint."""
+    """Read `state.json` (training state) of the newest checkpoint in the recipe's run directory, and return its
+    content; None if there is no checkpoint."""
     checkpoint = newest(RunDirectory(recipe.run_directory).checkpoints)
     return None if checkpoint is None else checkpoint.state()
 
@@ -119,7 +119,7 @@ def share_this_host(place: Place) -> bool:
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
     """Choose the threads per rank in a run that torchrun, Kubernetes or SLURM started. Rank 0 chooses one number for
-    all ranks, which suits the rank with the fewest cores. Collective: every rank calls it.
+    all ranks, by the rank with the fewest cores. Collective: every rank calls it.
 
     place: this rank's number and the number of ranks. store: key-value store that all ranks share. If rank 0 finds a
     `UserError`, all ranks raise it.

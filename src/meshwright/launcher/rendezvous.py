@@ -36,8 +36,8 @@ class Place:
     """Rank and rendezvous of this process, as its launcher (torchrun, Kubernetes, SLURM or Meshwright) set them.
 
     rank: global rank. ranks: world size. local_rank: rank on its host, from 0; None if unknown. method: URL at which
-    the ranks meet: env://, tcp:// or file://. started_by: launcher's name or environment variables, for error messages.
-    host_ranks: number of ranks on each host, None if unknown or unequal.
+    the ranks meet: env://, tcp:// or file://. started_by: text that names the launcher or its environment variables,
+    for error messages. host_ranks: number of ranks on each host, None if unknown or unequal.
     """
 
     rank: int
@@ -100,10 +100,7 @@ def _local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | 
         return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
         # Valid only if SLURM or MPI started every rank: it may have started one script on each machine.
-        if {own, all_of_them, local} <= environment.keys() and (environment[own], environment[all_of_them]) == (
-            str(rank),
-            str(ranks),
-        ):
+        if (environment.get(own), environment.get(all_of_them)) == (str(rank), str(ranks)) and local in environment:
             return _read_int(environment, local)
     return 0 if ranks == 1 else None
 
@@ -119,8 +116,8 @@ def _host_ranks(environment: Mapping[str, str], ranks: int) -> int | None:
 
 
 def tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
-    """Return a warning line if a tensor-parallel group spans several hosts, else None. host_ranks: number of
-    consecutive ranks on each host."""
+    """Return a warning line for the user if a tensor-parallel group of the layout spans several hosts, else None.
+    host_ranks: number of consecutive ranks on each host."""
     if all(group[0] // host_ranks == group[-1] // host_ranks for group in layout.groups("tp")):
         return None
     inside = math.gcd(host_ranks, layout.tp)
@@ -180,11 +177,12 @@ def connect_to_store(place: Place, timeout_seconds: float) -> Store:
 
 
 def initialise(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
-    """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) on device "cuda", gloo on "cpu".
+    """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) if the device is "cuda:N", gloo if it
+    is "cpu".
 
     place: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: time limit of the
-    rendezvous and of every collective call. `UserError` if the rendezvous fails, also by this limit; `RankLost` if
-    Meshwright's launcher started the ranks and they meet at a file.
+    rendezvous and of every collective call. Raises `UserError` if the rendezvous fails or exceeds this limit;
+    `RankLost` if Meshwright's launcher started the ranks and they meet at a file.
     """
     import torch.distributed as dist
 
@@ -325,8 +323,8 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a view of torchrun's key-value store under a random key prefix, equal on all ranks. Only this start of the
-    ranks uses the prefix, since the store still has the keys of ranks that were killed. Collective.
+    """Return a view of torchrun's key-value store under a random key prefix, equal on all ranks, which only this start
+    of the ranks uses: the store may still have keys of ranks that were killed. Collective: every rank calls it.
 
     place: this rank. Rank 0 chooses the prefix, and sends it to each other rank under a random key that the other rank
     has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts may differ.) `RuntimeError` if a
@@ -361,8 +359,8 @@ _held: list[int] = []  # descriptors that stay open as long as the process
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove the rendezvous file that killed ranks left at `path`, unless another process holds a lock on PATH.lock:
-    then the file is in use. Hold a shared lock on PATH.lock until this process ends."""
+    """Remove the rendezvous file at `path` that killed ranks have left behind, unless it is in use. The file is in use
+    if another process holds a lock on PATH.lock; this process holds a shared lock on it until it ends."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

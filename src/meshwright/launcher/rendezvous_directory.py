@@ -26,9 +26,8 @@ def rendezvous_directory() -> Iterator[Path]:
     fresh = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX))
     lock = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    place = fresh.rename(
-        fresh.with_name(PREFIX + fresh.name.removeprefix(UNLOCKED_PREFIX))
-    )  # locked before it has its name
+    # It is locked before it has its name.
+    place = fresh.rename(fresh.with_name(PREFIX + fresh.name.removeprefix(UNLOCKED_PREFIX)))
     try:
         yield place
     finally:

@@ -114,9 +114,8 @@ def start_rank(
     }  # fmt: skip
     # Libraries read these before any code of ours runs; the user's settings take precedence.
     environment = {**_loopback_environment(), **build_child_environment(threads)}
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # inherited by the rank, which unblocks it once ignored
+    # Inherited by the rank, which unblocks the signal once it ignores it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=output, pass_fds=(theirs, calls, stack, *keep), env=environment

@@ -12,11 +12,11 @@ SAME_INTERRUPT_SECONDS = 1.0  # a terminal and a launcher may both forward one C
 
 
 class StopRequest:
-    """Context manager that records SIGTERM and SIGINT as a request to stop (attribute `requested`), such as to save and
-    end after the current step.
+    """Context manager that records SIGTERM and SIGINT as a request to stop, in the attribute `requested`; the caller
+    can then save and end after its current step. No effect outside the main thread.
 
     A second interrupt, over a second later, raises `KeyboardInterrupt`. If the process handles SIGINT in its own way or
-    ignores it, as ranks of a launcher do, SIGINT is not recorded. No effect outside the main thread.
+    ignores it, as ranks of a launcher do, SIGINT is not recorded.
     """
 
     def __init__(self) -> None:

@@ -24,20 +24,22 @@ Row = Sequence[int]
 
 
 class AdmissionState:
-    """State of the banker's algorithm (deadlock avoidance) for KV blocks: how many blocks are available, and how many
-    each of N running sequences, ordered from the oldest to the youngest, owns and may still need in its W block tables.
+    """State of the banker's algorithm (deadlock avoidance) for a pool of KV blocks. It limits how many blocks each of N
+    running sequences, ordered from the oldest to the youngest, may allocate, so that all of them can finish.
 
-    For sequence i, slack_i = available + (sum of owned_j over older j) - need_i, where owned_j: blocks that sequence j
-    gives back when it ends, need_i: most blocks that sequence i may still need. The state is safe if no slack is
-    negative: each sequence can then run to its end once all older ones have ended.
+    For sequence i, slack_i = available + (sum of owned_j over older j) - need_i. owned_j: blocks that sequence j gives
+    back when it finishes. need_i: most blocks that sequence i may still need. The state is safe if no slack is
+    negative: each sequence can then finish once all older ones have finished.
+
+    available: KV blocks that can be allocated now. tables: number W of block tables of each sequence. remaining [N]:
+    blocks that each sequence may still allocate in each of its tables. most [N, W]: blocks that it may hold at once in
+    each table; with a sliding window, fewer than all. owned [N, W]: blocks in each table that it holds and no younger
+    sequence holds.
     """
 
     def __init__(
         self, available: int, tables: int, remaining: Sequence[int], most: Sequence[Row], owned: Sequence[Row]
     ) -> None:
-        """`available`: blocks free or evictable; `tables`: W; for each sequence [N], `remaining`: blocks that it may
-        still allocate in each table until its end; for each table of it, [N, W], `most`: blocks that it may hold at
-        once (less than all with a sliding window), `owned`: held blocks that no younger sequence holds."""
         self.available, self._tables = available, tables
         self._remaining = np.array(remaining, np.int64)
         self._most, self._owned = (np.array(each, np.int64).reshape(-1, tables) for each in (most, owned))
@@ -48,33 +50,32 @@ class AdmissionState:
 
     @property
     def safe(self) -> bool:
-        """True if all sequences can run to their ends, one after the other from the oldest on, even if each allocates
-        its maximum of KV blocks."""
+        """True if all sequences can finish, one after the other from the oldest on, even if each allocates as many KV
+        blocks as it may ever need."""
         return not len(self._slack) or int(self._slack.min()) >= 0
 
     def allowance(self, index: int) -> int:
-        """Return how many KV blocks the sequence at `index` (0: the oldest) may allocate in each of its tables now
-        without making the state unsafe. For the oldest these are all available blocks, divided by the number of
-        tables."""
+        """Return how many KV blocks the sequence at `index` (0: the oldest) may now allocate in each of its tables so
+        that the state stays safe. The oldest sequence may share out all available blocks among its tables."""
         older = self._slack[:index]
         return (min(self.available, int(older.min())) if index else self.available) // self._tables
 
     def take(self, index: int, count: int) -> None:
-        """Record that the sequence at `index` (0: the oldest) allocates `count` KV blocks in each of its tables, at
-        most its allowance."""
+        """Record that the sequence at `index` (0: the oldest) allocates `count` KV blocks in each of its tables. count:
+        at most the sequence's `allowance`."""
         self.available -= count * self._tables
         self._remaining[index] -= count
         self._owned[index] += count
         self._slack[:index] -= count * self._tables
 
     def admit(self, most: Row, remaining: int, cached: Row, shared: Mapping[tuple[int, int], int]) -> AdmissionState:
-        """Return a new admission state, perhaps an unsafe one, with one more sequence, the youngest; this state is
-        unchanged.
+        """Return the admission state with one more running sequence, the youngest. The returned state may be unsafe;
+        this state is not changed.
 
-        `most`: KV blocks that the new sequence may hold at once, per block table. `remaining`: blocks that it may still
-        allocate in each table, those of its cached prefix excluded. `cached`: blocks of that prefix that no running
-        sequence holds, per table. `shared`: {(index of a running sequence, table): number of blocks of that prefix
-        whose youngest holder is the running sequence}.
+        most [W]: KV blocks that the new sequence may hold at once in each block table. remaining: blocks that it may
+        still allocate in each table, besides those of its cached prefix. cached [W]: number of blocks of that prefix in
+        each table that no running sequence holds. shared: {(index of a running sequence, table): number of blocks of
+        that prefix of which this running sequence is the youngest holder}.
         """
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():
@@ -86,23 +87,23 @@ class AdmissionState:
         )
 
 
-class AnswerShare:
-    """Moving average of answer length / `max_tokens` over finished answers, which predicts the length of running ones.
+class AnswerLengthRatio:
+    """Moving average of the ratio answer length / `max_tokens` over finished answers. It predicts the final length of
+    unfinished answers.
 
     Attributes:
-        share: The average, 0 to 1; 0.5 before the first answer.
+        ratio: The average, 0 to 1; 0.5 before the first answer.
     """
 
     def __init__(self) -> None:
-        """The share before the first answer."""
-        self.share = 0.5
+        self.ratio = 0.5
 
     def observe(self, tokens: int, max_tokens: int) -> None:
-        """Update the moving average of answer length / `max_tokens` by a finished answer of `tokens` tokens.
-        max_tokens: at least 1."""
-        self.share += 0.1 * (tokens / max_tokens - self.share)
+        """Include a finished answer of `tokens` tokens in the moving average. max_tokens: its limit on tokens, at least
+        1."""
+        self.ratio += 0.1 * (tokens / max_tokens - self.ratio)
 
-    def expect(self, tokens: int, max_tokens: int) -> int:
-        """Return the expected final length in tokens of an answer that has `tokens` tokens so far: at least one more,
-        at most `max_tokens`."""
-        return min(max_tokens, max(int(self.share * max_tokens), tokens + 1))
+    def predict_length(self, tokens: int, max_tokens: int) -> int:
+        """Return the predicted final length in tokens of an unfinished answer that has `tokens` tokens so far: at least
+        one more than that, at most `max_tokens`."""
+        return min(max_tokens, max(int(self.ratio * max_tokens), tokens + 1))

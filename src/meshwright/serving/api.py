@@ -42,6 +42,8 @@ class TextStream:
     """Iterator over the generated text of one prompt, in pieces of whole characters (a token may end inside a
     character).
 
+    outputs: the engine's outputs for the prompt. answer: object that converts the outputs to text.
+
     Attributes:
         generation: Text, token IDs and times so far; complete when the iterator is exhausted.
     """
@@ -60,7 +62,9 @@ class TextStream:
 
 
 class Model:
-    """A loaded model with its tokenizer, from `meshwright.load`, that generates text from prompts.
+    """A loaded model with its tokenizer, which generates text from prompts. `meshwright.load` creates it.
+
+    config: configuration of the model. run: function that runs requests on the model and yields their outputs.
 
     Attributes:
         directory: Directory of the model, a checkpoint or a Hugging Face directory.
@@ -132,8 +136,8 @@ class Model:
         return TextStream(self._run([request], lambda request_id: request_id == request.id and answer.ended), answer)
 
     def _make_requests(self, prompt: object, options: GenerationOptions) -> list[tuple[Request, Answer]]:
-        """Return a pair (engine request, answer) for each of the `n` answers to one prompt (a text or token IDs). The
-        answer object collects the outputs of its request. options: those of `generate`."""
+        """Create `n` requests to the engine for one prompt (a text or token IDs). Return a pair (request, answer) for
+        each; the answer object collects the outputs of its request. options: those of `generate`."""
         chosen: dict[str, Any] = dict(options)
         chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
         wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.of(chosen.pop("stop", ()))
@@ -170,8 +174,9 @@ class Model:
         return pairs
 
     def _encode(self, prompt: object, chat: bool) -> list[int]:
-        """Return the token IDs of a prompt, a text or token IDs. chat: the text is a user message, put into the chat
-        template."""
+        """Return the token IDs of a prompt, which is a text or already a list of token IDs. chat: True if the text is a
+        user message, which is put into the chat template. Raises UserError for a prompt of another type, or if there is
+        no template."""
         if chat and self._prompts.chat_template is None:
             raise UserError(
                 f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"

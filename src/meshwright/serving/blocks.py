@@ -15,22 +15,24 @@ from meshwright.spec.block_tables import BLOCK_TOKENS, first_block_in_window
 
 
 class HashChain:
-    """Hash of each full KV block of a sequence, computed from the block's tokens and the hash of the block before:
-    equal hashes mean equal prefixes, thus equal keys and values.
+    """Hashes of the full KV blocks of a sequence, each computed from the block's tokens and the hash of the block
+    before. Equal hashes mean equal prefixes, thus equal keys and values.
+
+    tokens: first token IDs of the sequence. salt: text that enters all hashes; only chains with equal salts have equal
+    hashes.
 
     Attributes:
         hashes: One hash of 16 bytes for each full block so far, in order.
     """
 
     def __init__(self, tokens: Sequence[int] = (), salt: str = "") -> None:
-        """`salt`: hashes of different salts differ."""
         self.hashes: list[bytes] = []
         self._salt = hashlib.blake2b(salt.encode(), digest_size=16).digest()
         self.extend(array("i", tokens))
 
     def extend(self, tokens: array[int]) -> None:
-        """Append a hash for each KV block that has become full since the last call. tokens: all token IDs of the
-        sequence, from its first on."""
+        """Append the hash of each KV block that has become full since the last call. tokens: all token IDs of the
+        sequence, those of earlier calls included."""
         for block in range(len(self.hashes), len(tokens) // BLOCK_TOKENS):
             content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tobytes()
             parent = self.hashes[-1] if self.hashes else self._salt
@@ -38,11 +40,12 @@ class HashChain:
 
 
 class BlockPool:
-    """Pool of KV blocks with a prefix cache. A block is free (no content), held by one or more sequences, or cached:
-    held by none, its content found by hash until the block is needed; the least recently released one is evicted first.
+    """Pool of KV blocks with a prefix cache. A block is in one of three states. Free: it has no content. Held: one or
+    more sequences use it. Cached: no sequence uses it, but the prefix cache still finds its content by hash. If no
+    block is free, an allocation evicts the cached block that was released the longest time ago.
 
     Methods identify a sequence (`holder`) by its age, an admission number: the sequence admitted last, the youngest,
-    has the largest age. A sequence has one block table or several (by sliding window), each given by its number
+    has the largest age. A sequence has one block table or several (one per sliding window), each given by its number
     (`table`).
 
     Attributes:
@@ -54,7 +57,6 @@ class BlockPool:
     """
 
     def __init__(self, size: int) -> None:
-        """`size`: number of blocks, all free."""
         self.size = size
         self.owned: Counter[tuple[int, int]] = Counter()
         self.releases = 0
@@ -81,8 +83,9 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def allocate(self, holder: int, table: int = 0) -> int:
-        """Allocate a KV block to a block table of a sequence and return its index. A cached block, of whichever table,
-        is evicted if none is free. holder: age of the sequence. At least one block must be available."""
+        """Allocate a KV block for a block table of a sequence, and return the block's index. If no block is free, a
+        cached one is evicted, of whichever table. holder: age of the sequence. table: number of the block table. At
+        least one block must be available."""
         if self._free:
             block = self._free.pop()
         else:
@@ -97,13 +100,13 @@ class BlockPool:
         return block
 
     def find(self, hashes: Sequence[bytes], windows: Sequence[int | None] = (None,)) -> tuple[int, list[list[int]]]:
-        """Find the longest prefix of a sequence that the prefix cache has. Return the number of KV blocks in that
-        prefix and, for each block table, the indices of its last blocks: those inside the sliding window of the token
-        after the prefix.
+        """Find the longest prefix of a sequence whose KV blocks the prefix cache has. Return (number of blocks in the
+        prefix, block indices). Block indices is a list with one list for each block table: the indices of the prefix's
+        last blocks, those inside the sliding window of the token after the prefix.
 
         hashes: hash of each block of the sequence, in order (see `HashChain`). windows: sliding window of each block
-        table in tokens, None: no window. A prefix counts as found if for every table the pool still has the blocks
-        inside that window, held or cached; blocks before the window are not needed.
+        table in tokens, None: no window. A prefix is found if for every table the pool still has the blocks inside that
+        window, held or cached; blocks before the window are not needed.
         """
         count, begins = 0, [0] * len(windows)  # of the run of known blocks of each table that ends here
         for end, content in enumerate(hashes, 1):
@@ -123,13 +126,13 @@ class BlockPool:
         ]
 
     def youngest_holder(self, block: int) -> int | None:
-        """Return the age of the sequence admitted last among those that hold the KV block with index `block`; None if
-        no sequence holds the block. Ages are admission numbers, so this is the largest age of a holder."""
+        """Return the age (admission number) of the youngest sequence that holds the KV block with index `block`, the
+        one admitted last; None if no sequence holds it."""
         return self._holders[block][-1] if self._holders[block] else None
 
     def share(self, block: int, holder: int) -> None:
-        """Let one more sequence hold the KV block with index `block`, which `find` returned. holder: age of the
-        sequence; it must be a larger number than the ages of the present holders."""
+        """Add a sequence to the holders of the KV block with index `block`, which `find` returned. holder: age of the
+        sequence, which must be younger than the present holders."""
         holders, table = self._holders[block], self._tables[block]
         if holders:
             assert holders[-1] < holder

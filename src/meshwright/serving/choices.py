@@ -30,16 +30,16 @@ class StopRule(NamedTuple):
 
 
 class PlacedToken(NamedTuple):
-    """One token of a choice, with its log-probability in `result`. offset: number of characters in the choice's text
-    (an echoed prompt included) before the token."""
+    """Token of a choice (an OpenAI API answer) and its place in the choice's text. result: token ID and
+    log-probability. offset: number of characters in the text, an echoed prompt included, before the token."""
 
     result: TokenResult
     offset: int
 
 
 class Piece(NamedTuple):
-    """Part of a choice (an OpenAI API answer) that is new since the last part; in a response without streaming, all of
-    it.
+    """New part of a choice (an OpenAI API answer) since the last part; in a response without streaming, the whole
+    choice.
 
     Attributes:
         text: New text, whole characters.
@@ -59,7 +59,10 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One answer to one prompt (a choice of the OpenAI API), built up from the engine's outputs.
+    """One answer to one prompt (a choice of the OpenAI API), built from the engine's outputs.
+
+    prompts: tokenizer. stop: stop strings of the request. echo: text of the prompt, with which the choice's text
+    begins; None: the text is the answer alone.
 
     Attributes:
         index: Index in the response's `choices`.
@@ -76,7 +79,6 @@ class Choice:
     """
 
     def __init__(self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None) -> None:
-        """`echo`: text of the prompt, with which the first piece begins; None: it does not."""
         self.index, self.request = index, request
         self.cached_tokens = self.completion_tokens = 0
         self.finish_reason: str | None = None
@@ -92,8 +94,8 @@ class Choice:
         self._characters = 0  # of the answer's text so far
 
     def push(self, output: Output) -> Piece:
-        """Add an engine output to the choice and return the new piece of its text. Tokens after a stop string are
-        dropped."""
+        """Append an engine output to the choice, and return the piece of text and tokens that is new. Tokens after a
+        stop string are dropped."""
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         text, tokens = self._extend(output)
         if tokens:
@@ -111,8 +113,8 @@ class Choice:
         return Piece(text, tokens, self.finish_reason)
 
     def _extend(self, output: Output) -> tuple[str, list[PlacedToken]]:
-        """Return the new text and new tokens of an output, and set `finish_reason` and `stop_reason` if it ends the
-        choice."""
+        """Convert an engine output to (new text, new tokens). If the output ends the choice, set `finish_reason` and
+        `stop_reason`."""
         answer, text, tokens = self._answer, "", []
         hidden = output.results[-1:] if output.finish_reason == "stop" and not self._stop.include else []
         for result in output.results[: len(output.results) - len(hidden)]:
@@ -134,8 +136,8 @@ class Choice:
         return text, tokens
 
     def _place_prompt(self) -> list[PlacedToken]:
-        """Return the prompt's tokens for an echo, each with its character offset; empty if no prompt log-probabilities
-        were requested."""
+        """Return the prompt's tokens, each with its character offset in the echoed prompt; empty if no prompt
+        log-probabilities were requested."""
         detokenizer, placed, characters = self._prompts.detokenizer(()), [], 0
         for token, result in zip(self.request.tokens, self.prompt_results, strict=False):
             placed.append(PlacedToken(result or TokenResult(token), characters))

@@ -24,14 +24,15 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Tiles(NamedTuple):
-    """Attention tiles of a step: each is a run of consecutive tokens of one sequence, computed together by the kernel.
+    """Attention tiles of a step. A tile is a group of consecutive tokens of one sequence, whose attention one program
+    of the kernel computes together.
 
     Attributes:
-        numbers: int32 [3, I], for each tile the index of its first token in the step, its number of tokens, and the
-            index of its sequence's row in `tables`.
+        numbers: int32 [3, I], for each of the I tiles: index of its first token in the step, number of tokens, and row
+            of its sequence in `tables`.
         tokens: Most tokens of a tile.
         rows: Query rows of a tile, tokens x query heads per key-value head (padded): 16 or 64.
-        positions, slots: Position and KV-cache slot of each token of the step, int32 [T].
+        positions, slots: Position and KV-cache slot of each of the step's T tokens, int32 [T].
         tables: The layer's block table of each sequence, int32 [sequences, blocks]; may be a strided view.
     """
 
@@ -44,8 +45,8 @@ class Tiles(NamedTuple):
 
 
 def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Residual connection and norm: add `delta_TH` (None: nothing) to `x_TH` in place; return RMSNorm(x_TH) *
-    `weight_H`, [T, H]. epsilon: added to the mean square."""
+    """Add `delta_TH` (a residual branch; None: nothing) to the hidden states `x_TH` in place; return their RMSNorm
+    times `weight_H`, [T, H]. epsilon: added to the mean square."""
     out_TH, size = torch.empty_like(x_TH), x_TH.shape[1]
     delta = x_TH if delta_TH is None else delta_TH
     block = triton.next_power_of_2(size)
@@ -58,12 +59,13 @@ def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.
 def rotate_and_store(
     qkv: torch.Tensor, cache: Pair, tiles: Tiles, rotation: Pair | None, norms: Pair | None, epsilon: float
 ) -> None:
-    """Apply QK norm and RoPE to the queries and keys of `qkv` [T, (N + 2K) D], in place for the queries; write keys and
-    values to the KV cache.
+    """Apply QK norm and RoPE to the queries and keys of `qkv`, and write keys and values to the KV cache. The queries
+    in `qkv` are overwritten. T tokens, N query heads, K key-value heads, head size D.
 
-    cache: (keys, values), [C, K, D] each. rotation: (cosine, sine) by position, float32 [positions, D / 2] each; None:
-    no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these norms. tiles: positions
-    and KV-cache slots of the tokens are read from it.
+    qkv: [T, (N + 2K) D], queries first, then keys, then values. cache: (keys, values), each [C, K, D] for C slots.
+    tiles: has the position and the cache slot of each token. rotation: (cosine, sine) by position, float32 [positions,
+    D / 2] each; None: no RoPE. norms: RMSNorm weights [D] of (queries, keys); None: no QK norm. epsilon: of these
+    norms.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -78,12 +80,15 @@ def rotate_and_store(
 
 
 def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scratch: torch.Tensor) -> torch.Tensor:
-    """Return the causal attention of the queries in `qkv` [T, (N + 2K) D] over the cached keys and values of their
-    sequences, [T, N D].
+    """Return the causal attention of a step's T tokens over the cached keys and values of their sequences, [T, N D]. N
+    query heads, K key-value heads, head size D.
 
-    The context is split into sections of `SECTION` keys from position 0 on, computed in parallel and merged in order by
-    a second kernel (Flash-Decoding). `cache`: (keys, values), [C, K, D] each. `window`: number of keys that a token
-    attends to (None: all). `scratch`: float32 buffer for partial results, large enough for at least one tile.
+    Each context is split into sections of `SECTION` keys, counted from position 0. The sections are computed in
+    parallel, and a second kernel merges them in order (Flash-Decoding).
+
+    qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. cache: (keys, values), each [C, K, D]
+    for C slots. tiles: tokens that are computed together. window: number of keys that a token attends to (None: all).
+    scratch: float32 buffer for partial results, large enough for at least one tile.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -115,8 +120,8 @@ def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scr
 def product(
     x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return x Wᵀ + b, [T, Y], in `dtype` (None: that of x). Tile sizes and the split-K of the sum over X depend on the
-    weight's shape alone, not on T, so that each row's bits do not depend on the batch."""
+    """Return the matrix product x Wᵀ + b, [T, Y], in `dtype` (None: that of x). The bits of each row do not depend on
+    the number of rows T: tile sizes and the split-K of the sum over X depend on the weight's shape alone."""
     rows, (columns, inner) = len(x_TX), weight_YX.shape
     wide, splits = columns >= 16384 and x_TX.dtype.itemsize == 2, 1
     block = 128 if wide else 64
@@ -137,9 +142,9 @@ def product(
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Grouped GEMM of experts: return [N, Y], each row of `x_NX` times the transposed weight of its expert. Rows are
-    copies of tokens, one for each chosen expert, sorted by expert. `ends_E`: int32, exclusive end of each expert's
-    rows."""
+    """Return the grouped GEMM of E experts, [N, Y]: each of the N rows of `x_NX` times the transposed weight of its
+    expert. Rows are copies of tokens, one for each chosen expert, sorted by expert. ends_E: int32, exclusive end of
+    each expert's rows."""
     rows, (experts, columns, _) = len(x_NX), weight_EYX.shape
     out = x_NX.new_empty(rows, columns)
     grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, 64), experts
@@ -159,9 +164,10 @@ def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: A
     )  # fmt: skip
 
 
-def gate(up_TF: torch.Tensor) -> torch.Tensor:
-    """Return SwiGLU, silu(gate) * up, [T, F], of `up_TF` [T, 2F], whose first F columns are the gate."""
+def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
+    """Return SwiGLU of an MLP's up projection `up_TF` [T, 2F], [T, F]: silu(first F columns, the gate) * last F
+    columns."""
     width = up_TF.shape[1] // 2
     out_TF = up_TF.new_empty(len(up_TF), width)
-    kernels.gate[(len(up_TF), triton.cdiv(width, 1024))](up_TF, out_TF, width, 1024)
+    kernels.swiglu[(len(up_TF), triton.cdiv(width, 1024))](up_TF, out_TF, width, 1024)
     return out_TF

@@ -32,19 +32,20 @@ from meshwright.spec.block_tables import block_tables
 
 
 class DeviceRunner:
-    """Runner of serving steps on a GPU: the model's parameters with the Triton kernels of `device_operations`;
-    attributes as in `Runner`.
+    """Runner of serving steps on a GPU: the model's parameters with the Triton kernels of `device_operations`. It has
+    the attributes of `Runner`.
 
-    `batch_invariant`: the bits of a sequence's results do not depend on the rest of the batch; without it, torch
-    chooses matrix products by the number of tokens, and the size of attention tiles depends on whether the step has
-    only decode tokens, which is faster.
+    weights: reader of this rank's weights. limits: sizes of KV pool and buffers. operations: the module
+    `device_operations`, or one with the same functions. batch_invariant: True: the bits of a sequence's results do not
+    depend on the rest of the batch. False, which is faster: torch chooses the kernels of matrix products by the number
+    of tokens, and attention tiles are smaller in steps of decode tokens alone. graphs: True: capture decode steps as
+    CUDA graphs.
     """
 
     def __init__(
         self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: StepLimits, operations: ModuleType, *,
         batch_invariant: bool = False, graphs: bool = True,
     ) -> None:  # fmt: skip
-        """`operations`: the module `device_operations`, or one with its functions; `graphs`: capture CUDA graphs."""
         self.config, self._stage, self._limits = weights.config, weights.stage, limits
         self._operations, self._invariant, self._device = operations, batch_invariant, mesh.device
         self._tensor = OrderedTensorParallel(mesh)
@@ -58,17 +59,15 @@ class DeviceRunner:
         if self.config.positions == "rope":
             self._rotation = RotaryTable(self.config, torch.float32).up_to(limits.max_length, self._device)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        shape = (
-            (limits.blocks + 1) * BLOCK_TOKENS,
-            kv_heads,
-            self.config.head_dim,
-        )  # the last block is for padding tokens
+        # The last block is for padding tokens.
+        shape = (limits.blocks + 1) * BLOCK_TOKENS, kv_heads, self.config.head_dim
         self._block_tables = block_tables(self.config, mesh.pp.size)
         self._cache = [
             (self._zeros(*shape, dtype=dtype), self._zeros(*shape, dtype=dtype))
             for _ in range(self._block_tables.depths[self._stage.index])
         ]
-        self._group = self.config.heads // mesh.tp.size // kv_heads
+        group = self.config.heads // mesh.tp.size // kv_heads
+        self._padded_group = 1 << (group - 1).bit_length()  # query heads per key-value head
         self._sizes = [1 << power for power in range((limits.max_sequences - 1).bit_length() + 1)]
         width = max(limits.token_budget, limits.logits, self._sizes[-1])
         many = len(self._block_tables.windows)
@@ -86,9 +85,9 @@ class DeviceRunner:
             self._capture()
 
     def memory(self) -> dict[str, int]:
-        """Return {kind: bytes}: `weights`, `kv` and `workspace` (buffers, and the extra KV block of padding tokens) on
-        the device, `pinned` (logits) on the host. What steps and graphs take from the caching allocator is not
-        counted."""
+        """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
+        padding tokens); on the host `pinned` (logits). Memory that steps and graphs take from the caching allocator is
+        not counted."""
         tables = [self._numbers, self._tables, self._scratch, *(self._rotation or ())]
         padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
         return {
@@ -127,11 +126,11 @@ class DeviceRunner:
         return self._logits[:rows].numpy()
 
     def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
-        """Run this rank's pipeline stage on the batch that lies in the device's buffers, without a host
-        synchronisation; return logits float32 [R, V], or from a stage that is not last hidden states [T, H].
+        """Compute this rank's pipeline stage for the batch that was copied to the device's buffers, without a host
+        synchronisation. Return logits float32 [R, V], or from a stage that is not last hidden states [T, H].
 
-        `counts`: numbers of tokens, attention tiles and output rows; `decoding`: one token per sequence; `x_TH`: hidden
-        states of the previous stage, None on the first.
+        counts: (number of tokens, of attention tiles, of output rows). decoding: True if every sequence has one token.
+        x_TH: hidden states of the previous stage, None on the first.
         """
         tokens, tiles, rows = counts
         number = self._numbers
@@ -168,11 +167,6 @@ class DeviceRunner:
         local_RV = self._product(x_RH, head.weight, None, torch.float32)
         return self._tensor.gather(local_RV, "head.output", dim=1)[:, : self.config.vocabulary]
 
-    @property
-    def _padded_group(self) -> int:
-        """Number of query heads per key-value head, rounded up to a power of 2."""
-        return 1 << (self._group - 1).bit_length()
-
     def _tile_rows(self, decoding: bool) -> int:
         """Return the number of query rows (tokens x query heads per key-value head) of an attention tile. decoding:
         True if every sequence of the step has one token."""
@@ -180,8 +174,9 @@ class DeviceRunner:
         return max(rows, self._padded_group)
 
     def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
-        """Write a batch into the pinned host buffers; return its number of attention tiles. decoding: True if every
-        sequence has one token; the batch is then padded to `size` sequences, for a CUDA graph."""
+        """Write a batch into the pinned host buffers, from which it is copied to the GPU; return its number of
+        attention tiles. decoding: True if every sequence has one token; the batch is then padded to `size` sequences,
+        for a CUDA graph."""
         numbers, tables = (each.numpy() for each in self._staged)
         tokens, sequences = len(batch.tokens), len(batch.context)
         numbers[0, :tokens], numbers[1, :tokens], numbers[6:, :tokens] = batch.tokens, batch.positions, batch.slots
@@ -201,9 +196,9 @@ class DeviceRunner:
         return len(first_I)
 
     def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
-        """Return the output of a layer's attention, projections included, [T, H]; write the tokens' keys and values to
-        the KV cache. layer: index of the layer. given: `device_operations.Tiles` of the step, one for each block
-        table."""
+        """Return the output [T, H] of a layer's attention module, projections included, and write the tokens' keys and
+        values to the KV cache. layer: index of the layer. given: `device_operations.Tiles` of the step, one for each
+        block table."""
         table, place = self._block_tables.layers[layer]
         qkv, cache, tiles = self._linear(attention.qkv, x_TH), self._cache[place], given[table]
         norms = None
@@ -239,7 +234,7 @@ class DeviceRunner:
         return self._tensor.leave(total_TH, "mlp.output")
 
     def _activate_up(self, mlp: modules.FeedForward, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return activation(up projection of x), the input of an MLP's down projection, [T, F]."""
+        """Return the up projection of `x_TH` after its activation, [T, F], the input of an MLP's down projection."""
         return self._activate(self._linear(mlp.up, x_TH), mlp.activation, mlp.gated)
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
@@ -248,7 +243,7 @@ class DeviceRunner:
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":
-            return self._operations.gate(up_TF)
+            return self._operations.swiglu(up_TF)
         gate_TF, up_TF = up_TF.chunk(2, dim=-1)
         return modules.activate(gate_TF, activation) * up_TF
 
@@ -282,8 +277,8 @@ class DeviceRunner:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _capture(self) -> None:
-        """Warm up: run one decode step of each padded size and one step of `token_budget` tokens, so that all kernels
-        are compiled and all memory is allocated.
+        """Run one step of `token_budget` tokens and decode steps of each padded size, so that all kernels are compiled
+        and all memory is allocated before the first request.
 
         Decode steps are captured as CUDA graphs, which share a memory pool; not with tp or pp, whose steps communicate.
         """

@@ -56,8 +56,8 @@ class Engine:
         return [] if batch is None else self.scheduler.publish(batch, sample_batch(batch, self._run(batch)))
 
     def _run(self, batch: StepBatch, hidden_TH: Float32 | None = None) -> Float32:
-        """Return the runner's result for a batch (logits, or hidden states from a stage that is not last), and record
-        time, tokens and keys of the step for `report`. hidden_TH: the previous stage's hidden states."""
+        """Run the runner on a batch and return its result: logits, or from a stage that is not last hidden states.
+        Record time, tokens and keys of the step for `report`. hidden_TH: the previous stage's hidden states."""
         began = time.perf_counter()
         found = self.runner.run(batch, hidden_TH)
         self._kernel_seconds += time.perf_counter() - began
@@ -66,9 +66,9 @@ class Engine:
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return figures by name: those of `Scheduler.stats`; for the last step `tokens`, its number of tokens, and
-        `context`, the number of keys that each token attends to, summed over tokens (both absent if nothing was
-        computed); and `kernel_seconds`, the time spent in the runner since the start."""
+        """Return figures by name. Those of `Scheduler.stats`. Of the last step: `tokens`, its number of tokens, and
+        `context`, the number of keys that each token attends to, summed over tokens; both are absent if it computed
+        nothing. `kernel_seconds`: time spent in the runner since the start."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:

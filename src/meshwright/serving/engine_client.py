@@ -14,7 +14,7 @@ State = Literal["starting", "ready", "recovering", "draining", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refusal to queue requests.
+    """Answer of the engine to requests that it does not queue: why, and when to retry.
 
     Attributes:
         reason: The limit that is reached, as a label of the metrics: `"requests"` or `"tokens"` that wait, `"seconds"`
@@ -55,9 +55,12 @@ class EngineClient(Protocol):
         """JSON object of facts about the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
-        """Return None if the queue has room for all of `requests`, else the refusal. Nothing is queued by this call:
-        the caller then submits the requests without an await in between. With empty `requests`, return the refusal that
-        even the shortest request with this `ticket` would get, or None."""
+        """Check whether the queue has room for all of `requests`; return None if so, else the refusal. This call queues
+        nothing: the caller then submits the requests without an await in between.
+
+        ticket: identity of the HTTP request, by which its retry is recognised. With empty `requests`, the result is the
+        refusal that even the shortest request with this ticket would get, or None.
+        """
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request at once and return the iterator over its outputs. The iterator ends after the output with a

@@ -66,15 +66,14 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 class ApiKeys:
-    """API keys of a server, as hashes."""
+    """API keys of a server, stored as SHA-256 hashes. keys: any of them admits a request; empty: no key is needed."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """`keys`: any of them admits; none: no key is needed."""
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, request: Request) -> None:
-        """Raise ApiError (401) unless the request's path needs no key or its Authorization header has one of them,
-        compared in constant time."""
+        """Raise ApiError (401) if the Authorization header of a request has none of the server's API keys. The paths
+        `OPEN_PATHS` (health checks and metrics) need no key. Keys are compared in constant time."""
         if not self._digests or request.scope["path"] in OPEN_PATHS:
             return
         kind, _, key = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
@@ -86,7 +85,7 @@ class ApiKeys:
 
 
 class BodyReader:
-    """Reader of request bodies within the limits of `HttpSettings` on size, total memory and time."""
+    """Reads request bodies within the limits of `HttpSettings` on size, total memory and time."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self._settings, self._secret = settings, secrets.token_bytes(32)
@@ -101,7 +100,7 @@ class BodyReader:
         return size is None or int(size) > LINE_BYTES
 
     def _refuse_size(self) -> ApiError:
-        """Return the error (413) for a body that is too large."""
+        """Create the error (413) for a body that is too large."""
         return ApiError(413, f"the body is larger than {self._settings.body_bytes:,} bytes", code="body_too_large")
 
     async def read(self, request: Request) -> bytes:
@@ -134,8 +133,9 @@ class BodyReader:
         self._bytes -= len(body)
 
     def identify(self, request: Request, body: bytes) -> Ticket:
-        """Return the ticket by which a refused request keeps its place in the waiting line: a digest of API key, path
-        and body. A body above `LINE_BYTES` (256 KiB) gets a ticket without digest, hence no place."""
+        """Create the ticket of an HTTP request, by which it keeps its place in the waiting line if it is refused: a
+        digest of API key, path and body. A body above `LINE_BYTES` (256 KiB) gets a ticket without digest, thus no
+        place."""
         if len(body) > LINE_BYTES:
             return Ticket()
         digest = hashlib.blake2b(request.headers.get("authorization", "").encode(), key=self._secret, digest_size=16)

@@ -92,15 +92,16 @@ class Generation:
 
 
 class Answer:
-    """The `Generation` of one request, built up from the engine's outputs.
+    """Builds the `Generation` of one request from the engine's outputs.
+
+    prompts: tokenizer. request: request that the engine runs. wanted: most tokens that the caller asked for, of which
+    the model's positions may leave fewer to `request`. stop: stop strings.
 
     Attributes:
         generation: Text, token IDs and times so far.
     """
 
     def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int, stop: StopRule) -> None:
-        """`generation`: without an answer yet; `wanted`: tokens asked for, of which the model's positions may leave
-        fewer to `request`."""
         self.generation = generation
         self._cut = request.sampling.max_tokens < wanted
         self._choice = Choice(0, request, prompts, stop)

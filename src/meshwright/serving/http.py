@@ -50,13 +50,14 @@ class HttpApp:
     """ASGI application with all HTTP endpoints of the server. Each response carries the request's ID (`X-Request-Id`,
     the client's own if it sent one).
 
+    client: engine that runs the requests. prompts: tokenizer and chat template.
+
     Attributes:
         settings: Settings of the API.
         metrics: Metrics of the page `/metrics`.
     """
 
     def __init__(self, client: EngineClient, prompts: Prompts, settings: HttpSettings) -> None:
-        """`client`: engine that runs the requests; `prompts`: tokenizer and chat template."""
         self.settings, self.metrics = settings, ServingMetrics(client, settings.model)
         self._client, self._prompts, self._keys = client, prompts, ApiKeys(settings.api_keys)
         self._runner = JobRunner(client, self.metrics, settings)
@@ -64,9 +65,9 @@ class HttpApp:
         self._created = int(time.time())
         posts: dict[str, tuple[type[Body], Endpoint]] = {
             **{path: (body, partial(self._generate, model=body)) for path, (body, _) in GENERATION.items()},
-            "/tokenize": self._use(bodies.TokenizeBody, self._tokenize),
-            "/detokenize": self._use(bodies.DetokenizeBody, self._detokenize),
-            "/apply-template": self._use(bodies.ConversationBody, self._apply_template),
+            "/tokenize": self._make_endpoint(bodies.TokenizeBody, self._tokenize),
+            "/detokenize": self._make_endpoint(bodies.DetokenizeBody, self._detokenize),
+            "/apply-template": self._make_endpoint(bodies.ConversationBody, self._apply_template),
         }
         gets: dict[str, Endpoint] = {
             "/v1/models": lambda _: {"object": "list", "data": [self._show_model(settings.model)]},
@@ -93,8 +94,8 @@ class HttpApp:
         await self._app(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one HTTP request: call its endpoint and send what it returns, as JSON unless it is a Response.
-        Exceptions become error responses in OpenAI's form."""
+        """Handle one HTTP request: call its endpoint and send what the endpoint returns, as JSON unless it is a
+        Response. Exceptions become error responses in OpenAI's format."""
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
         name = request.state.request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
@@ -123,10 +124,10 @@ class HttpApp:
         status, reason, headers = (405, "Method Not Allowed", allow) if method else (404, "Not Found", None)
         raise ApiError(status, f"{request.method} {path[:200]}: {reason}", code="not_found", headers=headers)
 
-    def _refuse(self, path: str, ticket: Ticket) -> None:
+    def _check_queue(self, path: str, ticket: Ticket) -> None:
         """Raise ApiError if the engine's queue is so full that it would refuse even the shortest request. Does nothing
-        for a `path` that generates no text. ticket: identity of the request; a retry of a refused
-        request is recognised by it and keeps its place in the waiting line."""
+        for a `path` that generates no text. ticket: identity of the request, by which the retry of a refused request is
+        recognised and keeps its place in the waiting line."""
         if path in GENERATION and (refusal := self._client.admit((), ticket)) is not None:
             self.metrics.refuse(refusal.reason)
             raise refusal_error(refusal)
@@ -138,24 +139,26 @@ class HttpApp:
         wait = 1.0 if refusal is None else refusal.retry_after_seconds
         return refusal_error(Refusal("connections", wait)).to_response()
 
-    def _use(self, model: type[_Body], use: Callable[[_Body], object]) -> tuple[type[Body], Endpoint]:
-        """Return (`model`, endpoint), an entry of the table of POST endpoints. The endpoint parses the request body as
-        a `model` (a pydantic class) and returns `use(body)`."""
+    def _make_endpoint(self, model: type[_Body], use: Callable[[_Body], object]) -> tuple[type[Body], Endpoint]:
+        """Return the pair (`model`, endpoint) of a POST path. The endpoint parses a request's JSON body as a `model` (a
+        pydantic class) and returns `use(body)`."""
         return model, partial(self._parse, model=model, use=use)
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
-        """Handle a POST that generates text: parse the body as a `model`, run its choices, and return the whole
-        response or an event stream."""
+        """Handle a POST that generates text: parse the body as a `model` (a pydantic class), run its requests on the
+        engine, and return the whole response or an event stream."""
         name = request.state.request_id
         job = await self._parse(request, model, lambda body: build_job(body, self._prompts, self.settings.model, name))
         job = replace(job, ticket=request.state.ticket)
         return EventStream(self._runner, job) if job.stream else await self._runner.collect(job, request.receive)
 
     async def _parse(self, request: Request, model: type[_Body], use: Callable[[_Body], _Result]) -> _Result:
-        """Read the body of `request`, validate it as a `model` (a pydantic class), and return `use(body)`. Large bodies
-        and conversations are parsed in a thread, so that the event loop is not blocked. Raises ApiError for an invalid
-        body, or if the engine's queue would refuse the request. The queue is checked before the body is parsed; for a
-        large body, before the body is read."""
+        """Read the body of `request`, validate it as a `model` (a pydantic class), and return `use(body)`.
+
+        Large bodies and conversations are parsed in a thread, so that the event loop is not blocked. Raises ApiError
+        for an invalid body, or if the engine's queue would refuse the request. The queue is checked before the body is
+        parsed; for a large body, before the body is read.
+        """
 
         def parse(data: bytes) -> _Result:
             body = parse_body(model, data)
@@ -168,11 +171,11 @@ class HttpApp:
 
         path, closed = request.scope["path"], self._client.state in ("starting", "draining", "failed")
         if self._bodies.is_large(request) or closed:
-            self._refuse(path, Ticket())
+            self._check_queue(path, Ticket())
         data = await self._bodies.read(request)
         try:
             request.state.ticket = self._bodies.identify(request, data)
-            self._refuse(path, request.state.ticket)
+            self._check_queue(path, request.state.ticket)
             slow = len(data) > LARGE_BODY or "messages" in model.model_fields
             return await asyncio.to_thread(parse, data) if slow else parse(data)
         finally:
@@ -209,7 +212,7 @@ class HttpApp:
 
     def _apply_template(self, body: bodies.ConversationBody) -> dict[str, str]:
         """Handle `/apply-template`: return {"prompt": text of the conversation in the model's chat template}."""
-        return {"prompt": self._prompts.render_chat(body.conversation(), body.add_generation_prompt)}
+        return {"prompt": self._prompts.render_chat(body.to_messages(), body.add_generation_prompt)}
 
     def _show_model(self, name: str) -> dict[str, Any]:
         """Return the JSON object that describes the served model in `/v1/models`. Raises ApiError (404) for another

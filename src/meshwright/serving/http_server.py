@@ -55,9 +55,10 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class _LingeringTransport:
-    """Wrapper of an asyncio transport that closes the connection without a TCP reset, which could lose the response.
+    """Wrapper of an asyncio transport that closes the connection without a TCP reset, since a reset could lose the
+    response.
 
-    While the client still sends (attribute `unread`), `close` shuts down the sending side only, and what arrives is
+    While the client still sends (attribute `unread`), `close` shuts down the sending side only; data that arrive are
     read and discarded for up to `LINGER_SECONDS`.
     """
 
@@ -79,8 +80,8 @@ class _LingeringTransport:
         return self._lingers or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection after all data have been sent; if the client is still sending, only after it has closed
-        too, or after `LINGER_SECONDS`."""
+        """Close the connection after all data have been sent. If the client is still sending, wait for its end of data,
+        at most `LINGER_SECONDS`."""
         if not self.unread:
             self._transport.close()
         elif not self.is_closing():
@@ -97,10 +98,10 @@ class _LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol for one connection, with limits on header bytes and on the time that a client may neither
     send nor read.
 
-    `crowded`: True to close the connection after each response, because many connections are open. `refuse`: None to
-    accept the connection; otherwise a function that returns the response sent to refuse any request that is not a
-    health check. `group`: the server's open connections of the same kind (accepted or refused); this one adds itself
-    to them.
+    arguments: those of uvicorn's protocol. crowded: True to close the connection after each response, because many
+    connections are open. refuse: None to accept the connection; otherwise a function that returns the response with
+    which any request but a health check is refused. group: the server's open connections of the same kind (accepted or
+    refused), to which this one adds itself.
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
@@ -122,12 +123,12 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Start the connection; it must send its first headers within `HEADER_SECONDS`."""
         self._lingering = _LingeringTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._lingering))
-        self._join()
-        self._wait(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
+        self._mark_newest()
+        self._set_deadline(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
 
-    def _join(self) -> None:
-        """Make this the newest connection of its group (the accepted or the refused connections). When new connections
-        wait, `_Server` aborts the oldest refused connection first."""
+    def _mark_newest(self) -> None:
+        """Move the connection to the end of its group (the accepted or the refused connections) as the newest one. When
+        new connections wait, `_Server` aborts the oldest refused connection first."""
         self._group.pop(self, None)
         self._group[self] = time.monotonic()
 
@@ -152,7 +153,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         health check. Data are ignored once the connection is closing."""
         if data.startswith(PROBES):
             self._refuse = None
-            self._join()
+            self._mark_newest()
         if self._ends or self.transport.is_closing():
             pass
         elif self._refuse is None:
@@ -161,7 +162,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             if self._unparsed_bytes > HEADER_BYTES and not self.transport.is_closing():
                 self.transport.abort()
         else:
-            self._join()  # gives the client time to read the response
+            self._mark_newest()  # gives the client time to read the response
             self._lingering.unread = True
             answer = self._refuse()
             headers = [b"%s: %s\r\n" % each for each in (*answer.raw_headers, (b"connection", b"close"))]
@@ -186,30 +187,33 @@ class _LimitedProtocol(HttpToolsProtocol):
             raise ValueError("pipelined request")  # ends the parsing
         super().on_message_begin()
         self._header_bytes, self._lingering.unread = 0, True
-        self._wait(HEADER_SECONDS)
+        self._set_deadline(HEADER_SECONDS)
 
     def on_url(self, url: bytes) -> None:
         """Count the bytes of the request's path towards the limit on headers."""
-        self._count(len(url))
+        self._count_header_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count the bytes of one header towards the limit on headers."""
-        self._count(len(name) + len(value) + HEADER_OVERHEAD)
+        self._count_header_bytes(len(name) + len(value) + HEADER_OVERHEAD)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start to handle the request, which has no deadline from now on. The connection closes after the response if
-        there are many connections, if the client sent `Expect: 100-continue` (after an early response it may or may not
-        send the body), or if it asks for another protocol (its body would be parsed as the next request)."""
+        """Start to handle the request, which has no deadline from now on.
+
+        The connection closes after the response in three cases: many connections are open; the client sent `Expect:
+        100-continue` (after an early response it may or may not send the body); or it asks for another protocol (its
+        body would be parsed as the next request).
+        """
         self._unparsed_bytes = 0
         super().on_headers_complete()
-        self._wait(math.inf)
+        self._set_deadline(math.inf)
         self.cycle.keep_alive &= not (self._crowded or self.expect_100_continue or self.parser.should_upgrade())
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a part of the request's body."""
+        """Pass a part of the request's body to the application."""
         self._unparsed_bytes = 0
         super().on_body(body)
 
@@ -220,7 +224,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._lingering.unread = self.parser.should_upgrade()
         if self.cycle.response_complete:
-            self._wait(KEEP_ALIVE_SECONDS)
+            self._set_deadline(KEEP_ALIVE_SECONDS)
 
     def on_response_complete(self) -> None:
         """Set the deadline after a response: `HEADER_SECONDS` for the rest of an unread body, else `KEEP_ALIVE_SECONDS`
@@ -228,7 +232,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's timer would keep a connection that was reset for a minute
         if self.cycle.response_complete:
-            self._wait(HEADER_SECONDS if self._lingering.unread else KEEP_ALIVE_SECONDS)
+            self._set_deadline(HEADER_SECONDS if self._lingering.unread else KEEP_ALIVE_SECONDS)
 
     def expire(self) -> None:
         """Abort the connection at its deadline; but if the client has read a part of a response since the last
@@ -236,25 +240,26 @@ class _LimitedProtocol(HttpToolsProtocol):
         before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
         if self._unsent_bytes in (0, before):
             self.transport.abort()
-        self._wait(KEEP_ALIVE_SECONDS)
+        self._set_deadline(KEEP_ALIVE_SECONDS)
 
-    def _count(self, size: int) -> None:
+    def _count_header_bytes(self, size: int) -> None:
         """Add `size` to the request's header bytes; abort the connection above `HEADER_BYTES`."""
         self._header_bytes += size
         if self._header_bytes > HEADER_BYTES:
             self.transport.abort()
 
-    def _wait(self, seconds: float) -> None:
-        """Set the deadline to `seconds` from now."""
+    def _set_deadline(self, seconds: float) -> None:
+        """Set the connection's deadline to `seconds` from now."""
         self.deadline = time.monotonic() + seconds
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server with a limit on connections; signals are left to `serve_http`.
 
-    What happens to a new connection depends on the number of open ones. From `limit` / 2 on, the new connection is
-    closed after each response (no keep-alive). Beyond `limit` it is refused with a 429. From 2 * `limit` on it waits in
-    the kernel's backlog, and refused connections that have been silent for `CROWDED_SECONDS` are aborted to make room.
+    limit: number of connections that are served at once. refuse: returns the response (429) for a connection beyond it.
+    From `limit` / 2 open connections on, a new connection is closed after each response (no keep-alive). Beyond `limit`
+    it is refused. From 2 * `limit` on it waits in the kernel's backlog, and refused connections that have been silent
+    for `CROWDED_SECONDS` are aborted to make room.
     """
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
@@ -354,8 +359,9 @@ async def serve_http(
     """Serve HTTP until SIGTERM or SIGINT; return the number of requests that were not finished.
 
     After the signal new requests get 503, and requests in flight are finished, for at most `drain_seconds`; a second
-    signal ends them immediately. Later signals are ignored. client: engine. signals: handlers, which stay
-    in place until the caller has cleaned up. Raises RankLost when the engine has failed and will not restart.
+    signal ends them immediately. Later signals are ignored. listener: listening TCP socket. client: engine. signals:
+    signal handlers, which stay in place until the caller has cleaned up. Raises RankLost when the engine has failed and
+    will not restart.
     """
     server = make_server(app)
     serving, signalled = asyncio.create_task(server.serve([listener])), asyncio.create_task(wait_for_signals(signals))

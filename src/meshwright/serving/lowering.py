@@ -36,9 +36,12 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Segment:
-    """Slice of a list of operations, up to index `end` (exclusive). After it, `partial` [T, H] is all-reduced over the
-    tensor-parallel ranks, `bias` [H] (None: 0) added, and the result added to `residual` [T, H] (None: written back to
-    `partial`). partial=None: nothing is reduced."""
+    """Slice of a list of operations that ends before index `end`, followed by an all-reduce over the tensor-parallel
+    ranks.
+
+    The all-reduce sums `partial` [T, H]; None: there is none. Then `bias` [H] (None: 0) is added to the sum, and the
+    result is added to `residual` [T, H]; None: it is written back to `partial`.
+    """
 
     end: int
     partial: Float32 | None = None
@@ -47,7 +50,11 @@ class Segment:
 
 
 class Lowering:
-    """A pipeline stage of one rank as a list of kernel operations, with all buffers and packed weights that they use.
+    """List of kernel operations that compute one rank's pipeline stage, with all buffers and packed weights that they
+    use. Construction reads the weights, packs them and allocates the KV pool.
+
+    kernels: compiled library that will execute the operations. weights: reader of this rank's weights. dtype: "float32"
+    or "bfloat16", of packed weights and KV cache. limits: sizes of KV pool and buffers.
 
     Attributes:
         ops: The operations, in order; the methods `_lower_*` append to it.
@@ -86,16 +93,15 @@ class Lowering:
             tables = RotaryTable(self.config, torch.float32).up_to(limits.max_length, torch.device("cpu"))
             cosine, sine = (self._keep(table[: limits.max_length].numpy()) for table in tables)
             self._rotation = cosine, sine
-        self.states = self._buffer("states", self.config.hidden)
+        self.states = self._get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.touched]):
             self._lower()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
     def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Allocate (keys, values), the arrays of the KV blocks for one position. Each layer has a block table and a
-        position within this table; layers of different tables with the same position share these arrays. kv_heads:
-        key-value heads of this rank."""
+        """Allocate the arrays (keys, values) for the KV blocks of one layer of each block table. Layers of different
+        tables can share them, as each block belongs to one table. kv_heads: key-value heads of this rank."""
         dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
         keys, values = (
             self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
@@ -113,20 +119,20 @@ class Lowering:
         self.segments.append(Segment(len(self.ops)))
 
     def _lower_embedding(self) -> PackedMatrix | None:
-        """Append token and position embeddings. Return the packed embedding matrix if this stage also has a tied head,
-        else None."""
+        """Append the lookup of token and position embeddings. Return the packed embedding matrix if this stage also has
+        a tied output head, else None."""
         packed = self._pack(self._model.embedding) if self._stage.last and self.config.tied else None
-        table = packed or self._keep(self._read("embedding.weight", self._dtype == "bfloat16"))
+        table = packed or self._keep(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
         if self._model.positions is not None:
-            positions = self._keep(self._read("positions.weight", self._dtype == "bfloat16"))
+            positions = self._keep(self._read_shard("positions.weight", self._dtype == "bfloat16"))
             self.ops.append(op.Embed(self.states, positions, ids="positions", accumulate=True))
         return packed
 
     def _lower_block(self, block: Block, layer: int) -> None:
         """Append the operations of the transformer block with index `layer`."""
-        normed = self._buffer("normed", self.config.hidden)
+        normed = self._get_buffer("normed", self.config.hidden)
         self._lower_norm(block.attention_norm, normed, self.states)
         self._lower_attention(block.attention, normed, layer)
         self._lower_norm(block.mlp_norm, normed, self.states)
@@ -140,14 +146,14 @@ class Lowering:
         """Append QKV projection, RoPE, KV-cache write, attention and output projection of the layer with index `layer`;
         the result is added to the hidden states. `x`: normed input [T, H]."""
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
-        qkv = self._buffer("qkv", (heads + 2 * kv_heads) * size)
+        qkv = self._get_buffer("qkv", (heads + 2 * kv_heads) * size)
         self._lower_linear(attention.qkv, qkv, x)
         table, place = self._tables.layers[layer]
         cache = op.LayerCache(*self._caches[place], size, table)
         cosine, sine = self._rotation or (None, None)
-        query_norm, key_norm = (self._optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
-        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, query_norm, key_norm, self.config.norm_epsilon))
-        out = self._buffer("attention", heads * size)
+        q_norm, k_norm = (self._read_optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
+        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, self.config.norm_epsilon))
+        out = self._get_buffer("attention", heads * size)
         self.ops.append(op.Attention(out, qkv, cache, heads, size**-0.5, self.config.layer_window(layer) or 0))
         self._lower_row_parallel(attention.output, out)
 
@@ -161,8 +167,8 @@ class Lowering:
                 self._limits.token_budget, config.experts, config.experts_per_token, config.hidden, width
             )
             self.nbytes["workspace"] += self._experts_workspace.nbytes
-        out = self._buffer("partial", config.hidden) if self._split else self.states
-        router_bias = self._optional(mixture.router, "bias")
+        out = self._get_buffer("partial", config.hidden) if self._split else self.states
+        router_bias = self._read_optional(mixture.router, "bias")
         router = self._pack(mixture.router, dtype="float32")
         up, down = (self._pack(stacked, count=experts.held) for stacked in (experts.up, experts.down))
         self.ops.append(
@@ -181,42 +187,41 @@ class Lowering:
         """Append the shared expert with its sigmoid gate; the result is added to `out` [T, H]. `x`: normed input."""
         hidden = self._lower_up(shared, x)
         if mixture.shared_gate is not None:  # a factor per token, applied before the down projection
-            self.ops.append(op.Gate(hidden, x, self._parameter(mixture.shared_gate, "weight").reshape(-1)))
+            self.ops.append(op.Gate(hidden, x, self._read_parameter(mixture.shared_gate, "weight").reshape(-1)))
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 
     def _lower_up(self, mlp: modules.FeedForward, x: Float32) -> Float32:
         """Append an MLP's up projection and activation; return the buffer of the result, [T, F]. `x`: normed input
         [T, H]."""
-        up = self._buffer("up", mlp.up.weight.shape[0])
+        up = self._get_buffer("up", mlp.up.weight.shape[0])
         self._lower_linear(mlp.up, up, x)
-        hidden = self._buffer("hidden", mlp.down.weight.shape[1])
+        hidden = self._get_buffer("hidden", mlp.down.weight.shape[1])
         self.ops.append(op.Activation(hidden, up, mlp.activation, mlp.gated))
         return hidden
 
     def _lower_head(self, packed: PackedMatrix | None) -> None:
         """Append the final norm of the output rows and the output head. `packed`: the packed embedding matrix of a tied
         head; None: the head's own weight is packed."""
-        rows = self._buffer("rows", self.config.hidden, self._limits.logits)
+        rows = self._get_buffer("rows", self.config.hidden, self._limits.logits)
         self.ops.append(op.TakeRows(rows, self.states))
         assert self._model.final_norm is not None
-        self._lower_norm(self._model.final_norm, rows, rows, outputs=True)
+        self._lower_norm(self._model.final_norm, rows, rows, "outputs")
         if packed is None:
             packed = self._pack(self._model.embedding if self._model.head is None else self._model.head)
         self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
         self.nbytes["logits"] += self.logits.nbytes
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
 
-    def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, outputs: bool = False) -> None:
-        """Append a norm over the hidden dimension, from `x` to `out`. outputs: of the R output rows; else of all T
-        tokens."""
-        weight, bias = self._parameter(norm, "weight"), self._optional(norm, "bias")
+    def _lower_norm(self, norm: nn.Module, out: Float32, x: Float32, rows: op.Rows = "tokens") -> None:
+        """Append a norm over the hidden dimension, from `x` to `out`. rows: "tokens" (all T tokens) or "outputs" (the R
+        output rows)."""
+        weight, bias = self._read_parameter(norm, "weight"), self._read_optional(norm, "bias")
         kind: Literal["rms", "layer"] = "rms" if isinstance(norm, modules.RMSNorm) else "layer"
-        rows: op.Rows = "outputs" if outputs else "tokens"
         self.ops.append(op.Norm(out, x, weight, bias, self.config.norm_epsilon, kind, rows))
 
     def _lower_linear(self, linear: modules.Linear, out: Float32, x: Float32, accumulate: bool = False) -> None:
         """Append a linear layer with its bias, from `x` to `out`. accumulate: add to the present values of `out`."""
-        self.ops.append(op.Linear(out, x, self._pack(linear), self._optional(linear, "bias"), accumulate))
+        self.ops.append(op.Linear(out, x, self._pack(linear), self._read_optional(linear, "bias"), accumulate))
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32) -> None:
         """Append a row-parallel linear layer of input `x`, all-reduced over tp; the result is added to the hidden
@@ -224,9 +229,9 @@ class Lowering:
         if not self._split:
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
-        partial = self._buffer("partial", self.config.hidden)
+        partial = self._get_buffer("partial", self.config.hidden)
         self.ops.append(op.Linear(partial, x, self._pack(linear)))
-        self._sum_over_ranks(partial, self.states, self._optional(linear, "bias"))
+        self._sum_over_ranks(partial, self.states, self._read_optional(linear, "bias"))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
         """End the current segment (operations between two all-reduces) with an all-reduce of `partial` [T, H] over tp.
@@ -240,37 +245,37 @@ class Lowering:
         of experts' matrices that are stacked along dim 0."""
         name = f"{self._names[id(module)]}.weight"
         # Packing widens bfloat16 in the processor's cache.
-        values = self._read(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))
+        values = self._read_shard(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))
         if count > 1:
             values = values.reshape(count, -1, values.shape[-1])
         packed = self._kernels.pack(values, dtype or self._dtype)
         self.nbytes["packed"] += packed.buffer.nbytes
         return packed
 
-    def _parameter(self, module: nn.Module | None, leaf: str) -> Float32:
+    def _read_parameter(self, module: nn.Module | None, leaf: str) -> Float32:
         """Return the parameter named `leaf` ("weight", "bias") of a norm or linear layer as a new float32 array."""
-        return self._keep(self._read(f"{self._names[id(module)]}.{leaf}", bfloat16=False))
+        return self._keep(self._read_shard(f"{self._names[id(module)]}.{leaf}", bfloat16=False))
 
-    def _optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
+    def _read_optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
         """Return the parameter named `leaf` of a module as float32; None if the module is None or lacks it."""
-        return None if getattr(module, leaf, None) is None else self._parameter(module, leaf)
+        return None if getattr(module, leaf, None) is None else self._read_parameter(module, leaf)
 
-    def _read(self, name: str, bfloat16: bool) -> npt.NDArray[Any]:
-        """Read this rank's shard of the parameter `name` as a float32 array or, with `bfloat16`, as the uint16 bits of
-        bfloat16."""
+    def _read_shard(self, name: str, bfloat16: bool) -> npt.NDArray[Any]:
+        """Read this rank's shard of the parameter `name`. Return it as a float32 array, or if `bfloat16` as a uint16
+        array of bfloat16 bits. The array is valid until the next read."""
         if bfloat16:
             return self._weights.read(name, torch.bfloat16).view(torch.uint16).numpy()
         return self._weights.read(name, torch.float32).numpy()
 
     def _keep(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a copy of an array that is to stay in memory (reads reuse one buffer), and count its bytes as
-        `weights`."""
+        """Copy an array that has to outlive the next read (reads reuse one buffer), count its bytes as `weights`, and
+        return the copy."""
         self.nbytes["weights"] += values.nbytes
         return values.copy()
 
-    def _buffer(self, name: str, width: int, rows: int | None = None) -> Float32:
-        """Return the workspace buffer named `name`, float32 [rows, width] (default: a row per token of the budget); it
-        is allocated once and shared by all layers."""
+    def _get_buffer(self, name: str, width: int, rows: int | None = None) -> Float32:
+        """Return the workspace buffer named `name`, float32 [rows, width]. It is allocated once and shared by all
+        layers. rows: None: the token budget."""
         rows = self._limits.token_budget if rows is None else rows
         key = f"{name}.{width}"
         if key not in self._buffers:

@@ -72,7 +72,8 @@ def plan_memory(
         UserError: One request of `max_length` tokens does not fit, or a number is out of range.
     """
     hosts = hosts or [HostMemory.read()]
-    budget = sum(parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts)
+    budgets = [parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts]
+    budget = sum(budgets)
     for option, number in zip(("--token-budget", "--max-sequences"), steps, strict=True):
         if number < 1:
             raise UserError(f"{option} {number}: should be 1 or more")
@@ -91,8 +92,7 @@ def plan_memory(
     if memory is None:
         most = min(most, max(ledger.blocks_of_longest, DEFAULT_POOL // ledger.kv_block))
     if on_gpus:  # each rank has its own, and they cannot share memory
-        least = min(parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts)
-        most = min(most, *(max(0, least - stage.fixed) // stage.kv_block for stage in ledger.stages))
+        most = min(most, *(max(0, min(budgets) - stage.fixed) // stage.kv_block for stage in ledger.stages))
     if max_length is None:
         fits = ledger.longest_within(min(most, max(0, budget - ledger.fixed) // ledger.kv_block))
         if 0 < fits < sizes.max_length:
@@ -100,9 +100,9 @@ def plan_memory(
     return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))
 
 
-def step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:
-    """Return the sizes for which ranks allocate buffers, from the ledger of `plan_memory`. touched: make the whole KV
-    pool resident at the start, not as it is used."""
+def make_step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:
+    """Convert the ledger (predicted memory) of `plan_memory` to the sizes for which ranks allocate buffers and KV pool.
+    touched: True to make the whole KV pool resident at the start, False: as it is used."""
     sizes = ledger.sizes
     return StepLimits(
         ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, touched

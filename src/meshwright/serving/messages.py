@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Return a message as it is sent: a 4-byte big-endian length, then JSON."""
+    """Encode a message as the bytes that are sent: a 4-byte big-endian length, then JSON."""
     content = json.dumps(message, separators=(",", ":")).encode()
     return _LENGTH.pack(len(content)) + content
 
@@ -46,14 +46,13 @@ def _prove(secret: str, nonce: bytes) -> bytes:
 
 class Channel:
     """Blocking connection of a rank process to the front (the process of the HTTP server) or to another rank. All
-    methods raise `RankLost` if the other process has closed it."""
+    methods raise `RankLost` if the other process has closed it. connection: connected socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._unread = bytearray()
 
     @classmethod
     def connect(cls, address: str, secret: str) -> Channel:
@@ -92,26 +91,25 @@ class Channel:
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
-        """Return all messages that have arrived; a message of which only a part has arrived is waited for and included.
-        wait: True: if none has arrived, block until one does; False: return [] then."""
+        """Return all messages that have arrived, in order. If only a part of a message has arrived, wait for the rest.
+        wait: if no message has arrived, True: block until one does; False: return []."""
         found = [self.receive()] if wait else []
-        while self._unread or select.select([self._socket], [], [], 0.0)[0]:
+        while select.select([self._socket], [], [], 0.0)[0]:
             found.append(self.receive())
         return found
 
     def _read_exactly(self, size: int) -> bytes:
         """Read and return exactly `size` bytes, blocking until they have arrived."""
-        while len(self._unread) < size:
+        data = b""
+        while len(data) < size:  # a stop signal ends a call early
             try:
-                data = self._socket.recv(max(65536, size - len(self._unread)))
+                part = self._socket.recv(size - len(data), socket.MSG_WAITALL)
             except OSError as error:
                 raise RankLost(f"the peer has closed the connection: {error}") from error
-            if not data:
+            if not part:
                 raise RankLost("the peer has closed the connection")
-            self._unread += data
-        found = bytes(self._unread[:size])
-        del self._unread[:size]
-        return found
+            data += part
+        return data
 
     def close(self) -> None:
         """Close the connection."""
@@ -120,11 +118,14 @@ class Channel:
 
 class Listener:
     """Listening socket of the front (the process of the HTTP server), or of a replica's first rank for its other ranks.
-    Attribute `address`: `unix:PATH` or `tcp:HOST:PORT`, for `Channel.connect`."""
+    Attribute `address`: `unix:PATH` or `tcp:HOST:PORT`, for `Channel.connect`.
+
+    directory: private directory of the Unix socket; None: listen on a free TCP port of `host` instead. name: start of
+    the Unix socket's file name. secret: shared secret that each connecting process must prove to know. Raises UserError
+    if this machine does not have the address `host`.
+    """
 
     def __init__(self, directory: str | None, name: str, secret: str, host: str = "") -> None:
-        """Listen at a Unix socket `name` in the private `directory`, or without one on a free TCP port of `host`.
-        Raises UserError if this machine has no such address."""
         self._secret = secret
         if directory is not None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -53,10 +53,9 @@ _HISTOGRAMS = (
 
 class ServingMetrics:
     """Prometheus metrics of a server: counters and histograms of requests, and figures of the engine, read when the
-    page is requested."""
+    page is requested. model: value of the label `model_name`."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
-        """`model`: value of the label `model_name`."""
         self._registry, self._model = CollectorRegistry(), model
         self._registry.register(_EngineCollector(client, model))
         self._histograms = {
@@ -136,7 +135,3 @@ class _EngineCollector:
             for state in _BLOCK_STATES:
                 blocks.add_metric([*place, state], stats.get(state, 0))
         yield blocks
-
-    def describe(self) -> list[Metric]:
-        """Return an empty list, so that registration does not call `collect` before the engine has started."""
-        return []

@@ -22,10 +22,13 @@ SUM_SITE, LOGITS_SITE = "serving.sum", "serving.logits"
 
 class NativeRunner:
     """Runner of serving steps on a CPU by the compiled kernels: executes the operation list of this rank's pipeline
-    stage; attributes as in `Runner`."""
+    stage. It has the attributes of `Runner`.
+
+    kernels: compiled library. weights: reader of this rank's weights. dtype: "float32" or "bfloat16", of packed weights
+    and KV cache. limits: sizes of KV pool and buffers.
+    """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
-        """`dtype`: "float32" or "bfloat16", of packed weights and KV cache."""
         self.config, self.instruction_set, self.version = weights.config, kernels.instruction_set, kernels.version
         lowered = Lowering(kernels, weights, mesh, dtype, limits)
         self._ops, self._segments, self._memory = lowered.ops, lowered.segments, lowered.nbytes
@@ -60,8 +63,8 @@ class NativeRunner:
         return self._logits[:rows] if self._tensor.trivial or not rows else self._gather_logits(self._logits[:rows])
 
     def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
-        """All-reduce the tensor-parallel ranks' `partial_TH` [T, H], added in rank order, and add the segment's bias.
-        Add the result to the segment's residual, or, if there is none, write it to `partial_TH`."""
+        """All-reduce `partial_TH` [T, H] over the tensor-parallel ranks, in rank order, and add the segment's bias. Add
+        the sum to the segment's residual; if there is none, write the sum to `partial_TH`."""
         first_TH, *others = self._gather(partial_TH, SUM_SITE)
         for part_TH in others:
             first_TH += part_TH

@@ -18,14 +18,14 @@ from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher.device import current_device_memory
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
-from meshwright.serving.memory import plan_memory, step_limits
+from meshwright.serving.memory import make_step_limits, plan_memory
 from meshwright.serving.pipeline_engine import build_engine
 from meshwright.serving.rank_starter import PLAIN_TORCH, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import InvalidLogits
 from meshwright.serving.step_limits import StepLimits
-from meshwright.serving.weights import decoder_config
+from meshwright.serving.weights import read_decoder_config
 from meshwright.spec.block_tables import MOST_TABLES
 from meshwright.threads import choose_threads
 
@@ -33,10 +33,10 @@ _STEP_SECONDS = 24 * 3600.0  # long, as no client waits
 
 
 def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
-    """Return the sizes for which ranks allocate buffers and KV pool to generate without a server. Raises UserError if
-    one sequence does not fit in memory, or the model is no decoder."""
+    """Return the sizes for which ranks allocate buffers and KV pool when they generate without a server. device: "cpu"
+    or "cuda". Raises UserError if one sequence does not fit in memory, or the model is no decoder."""
     hosts = [current_device_memory()] if device == "cuda" else None
-    return step_limits(plan_memory(decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
+    return make_step_limits(plan_memory(read_decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
 
 
 def build_offline_engine(
@@ -44,8 +44,9 @@ def build_offline_engine(
 ) -> Engine:
     """Build this rank's engine for generation without a server.
 
-    `scoring`: allow one position more than the model has, for requests with `prompt_logprobs`: their last token is only
-    a target. Raises UserError as `plan_offline` and `runner.build_runner` do.
+    scoring: True: allow one position more than the model has, for requests with `prompt_logprobs`, whose last token is
+    only a target. instruction_set: of the kernels; None: the fastest. Raises UserError as `plan_offline` and
+    `runner.build_runner` do.
     """
     limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
@@ -82,7 +83,7 @@ def run_requests(
 
 
 def _raise_error(output: Output) -> Output:
-    """Return `output`; raise InvalidLogits if its request ended with an error."""
+    """Return `output` unchanged; raise InvalidLogits if its finish reason is "error"."""
     if output.finish_reason == "error":
         raise InvalidLogits("the model computes NaN or infinite logits: its weights are damaged")
     return output
@@ -127,7 +128,7 @@ async def _start_and_run(
                 replicas.cancel(output.request_id)
 
     limits = plan_offline(directory, layout, dtype)
-    vocabulary = decoder_config(directory).vocabulary
+    vocabulary = read_decoder_config(directory).vocabulary
     for request in requests:
         request.check(vocabulary, limits.max_length)
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as sockets:

@@ -43,13 +43,13 @@ Group = tuple[tuple[Kind, int], ...]
 """Steps that are posted together, each with its batch counted from the slot's."""
 
 
-def steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Return what pipeline rank `stage` executes in each slot once all `stages` stages are busy, from the checked 1F1B
-    program. In a slot each stage computes one batch.
+def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
+    """Derive from the 1F1B program, which is checked first, the steps that pipeline rank `stage` executes in each slot
+    once all `stages` stages are busy. In a slot each stage computes one batch.
 
-    The result is a tuple of message groups in order, each a tuple of steps that are started together. A step is (kind,
-    offset) and concerns the batch scheduled in slot (present slot + offset). Its kind is FORWARD (compute the batch),
-    BACKWARD (record its sampled tokens), or a send or receive of hidden states or tokens.
+    The result is a tuple of groups in order, each a tuple of steps that are started together. A step is (kind, offset);
+    it concerns the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD (compute the batch),
+    BACKWARD (record its sampled tokens), and sends and receives of hidden states or tokens.
     """
     program = with_transfers(one_f_one_b(stages, 6 * stages))
     check_pipeline(program)
@@ -78,7 +78,7 @@ class PipelineEngine(Engine):
     def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
         super().__init__(runner, scheduler)
         self._axis, self._stages, self._stage = mesh.pp, mesh.pp.size, mesh.pp.rank
-        self._order = steady_state(self._stages, self._stage)
+        self._order = derive_steady_state(self._stages, self._stage)
         self._slot = 0
         self._batches: dict[int, StepBatch | None] = {}  # by slot, until they are published
         self._hidden: dict[int, torch.Tensor] = {}  # [T, H], received or to be sent
@@ -127,7 +127,7 @@ class PipelineEngine(Engine):
             self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
 
     def _publish(self, number: int, batch: StepBatch) -> list[Output]:
-        """Record the sampled tokens of the batch of slot `number` in the scheduler, and return its outputs."""
+        """Record the sampled tokens of the batch of slot `number` in the scheduler, and return the batch's outputs."""
         if self._stage < self._stages - 1 and len(batch.output_rows):
             self._results[number] = self._receive_results(number)
         results = self._results.get(number, [])
@@ -187,8 +187,8 @@ class PipelineEngine(Engine):
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
-    """Encode sampled tokens as uint8 tensors for sending: a first one of fixed size, and a second one if the data are
-    longer."""
+    """Encode sampled tokens for sending, as one or two uint8 tensors: the first of fixed size, the second with the rest
+    of longer data."""
     content = json.dumps(results, separators=(",", ":")).encode()
     data = len(content).to_bytes(8, "little") + content
     first = np.zeros(_FIRST_BYTES, np.uint8)

@@ -27,7 +27,8 @@ from meshwright.untrusted import parse_json, read_file, read_json
 
 
 class Prompts:
-    """Tokenizer and chat template of a served model: converts prompts to token IDs and back.
+    """Tokenizer and chat template of a served model: converts prompts to token IDs and back. directory: Hugging Face
+    directory of the tokenizer, for its special tokens and chat template.
 
     Attributes:
         start: ID of the start (BOS) token put before a text; None if the model has none.
@@ -42,7 +43,6 @@ class Prompts:
         self, tokenizer: Tokenizer, *, start: int | None = None, ends: Iterable[int] = (), vocabulary: int,
         max_length: int, directory: Path | None = None,
     ) -> None:  # fmt: skip
-        """`directory`: where the tokenizer comes from, for its special tokens and chat template."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
@@ -74,9 +74,9 @@ class Prompts:
     def encode(
         self, text: str, add_start: bool = True, *, empty: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """Return the token IDs of a text, preceded by the start token if `add_start`. Special tokens spelled out in the
-        text become their token IDs if `parse_special`, otherwise they are tokenized as ordinary text. A text that
-        begins with a parsed start token gets no second start token.
+        """Tokenize a text and return its token IDs, after the start token if `add_start`. Special tokens that the text
+        spells become their token IDs if `parse_special`; otherwise they are tokenized as ordinary text. A text that
+        begins with a parsed start token gets no second one.
 
         Raises UserError for a text that must be longer than `max_length` tokens (checked before tokenizing), for a
         token ID outside the model's vocabulary, and for a result without tokens unless `empty` is True.
@@ -121,8 +121,8 @@ class Prompts:
             raise UserError(f"{chat.template.where} {error}") from None
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
-        """Return `tokens` as a list. Raises UserError if a token ID is outside the model's vocabulary, or if there is
-        none unless `empty` is True."""
+        """Return `tokens` as a list after a check. Raises UserError if a token ID is outside the model's vocabulary, or
+        if `tokens` is empty unless `empty` is True."""
         if not tokens and not empty:
             raise UserError("the prompt is empty: it needs at least one token")
         for token in (min(tokens, default=0), max(tokens, default=0)):
@@ -130,19 +130,17 @@ class Prompts:
                 raise UserError(f"token {token} is not in the model's vocabulary, 0 to {self.vocabulary - 1}")
         return list(tokens)
 
-    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of a sequence of token IDs. skip_special: True leaves special tokens out; False writes their
-        names."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of a sequence of token IDs, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def detokenizer(self, before: Sequence[int]) -> IncrementalDetokenizer:
-        """Return an incremental detokenizer for a sequence that begins with the token IDs `before`; it returns the text
-        of the tokens after them."""
+        """Create an incremental detokenizer for the tokens that follow the token IDs `before`."""
         return IncrementalDetokenizer(self.tokenizer, before)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token ID stands for, perhaps a part of a character; of a special token those of
-        its name."""
+        """Return the UTF-8 bytes that a token ID stands for, which may be a part of a character; for a special token,
+        the bytes of its name."""
         return self._token_bytes[token]
 
     def token_text(self, token: int) -> str:

@@ -81,14 +81,14 @@ class RankPlan:
 
 
 class LocalStarter:
-    """Starts the ranks of a replica as forked processes of this machine; they end with this process. Attribute
+    """Starts the ranks of a replica as processes forked on this machine, which end with this process. Attribute
     `restarts` (True): lost ranks can be started again."""
 
     restarts = True
 
     async def run(self, replica: int, plan: RankPlan) -> None:
         """Start all ranks of the replica with index `replica` and wait until they have ended. Raises a rank's
-        exception, or RankLost if a rank's process died. Cancellation kills all of them."""
+        exception, or RankLost if a rank's process died. Cancellation kills all of them. plan: settings of the ranks."""
         count = Layout.parse(plan.layout).with_(dp=1).world_size
         ranks = LocalRanks(count, threads=plan.threads, timeout=plan.collective_seconds, backend=BACKENDS[plan.device])
         pool = ThreadPoolExecutor(1, "ranks")
@@ -106,14 +106,16 @@ class LocalStarter:
 
 
 class JoinedStarter:
-    """Starts this process's own rank only, where torchrun or SLURM has started one process per rank. The other ranks
-    connect by themselves, and lost ranks cannot be restarted from here. Same interface as `LocalStarter`."""
+    """Starter for a server whose ranks torchrun or SLURM has started, one process per rank. It starts this process's
+    own rank only; the other ranks connect by themselves, and lost ranks cannot be restarted from here (attribute
+    `restarts`: False). Same interface as `LocalStarter`."""
 
     restarts = False
 
     async def run(self, replica: int, plan: RankPlan) -> None:
-        """For replica 0 start rank 0 as a child process and raise RankLost when it has ended; for any other replica,
-        whose ranks are started elsewhere, wait forever."""
+        """Run the first rank of a replica until it ends. For replica 0, start rank 0 as a child process, and raise
+        RankLost when it has ended. For any other replica, whose ranks are started elsewhere, wait forever. plan:
+        settings of the ranks."""
         if replica:
             await asyncio.Event().wait()
         process = await asyncio.create_subprocess_exec(

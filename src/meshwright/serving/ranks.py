@@ -39,7 +39,7 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
     be loaded, RankLost when another process of the server is gone.
     """
     layout = Layout.parse(plan.layout).with_(dp=1)
-    device = _take_device(choose_device(plan.device, replica * layout.world_size + dist.get_rank()))
+    device = _set_device(choose_device(plan.device, replica * layout.world_size + dist.get_rank()))
     serve_mesh(plan, Mesh.create(layout, device, timeout_seconds=plan.collective_seconds), replica)
 
 
@@ -49,7 +49,7 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     all ranks. Raises as `serve_rank`, and UserError if the ranks cannot have a GPU each."""
     where = rendezvous.read_place()
     store = rendezvous.connect_to_store(where, JOIN_SECONDS)
-    device = _take_device(agree_on_device(device, where, store))
+    device = _set_device(agree_on_device(device, where, store))
     rendezvous.initialise(where, store, device, JOIN_SECONDS)
     shared = [plan]
     dist.broadcast_object_list(shared)
@@ -77,41 +77,41 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     leader = listener.address if listener else None
     front.send(encode({"hello": {**who, "leader": leader, "seconds": seconds, **engine.properties()}}))
     if rank:
-        _follow(engine, Channel.connect(front.receive()["leader"], plan.secret))
+        _run_follower(engine, Channel.connect(front.receive()["leader"], plan.secret))
         return
     followers = [listener.accept(plan.step_seconds) for _ in range(peers - 1)] if listener else []
     if listener:
         listener.close()
     front.send(encode({"ready": True}))
-    _lead(engine, front, followers)
+    _run_leader(engine, front, followers)
 
 
-def _take_device(device: str) -> str:
+def _set_device(device: str) -> str:
     """Make `device` the current CUDA device, unless it is "cpu"; return it. device: "cpu" or "cuda:1" and the like."""
     if device != "cpu":
         torch.cuda.set_device(device)
     return device
 
 
-def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
-    """Main loop of a replica's first rank, until a message says stop. Each iteration receives the messages of the front
-    (the HTTP server's process), forwards them to the other ranks (`followers`), runs an engine step, and sends the
-    outputs and a report on the step to the front.
+def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> None:
+    """Main loop of a replica's first rank, until a message of the front (the HTTP server's process) says stop. Each
+    iteration receives the front's messages, forwards them to the replica's other ranks (`followers`), runs an engine
+    step, and sends the outputs and a report on the step to the front.
 
-    `seconds` in the report is the time of the whole iteration: from the end of the previous engine step, or from the
+    `seconds` in the report is the time of the whole iteration, from the end of the previous engine step, or from the
     end of idleness, to the end of this step; 0 if no step ran.
     """
-    step, began = 0, time.perf_counter()
+    began = time.perf_counter()
     while True:
         slept = engine.idle
         messages = front.receive_ready(wait=slept)
         if slept:
             began = time.perf_counter()
         if followers:
-            data = encode({"step": step, "messages": messages})
+            data = encode({"messages": messages})
             for follower in followers:
                 follower.send(data)
-        stop, outputs = _apply(engine, messages)
+        stop, outputs = _apply_messages(engine, messages)
         ran = not engine.idle
         if ran:
             outputs += engine.step()
@@ -122,27 +122,22 @@ def _lead(engine: Engine, front: Channel, followers: list[Channel]) -> None:
         front.send(encode({"outputs": [output.to_json() for output in outputs], "step": report}))
         if stop:
             return
-        step += 1
 
 
-def _follow(engine: Engine, leader: Channel) -> None:
+def _run_follower(engine: Engine, leader: Channel) -> None:
     """Main loop of a replica's other ranks: run a step for each list of messages that the replica's first rank
     (`leader`) forwards, until one says stop."""
-    step = 0
     while True:
-        forwarded = leader.receive()
-        assert forwarded["step"] == step, (forwarded["step"], step)
-        stop, _ = _apply(engine, forwarded["messages"])
+        stop, _ = _apply_messages(engine, leader.receive()["messages"])
         if not engine.idle:
             engine.step()
         if stop:
             return
-        step += 1
 
 
-def _apply(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]:
-    """Apply messages of the front (the HTTP server's process) to the engine: "add", "cancel", "stop". Return (True if
-    one says stop, a final "cancelled" output for each request that the engine refuses)."""
+def _apply_messages(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]:
+    """Apply the front's messages ("add", "cancel", "stop") to the engine. Return (True if a message says stop, list
+    with a "cancelled" output for each request that the engine refuses). The front is the HTTP server's process."""
     refused = []
     for message in messages:
         if "add" in message:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.errors import RankLost
-from meshwright.serving.admission import AnswerShare
+from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.request import Output, Request
 from meshwright.serving.speed import StepTimes, Work
 from meshwright.spec.block_tables import BLOCK_TOKENS
@@ -37,7 +37,7 @@ class Stream(AsyncIterator[Output]):
         request: The request.
         tokens: IDs of the tokens generated so far.
         losses: Number of times that a rank was lost while the request ran, since its newest token.
-        replica: Replica that runs it; None while no replica is ready.
+        replica: Replica (data-parallel copy of the model) that runs it; None while no replica is ready.
         deadline: Timer that cancels the request; None without a deadline.
         ended: True if no further output will come.
     """
@@ -55,8 +55,8 @@ class Stream(AsyncIterator[Output]):
         self._changed = asyncio.Event()
 
     def put(self, output: Output) -> None:
-        """Add an output of the engine for the reader. Prompt log-probabilities are passed on once, though a request
-        that runs again after a lost rank may compute them again."""
+        """Store an output of the engine for the reader. Prompt log-probabilities are passed on only once, although a
+        request that runs again after a lost rank may compute them again."""
         self.tokens += [result.token for result in output.results]
         self.losses = 0 if output.results else self.losses
         if self._has_prompt_results:
@@ -77,8 +77,8 @@ class Stream(AsyncIterator[Output]):
         self._changed.set()
 
     def resumed(self) -> Request:
-        """Return the request to run again on another replica, or after a restart: tokens generated so far become
-        `replayed`, so that they are recomputed like prompt tokens, not sampled again."""
+        """Return the request with which another replica, or this one after a restart, continues the answer. Tokens
+        generated so far become `replayed`: they are recomputed like prompt tokens, not sampled again."""
         return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
 
     async def __anext__(self) -> Output:
@@ -95,7 +95,8 @@ class Stream(AsyncIterator[Output]):
 
 
 class Replica:
-    """State of one replica in the front, the process of the HTTP server.
+    """State of one replica (data-parallel copy of the model on a group of ranks) in the front, the process of the HTTP
+    server. At first its ranks have not been started.
 
     Attributes:
         index: Number of the replica, from 0.
@@ -122,10 +123,9 @@ class Replica:
     """
 
     def __init__(self, index: int, places: int, groups: int = 1) -> None:
-        """A replica whose ranks have not been started."""
         self.index, self.places, self.groups, self.starts, self.hangs = index, places, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
-        self.speed, self.answers = StepTimes(), AnswerShare()
+        self.speed, self.answers = StepTimes(), AnswerLengthRatio()
         self._clear()
 
     def _clear(self) -> None:
@@ -140,13 +140,13 @@ class Replica:
         self.heard, self.sent = 0.0, 0
         self._predicted, self._admissions = -math.inf, list[float]()  # time of the last prediction, and its result
 
-    def lose(self, reason: str) -> None:
+    def mark_lost(self, reason: str) -> None:
         """Mark the replica as lost, so that its ranks are ended and restarted. reason: one line for the log."""
         self.ready = False
         if self.lost is not None and not self.lost.done():
             self.lost.set_result(reason)
 
-    def forget(self) -> list[Stream]:
+    def reset(self) -> list[Stream]:
         """Reset the replica after its ranks have ended: close connections, add its counters to `totals`. Return the
         streams of its unfinished requests."""
         for writer in self.peers.values():
@@ -158,8 +158,8 @@ class Replica:
         return streams
 
     def take_report(self, report: dict[str, Any]) -> None:
-        """Store the figures of a step (`Engine.report`, with `seconds` and the number of requests `added`) and update
-        the model of step times."""
+        """Store the figures of a step and update the model of step times. report: dictionary of `Engine.report`, with
+        `seconds` of the step and the number of requests `added` before it."""
         self.heard, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
         if seconds and tokens:
@@ -177,8 +177,8 @@ class Replica:
 
     @property
     def room(self) -> int:
-        """Number of further sequences that the replica could run at once, those subtracted that were sent since its
-        last report. A negative number counts the requests that wait there."""
+        """Number of further sequences that the replica could start at once: its free places (0 if requests wait there),
+        minus the requests that wait there and those sent since its last report. May be negative."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.places - running) - waiting - self.sent
 
@@ -189,13 +189,13 @@ class Replica:
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, count: int) -> float:
-        """Return the predicted seconds until the first `count` requests of the replica's queue are admitted. If the
-        queue has fewer requests, the wait is extrapolated in proportion."""
+        """Return the predicted seconds until the first `count` requests of the replica's queue have been admitted. If
+        the queue has fewer requests, the wait is extrapolated in proportion."""
         now = time.monotonic()
         if now - self._predicted > PREDICTION_SECONDS:
             running = [self._work_left(each) for each in self.streams.values() if each.tokens]
             queued = [each.request for each in self.streams.values() if not each.tokens]
-            waiting = [Work(len(each.tokens), self._expect(each, 0)) for each in queued]
+            waiting = [Work(len(each.tokens), self._predict_length(each, 0)) for each in queued]
             busy = self.report["running"] + self.report["paused"] if self.report.get("waiting") else self.places
             self._admissions = self.speed.predict_admissions(running, waiting, max(1, busy), self.groups)
             self._predicted = now
@@ -214,11 +214,11 @@ class Replica:
         return max(0.0, time.monotonic() - self.heard - expected) if self.streams else 0.0
 
     def limit_step(self, seconds: float, budget: int) -> float:
-        """Return the time limit of the present step in seconds, the largest of three times. First, `seconds`, doubled
-        for each step since the last completed one that exceeded its limit, `MOST_DOUBLINGS` times at most. Second, ten
-        times the predicted time of the longest step that the unfinished requests may need. Third, the predicted time of
-        that step's tokens computed one by one, since predictions learnt from short steps are poor for long ones.
-        budget: largest number of tokens of a step."""
+        """Return the time limit of the present step in seconds, above which the replica counts as hanging. It is the
+        largest of three times. First, `seconds`, doubled for each step since the last completed one that exceeded its
+        limit, `MOST_DOUBLINGS` times at most. Second, ten times the predicted time of the longest step that the
+        unfinished requests may need. Third, the predicted time of that step's tokens computed one by one, since
+        predictions learnt from short steps are poor for long ones. budget: largest number of tokens of a step."""
         lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
         tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
         predicted = self.speed.predict(tokens, tokens * longest)
@@ -236,20 +236,20 @@ class Replica:
         """Return the remaining work of a request that is generating: no prompt tokens, the expected number of further
         answer tokens, and as context the tokens of prompt and answer so far."""
         done = len(stream.tokens)
-        return Work(0, self._expect(stream.request, done) - done, len(stream.request.tokens) + done)
+        return Work(0, self._predict_length(stream.request, done) - done, len(stream.request.tokens) + done)
 
-    def _expect(self, request: Request, tokens: int) -> int:
-        """Return the expected final length in tokens of a request's answer, which has `tokens` tokens so far."""
-        return self.answers.expect(tokens, request.sampling.max_tokens) if request.sampling.max_tokens else 0
+    def _predict_length(self, request: Request, tokens: int) -> int:
+        """Return the predicted final length in tokens of a request's answer, which has `tokens` tokens so far."""
+        return self.answers.predict_length(tokens, request.sampling.max_tokens) if request.sampling.max_tokens else 0
 
     def cached_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading KV blocks of a prompt the replica's prefix cache probably has. hashes: of the
-        prompt's blocks."""
+        """Return how many leading KV blocks of a prompt the replica's prefix cache probably has. hashes: hash of each
+        full block of the prompt, in order."""
         return next((count for count, each in enumerate(hashes) if each not in self.known), len(hashes))
 
     def remember(self, hashes: Sequence[bytes], limit: int) -> None:
-        """Record that the replica's prefix cache gets the KV blocks with these hashes; forget the least recently used
-        ones beyond `limit`, the number of blocks in its pool."""
+        """Record that the replica's prefix cache gets the KV blocks with these hashes. Of more than `limit` hashes (the
+        number of blocks in its pool), drop the least recently used ones."""
         for each in hashes:
             self.known[each] = None
             self.known.move_to_end(each)

@@ -44,8 +44,8 @@ LOOK_SECONDS = 0.5
 
 
 class Replicas:
-    """All replicas of a server, in the front (the HTTP server's process): implements `EngineClient`, starts the rank
-    processes, and restarts lost ones.
+    """All replicas (data-parallel copies of the model) of a server, in the front (the HTTP server's process):
+    implements `EngineClient`, starts the rank processes, and restarts lost ones.
 
     plan: settings of the ranks. starter: starts the ranks of a replica. limits: limits on the queue. host: address to
     listen on for ranks of other nodes; used if the plan has no socket directory. log: called with one line for each
@@ -133,7 +133,7 @@ class Replicas:
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.time())
             stream.deadline = asyncio.get_running_loop().call_later(left, self._end, request.id, "timeout")
-        self._place(stream)
+        self._dispatch(stream)
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -141,8 +141,8 @@ class Replicas:
         self._end(request_id, "cancelled")
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
-        """End the request with this ID on its ranks, and end its stream with the finish reason `reason`; do nothing for
-        an ID of no unfinished request."""
+        """End the unfinished request with this ID: cancel it on its ranks, and end its stream with the finish reason
+        `reason`. Ignore any other ID."""
         stream = self._streams.get(request_id)
         if stream is None:
             return
@@ -253,7 +253,7 @@ class Replicas:
     def _recover(self, replica: Replica) -> None:
         """Reset a lost replica, and send its unfinished requests to other replicas, or keep them until one is ready. A
         request fails if its replica was lost `LOSSES_OF_REQUEST` times while it ran, without a new token in between."""
-        for stream in replica.forget():
+        for stream in replica.reset():
             stream.losses += 1
             if stream.losses >= LOSSES_OF_REQUEST:
                 self._forget(stream)
@@ -261,7 +261,7 @@ class Replicas:
                     RankLost(f"the request was running {stream.losses} times when a rank was lost, without progress")
                 )
             else:
-                self._place(stream)
+                self._dispatch(stream)
 
     async def _watch_steps(self) -> None:
         """Loop that marks a replica as lost if it has requests but reported no step for some time: the plan's
@@ -273,7 +273,7 @@ class Replicas:
                 late = time.monotonic() - replica.heard
                 if replica.ready and replica.streams and late > seconds and late > replica.limit_step(seconds, budget):
                     replica.hangs += 1
-                    replica.lose(f"no step within {late:.3g} s")
+                    replica.mark_lost(f"no step within {late:.3g} s")
 
     # --- messages of the ranks
 
@@ -286,7 +286,7 @@ class Replicas:
         replica, start = self._replicas[hello["replica"]], hello["start"]
         try:
             if replica.starts == start:
-                self._greet(replica, hello, writer)
+                self._register_rank(replica, hello, writer)
             while replica.starts == start and (message := await messages.receive(reader)) is not None:
                 if replica.starts > start:
                     break  # from ranks that have been replaced
@@ -296,11 +296,11 @@ class Replicas:
                     self._take_step(replica, message)
         finally:
             if replica.starts == start:
-                replica.lose(f"rank {hello['rank']} has ended")
+                replica.mark_lost(f"rank {hello['rank']} has ended")
 
-    def _greet(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        """Register a rank that has connected, by its first message `hello`. If the rank's kernels differ from those of
-        the other ranks, fail the server, since answers would depend on the replica."""
+    def _register_rank(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """Register a rank that has connected. hello: its first message. If the rank's kernels differ from those of the
+        other ranks, fail the server, since answers would depend on the replica."""
         first = next(iter(self.hellos.values()), hello)
         if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
             mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
@@ -325,11 +325,12 @@ class Replicas:
         replica.ready, replica.ready_since = True, time.monotonic()
         parked, self._parked = self._parked, []
         for stream in parked:
-            self._place(stream)
+            self._dispatch(stream)
         self._changed.set()
 
     def _take_step(self, replica: Replica, message: Message) -> None:
-        """Handle a rank's message about one step: pass its outputs to their streams, and store its figures."""
+        """Handle a rank's message about one step: pass its outputs to the streams of their requests, and store its
+        figures."""
         replica.take_report(message["step"])
         replica.has_served |= bool(message["outputs"])
         for document in message["outputs"]:
@@ -345,9 +346,9 @@ class Replicas:
 
     # --- requests
 
-    def _place(self, stream: Stream) -> None:
-        """Send a request to the ready replica with the least work, from which the request's expected prefix-cache hits
-        on this replica are subtracted. If no replica is ready, keep the request until one is."""
+    def _dispatch(self, stream: Stream) -> None:
+        """Send a request to the ready replica with the least remaining work, from which its expected prefix-cache hits
+        for this request are subtracted. If no replica is ready, keep the request until one is."""
         request = stream.resumed()
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:

@@ -53,9 +53,9 @@ DEVICE_DTYPES = ("float32", "bfloat16", "float16")
 def build_runner(plan: RankPlan, mesh: Mesh) -> Runner:
     """Build the runner for this rank: load its part of the model and allocate its KV pool.
 
-    plan: of which checkpoint, dtype, sizes, threads, instruction set and `batch_invariant` are used. mesh: mesh of the
-    replica, with axes tp, pp, and ep inside tp. Raises UserError if the checkpoint is damaged or no decoder, or needs
-    kernels that cannot be built or run here.
+    plan: settings, of which checkpoint, dtype, sizes, threads, instruction set and `batch_invariant` are used. mesh:
+    mesh of the replica, with axes tp, pp, and ep inside tp. Raises UserError if the checkpoint is damaged or no
+    decoder, or needs kernels that cannot be built or run here.
     """
     weights = RankWeights(Path(plan.checkpoint), mesh)
     if mesh.device.type == "cuda":

@@ -121,7 +121,8 @@ class TokenResult(NamedTuple):
 
 
 class TokenCounts:
-    """Token IDs in a sequence, and how often each is in the answer, for the penalties."""
+    """Token IDs that occur in a sequence, and how often each occurs in the answer, for the penalties. prompt: token IDs
+    of the prompt. answer: those of the answer so far."""
 
     def __init__(self, prompt: Iterable[int], answer: Iterable[int] = ()) -> None:
         self._places = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
@@ -218,9 +219,9 @@ def _adjust(logits_V: Logits, sampling: Sampling, position: int, counts: TokenCo
 
 
 def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
-    """Return the token at quantile `uniform`, in [0, 1), of the tokens kept by top-k, top-p and min-p (inverse-CDF
-    sampling). If all tokens are kept, they are ordered by token ID; else the most likely comes first, and among equals
-    the lower token ID.
+    """Return the ID of the token at quantile `uniform`, in [0, 1), of the tokens that top-k, top-p and min-p keep
+    (inverse-CDF sampling). If all tokens are kept, they are ordered by token ID; else by descending probability, equal
+    ones by token ID.
 
     The kept tokens are always the most likely ones, so only as many are sorted.
     """
@@ -257,7 +258,8 @@ def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
 
 
 def _keep_nucleus(weights: Logits, mass: float) -> Logits:
-    """Return the shortest beginning of descending weights whose sum reaches `mass` (top-p), at least one weight."""
+    """Return the shortest beginning of the descending `weights` whose sum reaches `mass` (top-p), at least one
+    weight."""
     return weights[: int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1]
 
 
@@ -294,6 +296,7 @@ def _first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
 
 
 def _check(holds: bool, name: str, value: object, right: str) -> None:
-    """Raise UserError with the option's `name` and value unless `holds`. right: description of valid values."""
+    """Raise UserError with the option's `name` and `value` unless `holds`. right: text that says which values are
+    valid."""
     if not holds:
         raise UserError(f"{name} {value}: should be {right}")

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.errors import UserError
-from meshwright.serving.admission import AdmissionState, AnswerShare
+from meshwright.serving.admission import AdmissionState, AnswerLengthRatio
 from meshwright.serving.blocks import BlockPool
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
@@ -68,15 +68,15 @@ class Scheduler:
     budget. Requests are admitted by priority, then arrival, while the admission state (see `AdmissionState`) stays
     safe.
 
+    limits: sizes of the pool and of a step, whose token budget has room for a token of each sequence. groups: number of
+    pipeline groups, each sequence in one.
+
     Attributes:
         pool: Pool of KV blocks.
         windows: Sliding window of each block table in tokens; None: none.
     """
 
     def __init__(self, limits: StepLimits, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
-        """`limits`: sizes of the pool and of a step, whose token budget has room for a token of each sequence;
-        `windows`: sliding window of each block table in tokens, None without; `groups`: pipeline groups, each sequence
-        in one."""
         assert limits.token_budget >= limits.max_sequences >= groups >= 1, limits
         self.pool = BlockPool(limits.blocks)
         self._limits, self.windows, self._groups = limits, tuple(windows), groups
@@ -84,7 +84,7 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._admitted: list[Sequence] = []  # oldest first
         self._ages = 0
-        self._answers = AnswerShare()
+        self._answers = AnswerLengthRatio()
         self._state: AdmissionState | None = None  # of this step
         self._refused: tuple[Sequence, int] | None = None  # head of the queue, and `pool.releases` at that time
         self._rows = list(range(limits.max_sequences - 1, -1, -1))
@@ -166,7 +166,7 @@ class Scheduler:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Figures by name. Now: sequences that are `waiting` (with `waiting_tokens` prompt tokens), `running`, or
+        """Figures by name. Now: sequences that are `waiting`, `running`, or
         `paused` (these keep their blocks); KV blocks that are `free` (without content), `cached` (evictable) and
         `held`. Since the start: `prefix_queries`, tokens of admitted sequences looked up in the prefix cache,
         `prefix_hits`, those of them found, and `pauses`."""
@@ -174,8 +174,7 @@ class Scheduler:
         pool, held = self.pool, self.pool.size - self.pool.available
         return {
             "waiting": len(self._queue), "running": len(self._admitted) - paused, "paused": paused,
-            "free": pool.free, "cached": pool.cached, "held": held, "waiting_tokens": self._queue.tokens,
-            **self._totals,
+            "free": pool.free, "cached": pool.cached, "held": held, **self._totals,
         }  # fmt: skip
 
     def _admission_state(self) -> AdmissionState:
@@ -221,8 +220,9 @@ class Scheduler:
             self._state = joined
 
     def _find_prefix(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
-        """Return the prefix of a waiting sequence that the prefix cache has, as `BlockPool.find` does. Never includes
-        the last token, whose logits are needed; nothing is found if the prompt's log-probabilities are requested."""
+        """Return the prefix of a waiting sequence that the prefix cache has, in the form of `BlockPool.find`. It never
+        includes the last token, whose logits are needed. Nothing is found if the prompt's log-probabilities are
+        requested."""
         if sequence.scores_prompt:
             return self.pool.find([], self.windows)
         sequence.chain.extend(sequence.tokens)
@@ -259,8 +259,8 @@ class Scheduler:
         self._totals.update(prefix_queries=len(sequence.tokens), prefix_hits=sequence.computed)
 
     def _extend(self, sequence: Sequence, wanted: int) -> int:
-        """Allocate KV blocks for the next `wanted` tokens of a sequence, as far as admission allows; return the number
-        of tokens that fit. If it is 0, the sequence pauses."""
+        """Allocate KV blocks for the next `wanted` tokens of a sequence, as many as the admission state allows. Return
+        the number of tokens that fit; if it is 0, the sequence pauses."""
         room = sequence.blocks * BLOCK_TOKENS - sequence.computed
         if room < wanted:
             state = self._admission_state()

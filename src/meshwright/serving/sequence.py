@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.serving.admission import AnswerShare
+from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.blocks import HashChain
 from meshwright.serving.request import FinishReason, Request
 from meshwright.serving.sampling import InvalidLogits, TokenCounts, TokenResult, sample, score_token
@@ -18,7 +18,8 @@ from meshwright.spec.block_tables import count_blocks, max_blocks_held
 
 
 class Sequence:
-    """State of one request in the scheduler.
+    """State of one request in the scheduler. windows: sliding window of each block table in tokens, None: no window.
+    token_budget: most tokens of a step.
 
     Attributes:
         request: The request.
@@ -35,8 +36,6 @@ class Sequence:
     """
 
     def __init__(self, request: Request, windows: SequenceOf[int | None], token_budget: int) -> None:
-        """`windows`: sliding window of each block table in tokens, None without; `token_budget`: most tokens of a
-        step."""
         self.request = request
         self.tokens = array("i", (*request.tokens, *request.replayed))
         self.computed = self.cached_tokens = self.blocks = 0
@@ -54,10 +53,10 @@ class Sequence:
         self.scores_prompt = request.sampling.prompt_logprobs is not None and not request.replayed
         self.counts = TokenCounts(request.tokens, request.replayed) if request.sampling.penalizes else None
 
-    def expect_growth(self, answers: AnswerShare) -> int:
-        """Return the number of KV blocks that the sequence is expected to allocate until its end. answers: predicts its
-        length."""
-        answer = answers.expect(self.answered, self.request.sampling.max_tokens)
+    def expect_growth(self, answers: AnswerLengthRatio) -> int:
+        """Return the predicted number of KV blocks that the sequence will still allocate. answers: predicts the length
+        of its answer."""
+        answer = answers.predict_length(self.answered, self.request.sampling.max_tokens)
         blocks = count_blocks(len(self.request.tokens) + answer)
         return sum(
             max(0, min(blocks, most) - len(held)) for most, held in zip(self.most_blocks, self.held, strict=True)
@@ -69,7 +68,7 @@ class Sequence:
         return len(self.tokens) - len(self.request.tokens)
 
     def output_positions(self, count: int) -> range:
-        """Return the range of positions whose logits are wanted, among the next `count` tokens to be computed."""
+        """Return the positions whose logits are wanted, as a range, among the next `count` tokens to be computed."""
         end = self.computed + count
         ends = end == len(self.tokens)
         begin = end - ends
@@ -78,8 +77,8 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def sample_row(self, logits_V: npt.NDArray[np.float32], position: int) -> TokenResult:
-        """Return the result for the logits [V] at a position: a sampled token at the last one, else the prompt's next
-        token with its log-probability. Its token is -1 if logits are NaN or infinite."""
+        """Return the result for the logits [V] at a position. At the sequence's last token it is a sampled token;
+        before that, the prompt's next token with its log-probability. Its token is -1 if logits are NaN or infinite."""
         sampling = self.request.sampling
         try:
             if position == len(self.tokens) - 1:
@@ -92,15 +91,9 @@ class Sequence:
 
 
 class WaitingQueue:
-    """Priority queue of sequences that wait for admission: lowest `priority` first, then in order of arrival.
-
-    Attributes:
-        tokens: Number of prompt tokens of all waiting sequences together.
-    """
+    """Priority queue of sequences that wait for admission: lowest `priority` first, then in order of arrival."""
 
     def __init__(self) -> None:
-        """An empty queue."""
-        self.tokens = 0
         self._heap: list[tuple[int, int, Sequence]] = []
         self._arrivals = 0
 
@@ -117,16 +110,12 @@ class WaitingQueue:
         """Add a sequence, after those of equal priority."""
         heapq.heappush(self._heap, (sequence.request.priority, self._arrivals, sequence))
         self._arrivals += 1
-        self.tokens += len(sequence.tokens)
 
     def pop(self) -> Sequence:
         """Remove and return the sequence that is admitted next."""
-        sequence = heapq.heappop(self._heap)[2]
-        self.tokens -= len(sequence.tokens)
-        return sequence
+        return heapq.heappop(self._heap)[2]
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from any position in the queue."""
         self._heap = [entry for entry in self._heap if entry[2] is not sequence]
         heapq.heapify(self._heap)
-        self.tokens -= len(sequence.tokens)

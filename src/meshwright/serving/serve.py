@@ -28,7 +28,7 @@ from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
-from meshwright.serving.memory import DEFAULT_FRACTION, MAX_SEQUENCES, TOKEN_BUDGET, plan_memory, step_limits
+from meshwright.serving.memory import DEFAULT_FRACTION, MAX_SEQUENCES, TOKEN_BUDGET, make_step_limits, plan_memory
 from meshwright.serving.rank_starter import PLAIN_TORCH, JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.waiting_line import QueueLimits
@@ -186,7 +186,7 @@ def serve(
 
 
 class _Phases:
-    """Logs the duration of each phase of the server's start."""
+    """Logs the duration of each phase of the server's start. log: called with one line per phase."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self.log, self.began = log, time.perf_counter()
@@ -200,10 +200,10 @@ class _Phases:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
-    """Checked settings of a server: checkpoint, layout, dtype, and the predicted memory with the KV blocks that fit
-    (`ledger`). place: rank of this process if torchrun or SLURM started one process per rank, else None. device: "cpu"
-    or "cuda"."""
+class _Settings:
+    """Checked settings of a server: checkpoint, layout and dtype. ledger: predicted memory, with the number of KV
+    blocks that fit. place: rank of this process if torchrun or SLURM started one process per rank, else None. device:
+    "cpu" or "cuda"."""
 
     checkpoint: Path
     config: ModelConfig
@@ -216,7 +216,7 @@ class _Model:
 
 def _check_model(
     path: Path, layout: str, place: rendezvous.Place | None, options: ServeOptions, log: Callable[[str], None]
-) -> _Model:
+) -> _Settings:
     """Check everything that can be checked without loading the weights, and return the checked settings. place: rank of
     this process if torchrun or SLURM started one process per rank, else None. Raises UserError."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
@@ -239,15 +239,15 @@ def _check_model(
         log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
     if gpus and options.get("device", "auto") == "auto":
         log("warning: --device auto has found a GPU; serving has not run on real GPUs yet (--device cpu is tested)")
-    return _Model(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
+    return _Settings(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
 
 
-def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
+def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
     """Create the server's replicas, without starting their ranks. directory: private directory for Unix sockets."""
     layout, place = model.layout, model.place
     here = layout.world_size if place is None else place.host_ranks or place.ranks
     plan = RankPlan(
-        str(model.checkpoint.resolve()), str(layout), model.dtype, step_limits(model.ledger),
+        str(model.checkpoint.resolve()), str(layout), model.dtype, make_step_limits(model.ledger),
         options.get("threads") or choose_threads(here), directory if place is None else None,
         options.get("step_seconds", 60.0), model.device if place is None else options.get("device", "auto"),
         options.get("batch_invariant", False),
@@ -261,7 +261,7 @@ def _make_replicas(model: _Model, directory: str, options: ServeOptions, log: Ca
     return Replicas(plan, starter, limits=limits, host=host, log=log)
 
 
-async def _start(model: _Model, replicas: Replicas, phases: _Phases) -> Prompts:
+async def _start(model: _Settings, replicas: Replicas, phases: _Phases) -> Prompts:
     """Start all ranks; meanwhile check the checkpoint's hashes and load the tokenizer. Return the tokenizer."""
 
     def load() -> Prompts:
@@ -294,8 +294,8 @@ async def _start(model: _Model, replicas: Replicas, phases: _Phases) -> Prompts:
 
 
 def _describe_memory(ledger: ServingLedger, replicas: Replicas) -> dict[str, Any]:
-    """Return {"predicted": {item: bytes}, "measured": {kind: bytes}, "total_gib": predicted total}, summed over all
-    ranks."""
+    """Return the memory of all ranks together: {"predicted": {item: bytes}, "measured": {kind: bytes}, "total_gib":
+    predicted total}. ledger: predicted memory. replicas: whose ranks have reported theirs."""
     measured: Counter[str] = Counter()
     for hello in replicas.hellos.values():
         measured.update(hello["memory"])

@@ -26,15 +26,15 @@ class Work(NamedTuple):
 
 
 class StepTimes:
-    """Model of a step's time, learnt online: seconds = a + b * tokens + c * keys, with a, b, c >= 0.
+    """Model of the time of a step, learnt online: seconds = a + b * tokens + c * keys, with a, b, c >= 0. It predicts 0
+    until the first step is observed.
 
-    Recursive least squares of relative errors with exponential forgetting; coordinate descent keeps the coefficients in
-    their range. An outlier (a step that the machine interrupted) counts little; a lasting change is learnt within some
+    Recursive least squares of relative errors with exponential forgetting; coordinate descent keeps the coefficients
+    non-negative. An outlier (a step that the machine interrupted) counts little; a lasting change is learnt within some
     fifty steps.
     """
 
     def __init__(self) -> None:
-        """A model that predicts 0 until the first step is observed."""
         self.coefficients = [0.0, 0.0, 0.0]
         self._products = [[0.0] * 3 for _ in range(3)]
         self._targets = [0.0, 0.0, 0.0]
@@ -73,9 +73,9 @@ class StepTimes:
     ) -> list[float]:
         """Return the predicted seconds until each request of `waiting` is admitted, in their order.
 
-        `places`: most sequences that run at a time. Model: the running sequences decode one token each per round; when
-        one ends, the next request is admitted and its prompt computed. `groups`: number of steps in a round, each for
-        its share of the sequences (the stages of a pipeline).
+        The prediction assumes that the running sequences decode one token each per round; when one ends, the next
+        request is admitted and its prompt computed. places: most sequences that run at a time. groups: number of steps
+        in a round, each of which computes an equal part of the sequences (the stages of a pipeline).
         """
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 _MADV_POPULATE_WRITE = 23
 _PIECE = 16 << 20  # bytes that a thread populates per call
-_MADVISE = ctypes.CDLL(None).madvise
-_MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+MADVISE = ctypes.CDLL(None).madvise
+"""madvise(2) of libc: (address, size in bytes, advice) -> 0, or -1 after an error; releases the GIL."""
+MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +71,4 @@ def _populate_pages(memory: npt.NDArray[Any]) -> bool:
     """Make the pages of an array resident without changing its content, without the GIL. Return False if the system
     does not support it."""
     begin = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-    return _MADVISE(begin, memory.ctypes.data + memory.nbytes - begin, _MADV_POPULATE_WRITE) == 0
+    return MADVISE(begin, memory.ctypes.data + memory.nbytes - begin, _MADV_POPULATE_WRITE) == 0

@@ -33,7 +33,8 @@ class ClientLeft(Exception):
 
 
 class JobRunner:
-    """Runs the jobs (HTTP requests that generate text) of a server on its engine, and records their metrics."""
+    """Runs the jobs of a server on its engine and records their metrics. A job is a parsed HTTP request that generates
+    text. client: engine."""
 
     def __init__(self, client: EngineClient, metrics: ServingMetrics, settings: HttpSettings) -> None:
         self.settings = settings
@@ -52,7 +53,7 @@ class JobRunner:
             run.result()
         finally:
             await _stop(run, left)
-        return job.form.answer(job.choices, [Piece.join(each) for each in pieces])
+        return job.formatter.answer(job.choices, [Piece.join(each) for each in pieces])
 
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
         """Submit all requests of a job to the engine; raise ApiError if they are refused. Return the task that calls
@@ -101,16 +102,16 @@ class JobRunner:
 
 
 class EventStream(Response):
-    """HTTP response of server-sent events for one job; all events that wait are sent in one write."""
+    """HTTP response of server-sent events for one job (a parsed HTTP request that generates text). All events that wait
+    are sent in one write. Construction submits the job's requests to the engine; ApiError if they are refused."""
 
     media_type = "text/event-stream"
 
     def __init__(self, runner: JobRunner, job: Job) -> None:
-        """Submit the requests of the job. Raises ApiError."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._job, self._settings = job, runner.settings
-        self._waiting = [job.form.open_choice(choice) for choice in job.choices]
+        self._waiting = [job.formatter.open_choice(choice) for choice in job.choices]
         self._bytes = 0  # of the events that wait
         self._news = asyncio.Event()
         self._run = runner.start(job, self._take)
@@ -152,7 +153,7 @@ class EventStream(Response):
 
     def _take(self, choice: Choice, piece: Piece) -> None:
         """Append the event of a new piece to those that wait to be sent. Raises SlowReader if they exceed the limit."""
-        event = self._job.form.format_piece(choice, piece, self._job.choices)
+        event = self._job.formatter.format_piece(choice, piece, self._job.choices)
         if not event:
             return
         if self._bytes > self._settings.stream_bytes * len(self._job.choices):
@@ -162,16 +163,16 @@ class EventStream(Response):
         self._news.set()
 
     def _format_end(self, run: asyncio.Task[None]) -> bytes:
-        """Return the last events of the stream as bytes: those of the request's API form (OpenAI or llama.cpp), or an
-        error event if `run`, the finished task that produced the answer, failed. Raises SlowReader if the client read
-        too slowly."""
+        """Return the last events of the stream as bytes: those of the request's API (OpenAI or llama.cpp), or an error
+        event if `run`, the finished task that produced the answer, failed. Raises SlowReader if the client read too
+        slowly."""
         try:
             run.result()
         except SlowReader:
             raise
         except Exception as error:
             return b"data: " + to_api_error(error).to_json() + b"\n\n" + END_OF_STREAM
-        return self._job.form.close_stream(self._job.choices)
+        return self._job.formatter.close_stream(self._job.choices)
 
 
 async def _wait_until_left(receive: Receive) -> None:

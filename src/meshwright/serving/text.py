@@ -50,7 +50,8 @@ class AnswerText:
     """Text of one answer that the client sees: detokenized tokens up to the first stop string, which is left out.
 
     Text that may be the beginning of a stop string is held back until later tokens decide, so that the joined pieces do
-    not depend on how tokens are divided into outputs.
+    not depend on how tokens are divided into outputs. stop: stop strings, none of them empty. min_tokens: number of
+    first tokens whose text is not searched for stop strings.
 
     Attributes:
         offsets: For each token, the index in the answer's text of the first character that the token completes; may lie
@@ -59,7 +60,6 @@ class AnswerText:
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """`stop`: strings, none of them empty; `min_tokens`: the text of so many tokens is not searched for them."""
         assert all(stop), "an empty stop string ends every text before it begins"
         self.offsets: list[int] = []
         self.stopped_by: str | None = None

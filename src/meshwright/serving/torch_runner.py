@@ -50,26 +50,25 @@ class OrderedTensorParallel(TensorParallel):
 
 
 class PagedCache:
-    """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a stage's layers in plain torch, for a ragged batch of
-    sequences. Layers of different block tables share tensors, as each block belongs to one table.
+    """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a pipeline stage's layers in plain torch, for a ragged batch
+    of sequences. Layers of different block tables share tensors, as each block belongs to one table.
 
     Attention is computed token by token, so that a token's result does not depend on which others are in the batch. The
-    attribute `length` of the model's cache interface stays 0, since callers always pass positions.
+    attribute `length` of the model's cache interface stays 0, since callers always pass positions. tables: block tables
+    of the model. layers: indices of the stage's layers. blocks: number of KV blocks. kv_heads: key-value heads of this
+    rank.
     """
 
     length = 0
 
     def __init__(
-        self, config: ModelConfig, tables: BlockTables, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        """`tables`: block tables of the model; `layers`: those of this rank's stage; `kv_heads`: those of this rank."""
+        self, config: ModelConfig, tables: BlockTables, layers: range, blocks: int, kv_heads: int, dtype: torch.dtype
+    ) -> None:
         shape = (2, blocks * BLOCK_TOKENS, kv_heads, config.head_dim)
         depth = 1 + max(tables.layers[layer][1] for layer in layers)
-        self._pairs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(depth)]  # keys, values
+        self._pairs = [torch.empty(shape, dtype=dtype) for _ in range(depth)]  # keys, values
         self._layers = tables.layers
         self._windows = {layer: config.layer_window(layer) for layer in layers}
-        self._device = device
         self._segments: list[tuple[int, torch.Tensor]] = []  # of each selected token: row, slots [W, C] of its context
         self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
 
@@ -86,7 +85,7 @@ class PagedCache:
     def select(self, batch: StepBatch, begin: int, end: int) -> None:
         """Select the tokens with the indices `begin` to `end` (exclusive) of a batch: the following calls of `attend`
         get the queries, keys and values of these, perhaps with padding after them."""
-        self._slots_WT = torch.from_numpy(batch.slots[:, begin:end]).long().to(self._device)
+        self._slots_WT = torch.from_numpy(batch.slots[:, begin:end]).long()
         self._segments = []
         for number, (first, stop) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
             low, high = max(int(first), begin), min(int(stop), end)
@@ -94,7 +93,7 @@ class PagedCache:
                 continue
             positions = np.arange(int(batch.positions[high - 1]) + 1)
             blocks_WC = batch.block_tables[:, number, positions // BLOCK_TOKENS]
-            slots_WC = torch.from_numpy(blocks_WC * BLOCK_TOKENS + positions % BLOCK_TOKENS).long().to(self._device)
+            slots_WC = torch.from_numpy(blocks_WC * BLOCK_TOKENS + positions % BLOCK_TOKENS).long()
             for row in range(low, high):
                 self._segments.append((row - begin, slots_WC[:, : len(positions) - (high - row - 1)]))
 
@@ -132,23 +131,24 @@ class TorchRunner:
     """Runner of serving steps in plain torch: the model with a paged KV cache. Tokens are computed in tiles of a fixed
     number (one by one in models with experts), so that a token's bits do not depend on the rest of the batch.
 
+    weights: reader of this rank's weights. limits: sizes of KV pool and buffers.
+
     Attributes:
         config: Configuration of the model.
-        instruction_set: Name of the device.
+        instruction_set: "cpu".
         version: "torch" and its version.
     """
 
     def __init__(self, weights: RankWeights, mesh: Mesh, dtype: torch.dtype, limits: StepLimits) -> None:
         self.config, self._stage = weights.config, weights.stage
-        self.instruction_set, self.version = mesh.device.type, f"torch {torch.__version__}"
-        self._device, self._dtype = mesh.device, dtype
+        self.instruction_set, self.version, self._dtype = "cpu", f"torch {torch.__version__}", dtype
         axes = AxisOperations(tensor=OrderedTensorParallel(mesh))
-        self._model = Transformer(self.config, axes=axes, device=self._device, dtype=dtype, stages=[self._stage])
+        self._model = Transformer(self.config, axes=axes, device="cpu", dtype=dtype, stages=[self._stage])
         self._model.requires_grad_(False).eval()
         weights.load_into(self._model, dtype)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
-        self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype, self._device)
+        self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype)
         if limits.touched:
             self._cache.touch()
         self._tile = 1 if self.config.experts else TILE_TOKENS
@@ -170,7 +170,7 @@ class TorchRunner:
             states_TH = torch.cat([self._run_tile(batch, begin, hidden) for begin in begins])
             if self._stage.last:
                 return self._logits(states_TH[torch.from_numpy(batch.output_rows).long()])
-            return states_TH.float().cpu().numpy()
+            return states_TH.float().numpy()
 
     def _run_tile(self, batch: StepBatch, begin: int, hidden: npt.NDArray[np.float32] | None) -> torch.Tensor:
         """Run this rank's pipeline stage on the tile of tokens from index `begin` on, padded to full size; return their
@@ -180,10 +180,10 @@ class TorchRunner:
         numbers[0, 0, : end - begin] = batch.tokens[begin:end]
         # A prompt's last token, if only a target, may be beyond the last position: nothing reads its state.
         numbers[1, 0, : end - begin] = np.minimum(batch.positions[begin:end], self.config.max_positions - 1)
-        tokens_BS, positions_BS = torch.from_numpy(numbers).to(self._device)
+        tokens_BS, positions_BS = torch.from_numpy(numbers)
         x_BSH = None
         if hidden is not None:
-            x_BSH = torch.zeros(1, size, self.config.hidden, dtype=self._dtype, device=self._device)
+            x_BSH = torch.zeros(1, size, self.config.hidden, dtype=self._dtype)
             x_BSH[0, : end - begin] = torch.from_numpy(hidden[begin:end])
         self._cache.select(batch, begin, end)
         given = {"cache": self._cache, "positions": positions_BS, "stage": self._stage, "x_BSH": x_BSH}
@@ -197,5 +197,5 @@ class TorchRunner:
             tile = states_RH.new_zeros(1, size, self.config.hidden)
             part = states_RH[begin : begin + size]
             tile[0, : len(part)] = part
-            out_RV[begin : begin + size] = self._model.scores(tile)[0, : len(part)].float().cpu().numpy()
+            out_RV[begin : begin + size] = self._model.scores(tile)[0, : len(part)].float().numpy()
         return out_RV

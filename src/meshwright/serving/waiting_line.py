@@ -48,13 +48,13 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """State of the engine's queue as it would be with the requests in question (those that ask for admission) at its
-    end.
+    """State of the engine's queue as it would be after one more HTTP request has been queued at its end: the new
+    request.
 
     Attributes:
-        waiting: Number of requests that would wait, those in question included; 0 or less: none would.
-        prompts: Returns the number of prompt tokens of each queued request, from the head, without those in question.
-        tokens: Number of prompt tokens of all queued requests, those in question included.
+        waiting: Number of engine requests that would wait, those of the new request included; 0 or less: none.
+        prompts: Returns the number of prompt tokens of each queued request, from the head, without the new request.
+        tokens: Number of prompt tokens of all queued requests, the new request included.
         predict: Returns the predicted seconds until the given number of requests, from the head, has been admitted.
         delay: Seconds by which the engine's present step is late. `Retry-After` is at least about as long, but
             it does not count towards the predicted wait that `QueueLimits.seconds` limits.
@@ -96,7 +96,8 @@ class _Place:
 
 
 class WaitingLine:
-    """Admission of requests to the engine's queue within its limits, and the line of places of refused requests.
+    """Admission of HTTP requests to the engine's queue within its limits. A refused request gets a place in the waiting
+    line, so that clients that retry are admitted in the order of their first refusals. clock: returns seconds.
 
     Attributes:
         returning: Moving average of the share of clients that retry when due; 1 at first.
@@ -105,7 +106,6 @@ class WaitingLine:
     """
 
     def __init__(self, limits: QueueLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: returns seconds."""
         self.returning, self.admitted, self.expired = 1.0, 0, 0
         self._limits, self._clock, self._counter = limits, clock, itertools.count()
         self._places: dict[bytes, list[_Place]] = {}
@@ -138,9 +138,9 @@ class WaitingLine:
         # A place that is due may be its own even at a first attempt: some clients do not count attempts.
         place = next((each for each in same if not ticket.first or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
-        reason, seconds = self._find_limit(queue, 0.0 if due else self._expect_before(place))
+        reason, seconds = self._find_limit(queue, 0.0 if due else self._count_expected_before(place))
         if due and reason:  # the engine is slower than predicted: places before it come first
-            _, seconds = self._find_limit(queue, self._expect_before(place))
+            _, seconds = self._find_limit(queue, self._count_expected_before(place))
         if place is not None and due and (reason or requests):
             place.returned = True
         if not reason:
@@ -160,15 +160,15 @@ class WaitingLine:
             place.expires = place.due + max(GRACE_SECONDS, GRACE_SHARE * wait)
             self._late.pop(place, None)
             if requests:  # known only now: a place is created before its request is parsed
-                self._expect(place, False)
+                self._set_expected(place, False)
                 place.requests, place.tokens = requests, tokens
-            self._expect(place, True)
+            self._set_expected(place, True)
         return Refusal(reason, min(wait, LONGEST_SECONDS))
 
     def _find_limit(self, queue: Queue, ahead: float) -> tuple[str, float]:
-        """Return (name of the limit of `QueueLimits` that the queue would exceed; predicted seconds until the queue
-        would no longer exceed this limit), or ("", 0.0) if it exceeds none. ahead: expected number of requests in the
-        waiting line that come before the request in question."""
+        """Return (name of the limit of `QueueLimits` that the queue would exceed, predicted seconds until it would no
+        longer exceed this limit); ("", 0.0) if it exceeds none. queue: state of the queue with the new request. ahead:
+        expected number of requests in the waiting line that come before the new request."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
@@ -183,18 +183,19 @@ class WaitingLine:
         seconds = queue.predict(math.ceil(queue.waiting + ahead)) - self._limits.seconds
         return ("seconds", seconds) if seconds > 0 else ("", 0.0)
 
-    def _expect_before(self, place: _Place | None) -> float:
-        """Return how many requests are expected to return to the places before `place` (None: before a new request).
+    def _count_expected_before(self, place: _Place | None) -> float:
+        """Return how many of the refused requests with a place before `place` (None: with any place) are expected to be
+        retried.
 
-        The number is the share of clients that returned so far, times the number of requests before `place`; but at
-        least 1 / `GUARD` of the limit on waiting requests (if so many are before), since the share adapts slowly.
+        It is the number of these requests times the average share of clients that returned so far; but at least 1 /
+        `GUARD` of the limit on waiting requests (if there are so many), since the average adapts slowly.
         """
         count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
-    def _expect(self, place: _Place, expected: bool) -> None:
-        """Start or stop to hold back new requests for `place`. expected: True to start, as the client is expected to
-        retry; False to stop."""
+    def _set_expected(self, place: _Place, expected: bool) -> None:
+        """Set whether the client of `place` is expected to retry. While it is, new requests are held back in its
+        favour."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:
@@ -205,8 +206,8 @@ class WaitingLine:
             self._expected ^= {place}
 
     def _expire(self, now: float) -> None:
-        """Run the checks scheduled up to the time `now`: update `returning`, let new requests pass places whose clients
-        are late, and remove places that have expired."""
+        """Run the checks that are scheduled up to the time `now`. They update `returning`, let new requests pass places
+        whose clients are late, and remove places that have expired."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
             if place.returned:
@@ -214,7 +215,7 @@ class WaitingLine:
                 place.returned = False
             if place in self._expected and place.due + LATE_SECONDS <= now:
                 self.returning -= LEARNING * self.returning
-                self._expect(place, False)
+                self._set_expected(place, False)
                 self._late[place] = None
             if place in self._late and place.expires <= now:
                 self._remove(place)
@@ -232,7 +233,7 @@ class WaitingLine:
         """Remove a place from the line, and count it as admitted or, unless `admitted`, as expired."""
         self.admitted += admitted
         self.expired += not admitted
-        self._expect(place, False)
+        self._set_expected(place, False)
         self._late.pop(place, None)
         self._places[place.key].remove(place)
         if not self._places[place.key]:

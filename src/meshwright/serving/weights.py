@@ -7,8 +7,6 @@ as query, key and value.
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,16 +17,15 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
 from meshwright.parallel.flat_buffers import FlatLayout, flat_layout
+from meshwright.serving.step_limits import MADVISE
 from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import ParameterEntry, parameter_table
 from meshwright.spec.stages import Stage, units_of
 
-_LIBC = ctypes.CDLL(ctypes.util.find_library("c") or None, use_errno=True)
 
-
-def decoder_config(directory: Path) -> ModelConfig:
+def read_decoder_config(directory: Path) -> ModelConfig:
     """Read the model configuration in a Hugging Face directory. Raises UserError if it is an encoder, or of a family
     that can only be planned, not run."""
     config = config_from_path(directory)
@@ -43,7 +40,8 @@ class RankWeights:
     """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one engine tensor (parameter
     of the model, such as fused query, key and value) at a time.
 
-    Raises UserError, naming file and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
+    directory: Hugging Face directory or checkpoint. mesh: gives the rank's coordinates. Raises UserError, naming file
+    and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
 
     Attributes:
         config: Configuration of the model.
@@ -51,7 +49,7 @@ class RankWeights:
     """
 
     def __init__(self, directory: Path, mesh: Mesh) -> None:
-        self.config = decoder_config(directory)
+        self.config = read_decoder_config(directory)
         self.stage: Stage = serving_stages(self.config, mesh.pp.size)[mesh.pp.rank]
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._mapped: torch.Tensor | None = None  # the entry read last
@@ -129,4 +127,4 @@ def _drop_pages(values: torch.Tensor) -> None:
     start = -(-values.data_ptr() // page) * page
     stop = (values.data_ptr() + values.numel() * values.element_size()) // page * page
     if stop > start:
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+        MADVISE(start, stop - start, mmap.MADV_DONTNEED)

@@ -17,12 +17,14 @@ LEAST_LOGPROB = -9999.0  # what OpenAI's API writes for a probability of 0, sinc
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
-class AnswerForm:
-    """Base class that formats the responses of one API (OpenAI's or llama.cpp's), whole or as server-sent events."""
+class AnswerFormatter:
+    """Base class that formats the responses of one API (OpenAI's or llama.cpp's), whole or as server-sent events.
+
+    body: body of the request. prompts: tokenizer. names: fields of the response: `id` of the request, `model`, and
+    `seed` of the random draws.
+    """
 
     def __init__(self, body: GenerationBody, prompts: Prompts, names: Mapping[str, Any]) -> None:
-        """`body`: body of the request. `names`: fields of the response: `id` of the request, `model`, and `seed` of the
-        random draws."""
         self._body: Any = body  # the form's own kind
         self._prompts, self._names = prompts, names
 
@@ -55,8 +57,9 @@ class AnswerForm:
         return self._prompts.token_text(token)
 
 
-class OpenAIForm(AnswerForm):
-    """Base class that formats the responses of OpenAI's completions and chat completions."""
+class OpenAIFormatter(AnswerFormatter):
+    """Base class that formats the responses of OpenAI's completions and chat completions. Arguments as in
+    `AnswerFormatter`: body of the request; tokenizer; `id`, `model` and `seed` of the response."""
 
     prefix = ""  # of the response's ID
     kind = chunk_kind = ""  # `object` of a whole response and of an event
@@ -80,8 +83,8 @@ class OpenAIForm(AnswerForm):
         return self._format_event(self._describe(choice, piece, whole=False), choices)
 
     def _format_event(self, described: dict[str, Any] | None, choices: Sequence[Choice]) -> bytes:
-        """Return a server-sent event as bytes. described: JSON object of the event's only choice; None: an event
-        without choice that reports the token usage. choices: all choices of the response, for the usage."""
+        """Format a server-sent event as bytes. described: JSON object of the event's only choice; None: the event has
+        no choice and reports the token usage. choices: all choices of the response, for the usage."""
         inner = b"" if described is None else to_json(described)
         if described is not None and not self._continuous:
             return self._head + inner + self._tail
@@ -141,7 +144,7 @@ class OpenAIForm(AnswerForm):
         return f"token_id:{token}" if self._body.return_tokens_as_token_ids else self._prompts.token_text(token)
 
 
-class CompletionForm(OpenAIForm):
+class CompletionFormatter(OpenAIFormatter):
     """Formats the responses of OpenAI's `/v1/completions`."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -172,7 +175,7 @@ class CompletionForm(OpenAIForm):
         return described
 
 
-class ChatForm(OpenAIForm):
+class ChatFormatter(OpenAIFormatter):
     """Formats the responses of OpenAI's `/v1/chat/completions`."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"

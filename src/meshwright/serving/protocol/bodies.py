@@ -37,8 +37,8 @@ Alternatives = Annotated[int, Field(ge=0, le=20, description="number of most lik
 
 
 def _wrong_field(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
-    """Return the pydantic error with this `message` about the field `name`, for validators that check several fields at
-    once. `kind`: pydantic error type."""
+    """Create the pydantic error with this `message` about the field `name`, for validators that check several fields at
+    once. kind: pydantic error type."""
     return PydanticCustomError(kind, message, {"field": name})  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ class ChatMessage(Body):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def to_message(self) -> Message:
-        """Return the message as a `data.records` `Message`, for the chat template; text parts are joined."""
+        """Convert the message to a `data.records` `Message`, for the chat template; text parts are joined."""
         parts = self.content
         return Message(self.role, parts if isinstance(parts, str) else "".join(part.text for part in parts))
 
@@ -111,8 +111,8 @@ class ConversationBody(EndpointBody):
     messages: Messages
     add_generation_prompt: GenerationPrompt = True
 
-    def conversation(self) -> list[Message]:
-        """Return the messages as `data.records` `Message` objects, for the chat template."""
+    def to_messages(self) -> list[Message]:
+        """Convert the messages to `data.records` `Message` objects, for the chat template."""
         return [message.to_message() for message in self.messages]
 
 
@@ -196,19 +196,19 @@ class GenerationBody(EndpointBody):
         raise NotImplementedError
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return one pair for each prompt: (token IDs, text of the prompt to be echoed before the answer or None).
-        Raises UserError for an invalid prompt."""
+        """Tokenize the prompts. Return one pair for each: (token IDs, text of the prompt to be echoed before the answer
+        or None). Raises UserError for an invalid prompt."""
         raise NotImplementedError
 
     def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
-        """Return the last tokens of a prompt, as many as the field `truncate_prompt_tokens` says (None: all; -1:
+        """Return the last tokens of a prompt, as many as the field `truncate_prompt_tokens` allows (None: all; -1:
         `max_length` of the model)."""
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
     def to_sampling(self, ends: Collection[int], max_tokens: int, score_prompt: bool) -> Sampling:
-        """Return the engine's sampling options. `ends`: IDs of the model's end tokens; `max_tokens`: most tokens of the
-        answer; `score_prompt`: report the prompt's log-probabilities too. Raises UserError."""
+        """Convert the body to the engine's sampling options. ends: IDs of the model's end tokens. max_tokens: most
+        tokens of the answer. score_prompt: True to report the prompt's log-probabilities too. Raises UserError."""
         same = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         biases = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
         scored = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
@@ -242,20 +242,18 @@ class PromptBody(GenerationBody):
         return self.logprobs
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return one pair for each prompt: (token IDs, text of the prompt to be echoed before the answer or None).
-        Raises UserError for an invalid prompt."""
+        """Tokenize the prompts. Return one pair for each: (token IDs, text of the prompt to be echoed before the answer
+        or None). Raises UserError for an invalid prompt."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
-            text = given if isinstance(given, str) else None
             if isinstance(given, str):
                 whole = prompts.encode(given, self.add_special_tokens, parse_special=self.parse_special)
             else:
                 whole = prompts.check(given)
             tokens = self.truncate(whole, prompts)
-            if text is None or tokens != whole:
-                text = prompts.decode(tokens) if self.echo else None
-            inputs.append((tokens, text if self.echo else None))
+            text = given if isinstance(given, str) and tokens == whole else None
+            inputs.append((tokens, (prompts.decode(tokens) if text is None else text) if self.echo else None))
         return inputs
 
 
@@ -336,9 +334,9 @@ class ChatBody(OpenAIBody, ConversationBody):
         return self.top_logprobs if self.logprobs else None
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Return [(token IDs of the conversation in the chat template, None)]: a single prompt, no echo. Raises
-        UserError."""
-        return [(self.truncate(prompts.encode_chat(self.conversation(), self.add_generation_prompt), prompts), None)]
+        """Tokenize the conversation in the chat template. Return [(token IDs, None)]: a single prompt, without echo.
+        Raises UserError."""
+        return [(self.truncate(prompts.encode_chat(self.to_messages(), self.add_generation_prompt), prompts), None)]
 
 
 _Body = TypeVar("_Body", bound=Body)
@@ -361,8 +359,8 @@ def parse_body(model: type[_Body], data: bytes) -> _Body:
 
 
 def _field_error(error: ValidationError) -> ApiError:
-    """Convert a pydantic error to the ApiError (400) of the first wrong field. The message says what each type that the
-    field may have requires; it does not quote the value."""
+    """Convert a pydantic error to an ApiError (400) about the first wrong field. If the field may have several types,
+    the message says what each of them requires. It does not quote the value."""
     first, wanted = "", []
     for each in error.errors(include_url=False, include_input=False):
         place, inner = ["", ""], 0

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from meshwright.serving.choices import Choice, StopRule
 from meshwright.serving.engine_client import Ticket
 from meshwright.serving.prompts import Prompts
-from meshwright.serving.protocol.answers import AnswerForm, ChatForm, CompletionForm
+from meshwright.serving.protocol.answers import AnswerFormatter, ChatFormatter, CompletionFormatter
 from meshwright.serving.protocol.bodies import MOST_SEQUENCES, ChatBody, CompletionBody, GenerationBody, LlamaBody
 from meshwright.serving.protocol.errors import ApiError
-from meshwright.serving.protocol.llama_cpp import LlamaForm
+from meshwright.serving.protocol.llama_cpp import LlamaFormatter
 from meshwright.serving.request import Request
 
-GENERATION: dict[str, tuple[type[GenerationBody], type[AnswerForm]]] = {
-    "/v1/completions": (CompletionBody, CompletionForm),
-    "/v1/chat/completions": (ChatBody, ChatForm),
-    "/completion": (LlamaBody, LlamaForm),
+GENERATION: dict[str, tuple[type[GenerationBody], type[AnswerFormatter]]] = {
+    "/v1/completions": (CompletionBody, CompletionFormatter),
+    "/v1/chat/completions": (ChatBody, ChatFormatter),
+    "/completion": (LlamaBody, LlamaFormatter),
 }
-"""Body and form of the responses of each endpoint that generates text, by its path."""
+"""Body and formatter of the responses of each endpoint that generates text, by its path."""
 _numbers = itertools.count()  # makes request IDs unique, as clients may repeat theirs
 
 
@@ -30,14 +30,14 @@ class Job:
     """One HTTP request that generates text, parsed and ready to run.
 
     Attributes:
-        choices: Choices of the response, each with its request to the engine.
-        form: Formatter of the response.
+        choices: Choices (answers) of the response, each with its request to the engine.
+        formatter: Formatter of the response.
         stream: True to send the response as server-sent events.
         ticket: Identity of the request, by which it keeps its place in the waiting line if it is refused.
     """
 
     choices: Sequence[Choice]
-    form: AnswerForm
+    formatter: AnswerFormatter
     stream: bool
     ticket: Ticket = field(default_factory=Ticket)
 
@@ -48,8 +48,8 @@ class Job:
 
 
 def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> Job:
-    """Build the job of a parsed body: tokenize its prompts and create a choice for each prompt and each of `n`. model:
-    model name in the response. name: ID of the HTTP request. Raises ApiError, UserError."""
+    """Build the job (see `Job`) of a parsed HTTP request: tokenize its prompts, and create `n` choices for each prompt.
+    model: model name in the response. name: ID of the HTTP request. Raises ApiError, UserError."""
     inputs = body.encode(prompts)
     if len(inputs) * body.n > MOST_SEQUENCES:
         raise ApiError(400, f"n: {len(inputs)} prompts x n should be at most {MOST_SEQUENCES}", param="n")
@@ -76,5 +76,6 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
                 deadline=deadline, cache_salt=body.cache_salt,
             )  # fmt: skip
             choices.append(Choice(len(choices), request, prompts, stop, echo))
-    form = dict(GENERATION.values())[type(body)](body, prompts, {"id": name, "model": model, "seed": sampling.seed})
-    return Job(choices, form, body.stream)
+    names = {"id": name, "model": model, "seed": sampling.seed}
+    formatter = dict(GENERATION.values())[type(body)](body, prompts, names)
+    return Job(choices, formatter, body.stream)

@@ -9,10 +9,10 @@ from typing import Any
 from pydantic_core import to_json
 
 from meshwright.serving.choices import Choice, Piece
-from meshwright.serving.protocol.answers import AnswerForm
+from meshwright.serving.protocol.answers import AnswerFormatter
 
 
-class LlamaForm(AnswerForm):
+class LlamaFormatter(AnswerFormatter):
     """Formats the responses of llama.cpp's `/completion`, which have a single choice."""
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:

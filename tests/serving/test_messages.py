@@ -1,0 +1,50 @@
+"""Messages between the processes of a server, over a socket pair."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from meshwright.errors import RankLost
+from meshwright.serving.messages import Channel, encode
+
+
+def test_message_is_received_whole_although_a_signal_interrupts_its_arrival():
+    ours, theirs = socket.socketpair()
+    channel, message = Channel(ours), {"add": "x" * 1000}
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+
+    def send() -> None:
+        data = encode(message)
+        theirs.sendall(data[:500])
+        time.sleep(0.2)  # the receiver has read the first half and waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        time.sleep(0.2)
+        theirs.sendall(data[500:])
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        assert channel.receive() == message
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+        channel.close()
+        theirs.close()
+
+
+def test_all_arrived_messages_are_received_in_order_and_a_closed_connection_is_a_lost_rank():
+    ours, theirs = socket.socketpair()
+    channel, sent = Channel(ours), [{"number": number} for number in range(3)]
+    assert channel.receive_ready(wait=False) == []
+    theirs.sendall(b"".join(map(encode, sent)))
+    assert channel.receive_ready(wait=True) == sent
+    theirs.sendall(encode({"cut": "off"})[:9])
+    theirs.close()
+    with pytest.raises(RankLost, match="closed the connection"):
+        channel.receive()
+    channel.close()
