@@ -85,6 +85,6 @@ def test_overrides_without_recipe_are_refused(arguments: list[str], said: str, c
 def test_existing_file_named_like_override_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("lr=3.toml").write_text("")
-    assert split_overrides(["lr=3.toml", "train.steps=3"]) == (("lr=3.toml",), ("train.steps=3",))
+    assert split_overrides(["lr=3.toml", "train.steps=3"]) == ("lr=3.toml", ("train.steps=3",))
     with pytest.raises(UserError, match="give one name, then KEY=VALUE"):
         split_overrides(["a.toml", "b.toml"])

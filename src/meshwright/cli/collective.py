@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 
 def _quantity_option(option: str, name: str, parser: str, help: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds the click option `option` for a number with a unit. Without the option on the
-    command line, the value is None.
+    """Return a decorator that adds the click option `option` for a number with a unit, such as a size or a bandwidth.
+    If the option is not given, its value is None.
 
     name: parameter of the command that gets the value. parser: name of the function in `collectives.quantities` that
-    parses the text, such as "parse_bytes"; given by name, so that the module is imported only when it is needed."""
+    parses the text, such as "parse_bytes"; a name, so that the module is imported only when it is needed. help: help
+    text.
+    """
 
     def read(context: click.Context, option: click.Parameter, text: str | None) -> Any:
         """Parse the option's text; None (not given) stays None."""
@@ -93,8 +95,8 @@ def command(
     \f
     ranks: number of ranks, None for a program file. total_bytes: size of the full vector. topology: kind of
     network. root: rank from or to which a rooted operation sends. reduction: such as "sum". latency: seconds for each
-    link. bandwidth: bytes per second for each link and direction. reduce_rate: bytes per second that a rank adds, None
-    if adding takes no time. segments: number of pieces into which a pipelined algorithm divides the vector.
+    link. bandwidth: bytes per second for each link and direction. reduce_rate: bytes per second that a rank reduces,
+    None if reduction takes no time. segments: number of pieces into which a pipelined algorithm divides the vector.
     groups: ranks per node. dims: sides of the grid. run: also execute the program on local processes. svg, html, trace,
     program_file: files to write, None for none. text: print the buffers after each round. as_json: print the report as
     JSON.

@@ -147,8 +147,8 @@ for one in (prepare, show, tokenizer, report, *data_records.COMMANDS):
 
 
 def _load_prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[PreparedData, int]:
-    """Return (prepared data of the recipe, number of samples that its training run reads). Data that are not prepared
-    yet are prepared first.
+    """Load a recipe's prepared data, or prepare them first if they are missing; return (prepared data, number of
+    samples that the recipe's training run reads).
 
     recipe: path. overrides: KEY=VALUE for fields of the recipe. check: verify existing prepared files byte by byte.
     """
@@ -192,8 +192,9 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
 
 
 def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
-    """Return [rich table, ""] with one line per data source: size, share of the samples, epochs. Returns an empty list
-    if there is only one source. summary: result of `PreparedData.summary`."""
+    """Format the data sources as [rich table, ""], with size, share of the samples and epochs of each; an empty list if
+    there is only one source. summary: result of `PreparedData.summary`.
+    """
     if len(summary["sources"]) == 1:
         return []
     epochs = f"epochs in {summary['planned_samples']:,} samples"

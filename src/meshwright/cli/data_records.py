@@ -28,8 +28,9 @@ def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds to a click command the options for requests to a served model: URL, model name, API key, file
-    that keeps the answers, maximum requests in flight, time-out, attempts, seed, prices."""
+    """Decorator that adds to a click command the options for requests to a served model: URL, model name, API key,
+    journal file of the answers, maximum requests in flight, time-out, attempts, seed, prices.
+    """
     price = click.FloatRange(0)
     options = (
         click.option("--url", required=True, metavar="URL", help="Base URL, such as http://127.0.0.1:8000/v1."),
@@ -61,7 +62,8 @@ def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any) -> None:
     """Label speech acts and refusals in those RECORDS that no person has labelled, by a served model.
 
-    Its labels are marked as guesses. After a kill, the same command continues and repeats no answered request.
+    The labels are marked as guesses of a model. If the command was killed, the same command continues and repeats no
+    answered request.
 
     \f
     records: JSON Lines file. output: file to write. again: replace labels that a model gave before. as_json: print
@@ -74,7 +76,7 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
         rows = read_records(records)
         with _make_client(served, output) as client:
             labelled, summary = label_records(rows, client, served["seed"], again)
-            summary |= {"usage": _measure_usage(client, served), "output": output}
+            summary |= {"usage": client.summarize_usage(served["price_in"], served["price_out"]), "output": output}
             write_records(output, labelled)
         answer(summary, render_tables([_make_summary_table(summary)]))
 
@@ -201,7 +203,7 @@ def vary(
 ) -> None:  # fmt: skip
     """Generate new instructions with responses from the seed instructions in SEEDS, by a served model.
 
-    After a kill, the same command continues and repeats no answered request.
+    If the command was killed, the same command continues and repeats no answered request.
 
     \f
     seeds: JSON Lines file of seed instructions. method: "self-instruct" (new tasks) or "evol-instruct" (harder
@@ -227,7 +229,7 @@ def vary(
             else:
                 sampling = Sampling(1.0 if temperature is None else temperature, max_tokens, served["seed"])
                 records, summary = evol_instruct(rows, client, rounds, sampling, log=print_message)
-            summary |= {"usage": _measure_usage(client, served), "output": output}
+            summary |= {"usage": client.summarize_usage(served["price_in"], served["price_out"]), "output": output}
             write_records(output, records)
         answer(summary, render_tables([_make_summary_table(summary)]))
 
@@ -236,10 +238,10 @@ COMMANDS = (label, balance, export, import_, vary)
 
 
 def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
-    """Return a client of the model server that the options --url, --model ... describe.
+    """Create the client of a model server from the options --url, --model ...
 
     served: value of each option that `_served_model_options` adds, by parameter name. output: output file of the
-    command. Without --journal, the file that keeps the model's answers is named after `output`.
+    command. Without --journal, the journal file of the model's answers is named after `output`.
     """
     from meshwright.synthesis.chat_client import ChatClient
     from meshwright.synthesis.endpoint import Endpoint, read_key
@@ -248,15 +250,6 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
     endpoint = Endpoint(served["url"], served["model"], key, served["timeout"], served["tries"])
     journal = served["journal"] or output.with_name(f"{output.name}.journal")
     return ChatClient(endpoint, journal, served["concurrency"], print_message)
-
-
-def _measure_usage(client: ChatClient, served: Mapping[str, Any]) -> dict[str, Any]:
-    """Return counts of the client's requests (total, sent to the server, retried, refused) and of prompt and completion
-    tokens, as a JSON dict by name; with a price option also "cost".
-
-    served: option name -> value; only the prices "price_in" and "price_out" (per million tokens, or None) are used.
-    """
-    return client.summarize_usage(served["price_in"], served["price_out"])
 
 
 def _make_summary_table(summary: Mapping[str, Any]) -> Any:

@@ -43,8 +43,9 @@ def command(
     of layers and experts share a line, unless --tensors or --name asks for each.
 
     \f
-    names: globs of tensor names to show, empty for all. every: a line for each tensor. layout: also show which rank
-    of this layout would hold what. sequence: tokens per sequence, for which the layout's pipeline stages are balanced.
+    names: globs of tensor names to show, empty for all. every: a line for each tensor. layout: also show the layers
+    and bytes that each rank of this layout would hold. sequence: tokens per sequence, for which the layout's pipeline
+    stages are balanced.
     values: number of first values of each tensor to show. statistics: read all values (else the headers only). as_json:
     print JSON.
     """
@@ -133,9 +134,10 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merge tensors of the same type and shape whose names differ only in numbers, such as a weight of all layers.
-    Returns one entry for each such set: its name with `*` for the numbers, "count" (number of tensors), their summed
-    bytes and the statistics over all their values. Returns the entries unchanged if there is nothing to merge.
+    """Merge the entries of tensors that have the same type and shape and whose names differ only in numbers, such as
+    one weight of all layers. Returns one entry for each such set: its name with `*` for the numbers, "count" (number of
+    tensors), their summed bytes and the statistics over all their values. Returns the entries unchanged if there is
+    nothing to merge.
 
     tensors: entries of the result of `inspect_model`, one dict for each tensor.
     """
@@ -164,8 +166,9 @@ def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def _make_placement_table(placement: Mapping[str, Any]) -> Any:
-    """Format which rank of a layout holds what as a rich table, one line for each set of ranks that hold the same.
-    placement: entry "placement" of the result of `inspect_model`."""
+    """Format the contents of a layout's ranks (layers, other modules, bytes) as a rich table, one line for each set of
+    ranks with the same contents. placement: entry "placement" of the result of `inspect_model`.
+    """
     from rich.table import Table
 
     title = f"layout {placement['layout']}, parameters in {placement['precision']}"
@@ -183,8 +186,9 @@ def _make_placement_table(placement: Mapping[str, Any]) -> Any:
 
 
 def _describe_rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
-    """Return what a rank holds under a layout: (layers, other modules, bytes of its parameters, bytes in training with
-    AdamW), the first two as text. rank: the rank's entry in the placement of `inspect_model`."""
+    """Return the contents of a rank under a layout: (layers as text, other modules as text, bytes of its parameters,
+    bytes in training with AdamW). rank: the rank's entry in the placement of `inspect_model`.
+    """
     also = [name for name in ("embedding", "head") if rank[name]]
     if "experts" in rank:
         also.append(f"experts {_format_ranges(rank['experts'])}")

@@ -42,8 +42,9 @@ LONGEST_LINE = 2000  # maximum characters of an error line
 
 
 class _Interrupted(Exception):
-    """Error: Ctrl-C inside a command; its text is the message to print. Raised in place of KeyboardInterrupt, for which
-    click would print an empty line."""
+    """Error: Ctrl-C was pressed inside a command. The text is the message to print. It replaces KeyboardInterrupt, for
+    which click would print an empty line.
+    """
 
 
 class Commands(Group):
@@ -120,9 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_undecodable(argument: str) -> None:
-    """Raise `UserError` if an argument has bytes that are not UTF-8, which Python represents by lone surrogates.
-
-    Recipes, manifests, results and pages store paths as UTF-8 text.
+    """Raise `UserError` if a command-line argument has bytes that are not UTF-8, which Python represents by lone
+    surrogates. Recipes, manifests, results and pages store paths as UTF-8 text.
     """
     try:
         os.fspath(argument).encode()

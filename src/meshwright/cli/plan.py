@@ -15,8 +15,8 @@ from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
     file_option,
     format_json_document,
-    given_options,
     json_option,
+    list_given_options,
     refuse_overrides,
     result_printer,
     split_overrides,
@@ -81,23 +81,24 @@ def command(
     names: MODEL, then overrides; if `calibrate`, run directories. cluster: device count and kind, a cluster file, or
     "this". sequence: tokens. batch: sequences per step over all devices. layout: the one to predict, None to search.
     top: number of layouts to show. engine: framework whose kernels and buffers are assumed. compiled: True if blocks
-    run under torch.compile. precision: used if the layout names none. documents: average number of documents packed
-    into a sequence. reserve: memory of a device to keep free, as a fraction or a size. explained: add the time of each
-    operation. every_tensor: add the memory ledger of all tensors. html: page to write. jobs: JSON Lines file of
-    requests, "-" for standard input. serves: predict a server with `memory`, `dtype`, `device` and `max_length`
-    (tokens). lists: print names. as_json: print JSON.
+    run under torch.compile. optimizer: its name, None for the recipe's or the default. precision: used if the layout
+    names none. documents: average number of documents packed into a sequence. reserve: memory of a device to keep
+    free, as a fraction or a size. explained: add the time of each operation. every_tensor: add the memory of each
+    tensor. html: page to write. jobs: JSON Lines file of requests, "-" for standard input. serves: predict a server
+    with `memory`, `dtype`, `device` and `max_length` (tokens). lists: print the names of presets and devices.
+    calibrate: correct the predictions of the cluster file by finished runs. as_json: print JSON.
     """
     if lists:
         _print_names(as_json)
         return
     if calibrate:
-        if given_options().keys() - {"names", "cluster", "calibrate", "as_json"}:
+        if list_given_options().keys() - {"names", "cluster", "calibrate", "as_json"}:
             raise UserError("--calibrate: takes the directories of runs, --cluster and --json, nothing else")
         _run_calibrate(names, cluster, as_json)
         return
     if serves:
         allowed = {"names", "serves", "layout", "memory", "dtype", "device", "max_length", "as_json"}
-        if others := [option for name, option in given_options().items() if name not in allowed]:
+        if others := [option for name, option in list_given_options().items() if name not in allowed]:
             raise UserError(f"--serve: cannot be combined with {others[0]}")
         _run_serve(names, layout, (device, memory), dtype, max_length, as_json)
         return
@@ -106,12 +107,11 @@ def command(
         if value is not None:
             raise UserError(f"{option}: is an option of a server; add --serve")
     if jobs is not None:
-        if given_options().keys() - {"jobs", "as_json"}:
+        if list_given_options().keys() - {"jobs", "as_json"}:
             raise UserError("--jobs: each line has its own model, cluster and options; leave out all others")
         _run_jobs(jobs)
         return
-    given, overrides = split_overrides(names)
-    model = given[0] if given else None
+    model, overrides = split_overrides(names)
     refuse_overrides(overrides, model)
     if model is None:
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
@@ -181,9 +181,8 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
 
 
 def _run_calibrate(runs: tuple[str, ...], where: str | None, as_json: bool) -> None:
-    """Run `plan --calibrate`: compute from finished runs the corrections of the predicted step time (measured /
-    predicted) and peak memory ((measured - predicted) / predicted), write the corrections into the cluster file, and
-    print them.
+    """Run `plan --calibrate`: compute corrections of the predicted step time (measured / predicted) and peak memory
+    ((measured - predicted) / predicted) from finished runs, write them into the cluster file, and print them.
 
     runs: run directories. where: path of the cluster file; None or "this" for this machine's cluster file. as_json:
     print JSON.
@@ -278,7 +277,7 @@ def _run_serve(
 
 
 def _find_gpus(device: str, ranks: int, memory: str | None) -> list[HostMemory]:
-    """Return the memory of each rank's GPU; an empty list if the ranks run on CPUs. Raises `UserError`.
+    """Return the memory of each rank's GPU, [ranks]; an empty list if the ranks run on CPUs. Raises `UserError`.
 
     device: "auto", "cpu" or "cuda". memory: text of --memory, a fraction or a size, or None. With "cuda" and a size,
     GPUs of that size are assumed, which this machine need not have.

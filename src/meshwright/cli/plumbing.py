@@ -31,16 +31,18 @@ def _check_device(context: click.Context, option: click.Parameter, name: str) ->
 
 
 def _check_device_without_layout(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Click callback of --device in commands whose --layout runs on CPU ranks: return the name; raise `BadParameter` if
-    it is unknown, or an error if it asks for a GPU together with --layout."""
+    """Click callback of --device, in commands whose --layout runs on CPU ranks: return the device name. Raises
+    `BadParameter` if it is unknown, or an error if it asks for a GPU together with --layout.
+    """
     _check_device(context, option, name)
     _check_device_of_layout(context, option, name)
     return name
 
 
 def _check_device_of_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Click callback of --device and of --layout in commands whose --layout runs on CPU ranks: return the option's
-    value; raise an error if --layout is given and --device asks for a GPU."""
+    """Click callback of --device and --layout, in commands whose --layout runs on CPU ranks: return the option's value.
+    Raises an error if --layout is given and --device asks for a GPU.
+    """
     from meshwright.launcher.device import refuse_device_of_layout
 
     given = {**context.params, str(option.name): value}
@@ -76,11 +78,12 @@ def command(name: str, *examples: str, group: bool = False) -> Callable[[Callabl
 
 
 class Command(click.Command):
-    """Click command whose usage errors always name the command, also where click itself omits it."""
+    """Click command whose usage errors always name the command, even where click itself would not."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Parse the command-line arguments. A usage error that click raises without a context (an option without a
-        value) gets this one, so that its message names the command."""
+        """Parse the command-line arguments. Adds this context to usage errors that click raises without one (an option
+        without a value), so that their message names the command.
+        """
         try:
             return super().parse_args(context, arguments)
         except click.UsageError as error:
@@ -104,8 +107,9 @@ class Group(click.Group):
         return super().resolve_command(context, arguments)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands for --help, each with the first paragraph of its help, which click would cut to one
-        line."""
+        """Write the list of commands for --help, each with the whole first paragraph of its help; click would cut it to
+        one line.
+        """
         rows = []
         for name in self.list_commands(context):
             command = self.get_command(context, name)
@@ -116,7 +120,7 @@ class Group(click.Group):
 
 
 def format_usage_error(error: click.UsageError) -> str:
-    """Return one line for a wrong command line: what is wrong, and which --help shows correct usage."""
+    """Format the error of a wrong command line as one line: what is wrong, and which --help shows correct usage."""
     reason = error.format_message().removesuffix(".")
     if isinstance(error, click.NoSuchOption):
         options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
@@ -145,14 +149,17 @@ def _format_help_suffix(parameter: click.Parameter) -> str:
     return f": {text[:1].lower()}{text[1:]}" if text else ""
 
 
-def file_option(*names: str, help: str, metavar: str = "F") -> Callable[[Any], Any]:
-    """Return a decorator that adds an option with the path of a file (a `Path`). names: of the option."""
-    return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, help=help)
+def file_option(*names: str, help: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds a click option whose value is the path of a file (a `Path`). names: names of the
+    option, such as "--html". help: its help text.
+    """
+    return click.option(*names, type=click.Path(path_type=Path), metavar="F", help=help)
 
 
-def given_options() -> dict[str, str]:
-    """Return the options and arguments that the user gave on the command line of the current command, in the order of
-    their declaration: {parameter name: name of the option, such as "--layout", or of the argument}."""
+def list_given_options() -> dict[str, str]:
+    """Return the options and arguments that are present on the command line of the current command, in the order of
+    their declaration: {parameter name: name of the option, such as "--layout", or of the argument}.
+    """
     context = click.get_current_context()
     return {
         str(each.name): _format_parameter_name(each)
@@ -164,20 +171,18 @@ def given_options() -> dict[str, str]:
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
-def split_overrides(arguments: Sequence[str], names: int = 1) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split command-line arguments into (names, KEY=VALUE overrides). Names, of a recipe or model, come first; at most
-    `names` of them are allowed.
-
-    Raises `UserError` for more names, and for a name after an override.
+def split_overrides(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Split command-line arguments into (name of a recipe or model, KEY=VALUE overrides that follow it). The name is
+    None if there is none. Raises `UserError` for a second name, before or after the overrides.
     """
     first = next((number for number, each in enumerate(arguments) if is_override(each)), len(arguments))
-    named, overrides = tuple(arguments[:first]), tuple(arguments[first:])
-    over = next((each for each in overrides if not is_override(each)), named[names] if len(named) > names else None)
+    named, overrides = arguments[:first], tuple(arguments[first:])
+    over = next((each for each in overrides if not is_override(each)), named[1] if len(named) > 1 else None)
     if over is not None:
         raise UserError(
             f'unexpected argument "{over}": give one name, then KEY=VALUE overrides such as train.steps=100'
         )
-    return named, overrides
+    return named[0] if named else None, overrides
 
 
 def is_override(argument: str) -> bool:
@@ -193,16 +198,17 @@ def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
 
 
 class ResultPrinter(Protocol):
-    """Function that prints a command's result; to be called once. It prints `document` as JSON if --json was given,
-    else `text`. alone: None, or output such as a program file to print on standard output; `text` then goes to standard
-    error."""
+    """Protocol of the function that prints a command's result; to be called once. It prints `document` as JSON if
+    --json was given, else `text`. alone: output such as a program file to be printed on standard output by itself, so
+    that `text` goes to standard error; None: no such output.
+    """
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...
 
 
 @contextmanager
 def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
-    """Context manager that yields the function with which a command prints its result, once (see `ResultPrinter`).
+    """Context manager that yields a `ResultPrinter`, the function with which a command prints its result once.
 
     With `as_json`, standard output carries that one JSON document only; all other output inside the context, also of
     child processes, goes to standard error.
@@ -248,8 +254,9 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
 
 
 def print_progress(text: str, last: bool) -> None:
-    """Print `text` over the previous progress text on standard error; print nothing if that is no terminal. last: True
-    to end the line, so that the text stays."""
+    """Print `text` on standard error in place of the previous progress text; print nothing if standard error is no
+    terminal. last: True to end the line, so that the text stays.
+    """
     if sys.stderr.isatty():
         print(f"\r{text}", end="\n" if last else "", file=sys.stderr, flush=True)
 
@@ -275,8 +282,9 @@ def write_file(path: Path, text: str) -> None:
 
 
 def write_files(*files: tuple[str, Path | None, Callable[[], str]]) -> dict[str, str]:
-    """Write the files that a command was asked for, and return kind -> path of each. files: (kind such as "picture",
-    path or None, function that returns the text); those without a path are left out. Raises `UserError`."""
+    """Write the output files of a command; return {kind: path} of the written ones. files: (kind such as "picture",
+    path or None, function that returns the text); those without a path are skipped. Raises `UserError`.
+    """
     wanted = [(kind, path, make) for kind, path, make in files if path is not None]
     for _, path, make in wanted:
         write_file(path, make())

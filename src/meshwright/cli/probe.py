@@ -62,8 +62,9 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
 
 
 def _check_writable(path: Path, make: bool) -> None:
-    """Raise `UserError` if the cluster file `path` cannot be written; called before the measurement. make: create its
-    directory if missing."""
+    """Raise `UserError` if the cluster file `path` cannot be written. Called before the measurement, which takes long.
+    make: create its directory if missing.
+    """
     try:
         if make:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -61,9 +61,9 @@ def command(
 
 
 def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the text samples of a run as documents of `generate --json`: the one in the file `given`, or in the run's
-    sample.json, else `count` samples that the newest checkpoint generates now. Empty if `count` is 0 or there is no
-    checkpoint, and, with a warning, if generation fails.
+    """Return the text samples of a run as documents of `generate --json`: the one in the file `given`, else the one in
+    the run's sample.json, else `count` samples that the newest checkpoint generates now. The list is empty if `count`
+    is 0, if there is no checkpoint, or, with a warning, if generation fails.
 
     count: None for the default number. prompts: texts to continue instead of those from the data. With `count` or
     `prompts`, sample.json is ignored.
@@ -97,11 +97,13 @@ def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tup
 
 
 def _find_document(given: Path | None, own: Path | None, command: str) -> dict[str, Any] | None:
-    """Return the JSON document that `meshwright COMMAND --json` printed into a file, or None if there is no such file.
+    """Read the JSON document that `meshwright COMMAND --json` printed into a file; return None if there is no such
+    file.
 
     given: file that the user named; `UserError` if it holds something else. own: file in the run directory, read if
     `given` is None; if it holds something else, a warning is printed and None returned. command: the COMMAND,
-    "evaluate" or "generate"."""
+    "evaluate" or "generate".
+    """
     from meshwright.errors import UserError
     from meshwright.terminal import print_message
 

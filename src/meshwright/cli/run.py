@@ -45,9 +45,11 @@ def command(
 
     \f
     ranks: number of processes to start on this machine. emulate: number of ranks to emulate by threads; None: start
-    processes. Emulated ranks have three more options. stop: breakpoint. show: print communications. check: compare an
-    exercise's distributed() with its one_device(). directory: run directory, None for runs/ and the script's name.
-    restarts: maximum number of restarts after a lost rank. arguments: passed to the script. as_json: print JSON.
+    processes. directory: run directory, None for runs/ and the script's name. restarts: maximum number of restarts
+    after a lost rank. arguments: passed to the script. as_json: print JSON.
+
+    For emulated ranks only: stop: breakpoint. show: print communications. check: call both functions of an exercise
+    script, distributed() and one_device(), and compare their results.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launcher import RankFault

@@ -14,9 +14,9 @@ import click
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
     file_option,
-    given_options,
     is_standard_output,
     json_option,
+    list_given_options,
     result_printer,
     write_files,
 )
@@ -39,8 +39,9 @@ def _parse_durations(context: click.Context, option: click.Parameter, text: str 
 
 
 def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds the click option `name`, which takes one or several durations. default: its default
-    as text, None for none. what: its help text."""
+    """Return a decorator that adds the click option `name`, whose value is one duration or a list of durations.
+    default: its default as text, None for none. what: its help text.
+    """
     return click.option(name, callback=_parse_durations, metavar="T[,T...]", default=default, help=what)
 
 
@@ -82,23 +83,24 @@ def command(
 ) -> None:  # fmt: skip
     """Check a pipeline SCHEDULE (a name, or @FILE), simulate its timing, and draw it.
 
-    Durations are per rank and micro-batch, in any unit; a model chunk takes its part of them. Reported are the bubble,
-    and each rank's peak of saved activations (in micro-batches), weight copies and messages. Exit code 1 if a program
-    is not valid: a line names rank, step and reason.
+    Durations are per rank and micro-batch, in any unit; a rank with several model chunks divides them among these.
+    Reported are the bubble, and each rank's peak of saved activations (in micro-batches), weight copies and messages.
+    Exit code 1 if a program is not valid: a line names rank, step and reason.
 
     \f
-    stages: pipeline ranks. microbatches: per step. chunks: stages per rank. These three are None for a program file.
-    forward, input_gradient, weight_gradient, overlapped: durations of one micro-batch, one number or one for each rank
-    or stage; transfer: one number or one for each stage boundary. parts: durations of attention, dispatch, MLP
-    and combine in a forward, given in place of the durations of the passes. layers: number of layers of the model, to
-    show which rank holds which. memory: for schedule auto, maximum activations of a rank in micro-batches. svg, html,
-    trace, program_file: files to write, None for none. text: print the chart as text. as_json: print the report as
-    JSON.
+    schedule: name or @FILE. stages: pipeline ranks. microbatches: per step. chunks: model chunks per rank. The last
+    three are None for a program file. forward, input_gradient, weight_gradient: durations of the passes, one number or
+    one for each rank or stage. overlapped: duration of a forward and a backward that a schedule overlaps; None: their
+    sum. transfer: duration of a message to the next stage, one number or one for each stage boundary. parts: durations
+    of attention, dispatch, MLP and combine in a forward, in place of the durations of the passes. layers: number of
+    layers of the model, to show which rank holds which. memory: for schedule auto, maximum saved activations of a rank
+    in micro-batches. svg, html, trace, program_file: files to write, None for none. text: print the chart as text.
+    as_json: print the report as JSON.
     """
     _require_counts(schedule, stages, microbatches)
     printed = is_standard_output(program_file, "--program", as_json)
     if parts is not None:
-        if replaced := given_options().keys() & {"forward", "input_gradient", "weight_gradient", "overlapped"}:
+        if replaced := list_given_options().keys() & {"forward", "input_gradient", "weight_gradient", "overlapped"}:
             option = f"--{min(replaced).replace('_', '-')}"
             raise UserError(f"--parts gives the durations of a forward and of both gradient passes; leave out {option}")
         parts = parts if isinstance(parts, list) else [parts]

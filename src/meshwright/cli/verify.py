@@ -52,8 +52,7 @@ def command(
     directory, config.json or recipe. dtype: "float64" or "float32", of the parameters. mutate: also inject faults, one
     at a time, and check that each is detected. thorough: verify more cases. as_json: print JSON.
     """
-    names, overrides = split_overrides(arguments)
-    recipe = names[0] if names else None
+    recipe, overrides = split_overrides(arguments)
     if recipe is not None and not recipe.endswith(".toml"):
         raise UserError(f'{recipe}: a recipe is a .toml file; a layout goes into --layout "{recipe}"')
     if recipe is not None and layout is not None:
@@ -77,8 +76,9 @@ def command(
 
 
 def _format_summary(found: Verification) -> str:
-    """Format a verification as text: number of layouts that passed, the worst errors and, with --mutate, how many of
-    the planted faults were detected."""
+    """Format a verification as text: number of layouts that passed, the worst errors and, with --mutate, the number of
+    injected faults that were detected.
+    """
     worst, layouts = found.worst, found.layouts
     passed = sum(entry["passed"] for entry in layouts)
     lines = [

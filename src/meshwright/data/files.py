@@ -23,8 +23,8 @@ _BLOCK = 1 << 20
 
 
 def canonical_json(value: Any) -> bytes:
-    """Serialize a JSON value to canonical bytes: sorted keys, no spaces, ASCII. Equal values give equal bytes, to be
-    hashed.
+    """Serialize a JSON value to canonical bytes for hashing: sorted keys, no spaces, ASCII. Equal values give equal
+    bytes.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
@@ -89,9 +89,9 @@ def write_atomic(path: Path, data: bytes) -> dict[str, Any]:
         return file.finish()
 
 
-def remember_json(path: Path, value: Any) -> None:
-    """Write a JSON value to the file `path` of the cache, creating its directory. Errors are ignored: the file only
-    saves time, and a cache that cannot be written is reported when the data are written.
+def try_write_json(path: Path, value: Any) -> None:
+    """Write a JSON value to the cache file `path`, creating its directory; errors are ignored. For values that only
+    save time: if the cache cannot be written, writing the prepared data reports it.
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,8 +135,8 @@ def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | N
 
 @contextmanager
 def hold_lock(path: Path, log: Callable[[str], None], doing: str) -> Iterator[None]:
-    """Hold an exclusive lock (flock) on the file `path` inside the context; logs one line and waits while another
-    process holds it.
+    """Context manager that holds an exclusive lock (flock) on the file `path`. While another process holds the lock, it
+    logs one line and waits.
 
     doing: the holder's activity for that line, such as "preparing the same data". The kernel releases the lock of a
     process that dies.

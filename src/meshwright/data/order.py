@@ -17,8 +17,8 @@ _ROUNDS = 8
 
 
 class SampleOrder:
-    """Order in which training reads `sequences` samples in endless epochs. Each epoch is a random permutation, computed
-    per sample and never stored, so that resuming and any data-parallel layout see the same order.
+    """Order in which training reads `sequences` samples in endless epochs, each a pseudorandom permutation. It is
+    computed per sample and never stored, so that resuming and any data-parallel layout see the same order.
 
     seed: of the run. sequences: number of samples. source: index of the data source in a mixture; each has its own
     order. An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with round keys from
@@ -34,8 +34,8 @@ class SampleOrder:
         self._half_bits = max(2, ((sequences - 1).bit_length() + 1) // 2)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Map positions in the training order to sample indices: the n-th sample that training reads, for each n >= 0
-        in `numbers`, is the one with the returned index in [0, sequences). Same shape as `numbers`.
+        """Return the index, in [0, sequences), of the sample that training reads n-th, for each n >= 0 in `numbers`;
+        int64 of the same shape.
         """
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
@@ -51,7 +51,7 @@ class SampleOrder:
         return number // self.sequences
 
     def _permute(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        """Permute positions within an epoch: maps `places`, each in [0, sequences), to sample indices in [0,
+        """Return the sample index, in [0, sequences), at each position of an epoch. places: positions, each in [0,
         sequences). epoch: its number, from 0.
         """
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
@@ -63,7 +63,9 @@ class SampleOrder:
         return result
 
     def _apply_feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Apply the Feistel network to `values`, uint64 in [0, 4^h). keys: one round key per round, uint64 [rounds]."""
+        """Encrypt `values`, uint64 in [0, 4^h), by the Feistel network to values in the same range. keys: one round key
+        per round, uint64 [rounds].
+        """
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
@@ -97,9 +99,8 @@ class MixtureOrder:
             self._before[self._sources == source] = np.arange(count)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Map positions in the training order to sample indices, counted over the samples of all sources: the n-th
-        sample that training reads, for each n >= 0 in `numbers`, is the one with the returned index. Same shape as
-        `numbers`.
+        """Return the index of the sample that training reads n-th, for each n >= 0 in `numbers`; int64 of the same
+        shape. Indices count the samples of all sources, source after source.
         """
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()

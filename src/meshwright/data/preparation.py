@@ -93,7 +93,7 @@ def prepare(
 
 
 def find_prepared(recipe: DataRecipe, seed: int = 0) -> PreparedData | None:
-    """Return the prepared data of a recipe's `[data]` table from the cache, None if they are not there. seed: of the
+    """Return the prepared data of a recipe's `[data]` table from the cache; None if the cache lacks them. seed: of the
     training split's sample order. Raises `UserError` for sources that cannot be read.
     """
     job = _Preparation(recipe, lambda line: None, keep_text=False)
@@ -148,7 +148,7 @@ class _Preparation:
                 "blocked_words": hash_word_list(recipe.clean.blocked_words) if recipe.clean.blocked_words else None,
             },
             "tokenizer": recipe.tokenizer if tokenizer is None else tokenizer.sha256(),
-            "vocabulary": recipe.vocabulary if _is_trained(recipe) else None,
+            "vocabulary": recipe.vocabulary if _trains_tokenizer(recipe) else None,
             "training_text": TRAINING_TEXT,
             "validation_fraction": recipe.validation_fraction,
             "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
@@ -200,9 +200,9 @@ class _Preparation:
         """Run the preparation steps in order, write the manifest, which marks the data as complete, and return it as
         JSON.
         """
-        result = self._survey_corpus()
-        tokenizer, tokenizer_record = self._prepare_tokenizer(result)
-        splits = {name: self._pack_split(name, result, tokenizer, tokenizer_record) for name in SPLITS}
+        survey = self._survey_corpus()
+        tokenizer, tokenizer_record = self._prepare_tokenizer(survey)
+        splits = {name: self._pack_split(name, survey, tokenizer, tokenizer_record) for name in SPLITS}
         self._check_unchanged()
         shards = {
             name: [dataclasses.asdict(shard) for shards in by_source for shard in shards]
@@ -219,13 +219,13 @@ class _Preparation:
                     "shards": {name: len(by_source[number]) for name, by_source in splits.items()},
                 }
                 for number, (files, documents) in enumerate(
-                    zip(self._sum_by_source([1] * len(self.files)), self._sum_by_source(result.pieces), strict=True)
+                    zip(self._sum_by_source([1] * len(self.files)), self._sum_by_source(survey.pieces), strict=True)
                 )
             ],
             "vocabulary": tokenizer.vocabulary,
             "dtype": tokenizer.dtype.str,
             "end_token": tokenizer.end,
-            "cleaning": result.report,
+            "cleaning": survey.report,
             "tokenizer": tokenizer_record,
             "splits": shards,
             "sha256": _hash_json([tokenizer_record, shards]),
@@ -249,42 +249,42 @@ class _Preparation:
                 path.unlink()
 
     def _survey_corpus(self) -> Survey:
-        """Return the survey of the corpus (the split of each document, or the rule that dropped it): from the cache, or
-        by reading and cleaning all documents.
+        """Return the survey of the corpus: the split of each document, or the rule that dropped it. It is read from the
+        cache, or made by reading and cleaning all documents.
         """
         codes_path, path, work = (self.directory / name for name in ("survey.npy", "survey.json", "cleaning"))
         record = read_json(path)
         if record is None or find_damage(codes_path, record["codes"], contents=True) is not None:
             path.unlink(missing_ok=True)
             self.log(f"reading {_format_count(len(self.files), 'file')} ({self.contents.bytes / 1e6:,.1f} MB)")
-            result = survey_corpus(self.files, self.recipe, self.log, work)
-            dropped = ", ".join(f"{rule} {count}" for rule, count in result.dropped.items() if count)
-            kept = sum(result.documents.values())
+            survey = survey_corpus(self.files, self.recipe, self.log, work)
+            dropped = ", ".join(f"{rule} {count}" for rule, count in survey.dropped.items() if count)
+            kept = sum(survey.documents.values())
             because = f"; dropped: {dropped}" if dropped else ""
-            self.log(f"kept {kept:,} of {_format_count(len(result.codes), 'document')}{because}")
+            self.log(f"kept {kept:,} of {_format_count(len(survey.codes), 'document')}{because}")
             self._check_unchanged()
             with AtomicFile(codes_path) as file:
-                write_array(file, result.codes)
+                write_array(file, survey.codes)
                 written = file.finish()
-            record = {**result.to_json(), "codes": written}
+            record = {**survey.to_json(), "codes": written}
             write_atomic(path, canonical_json(record))
             sync_directory(self.directory)
         shutil.rmtree(work, ignore_errors=True)  # only a killed cleaning pass needs it, to resume
         codes = np.load(codes_path, mmap_mode="r", allow_pickle=False)
         return Survey.from_json(codes, record, Rewriter(self.recipe.clean))
 
-    def _prepare_tokenizer(self, result: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
+    def _prepare_tokenizer(self, survey: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
         """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files). If the files in the cache directory are
-        missing or damaged, first train the tokenizer, or copy the existing one that the recipe names. result: the
-        survey, which assigns documents to splits.
+        missing or damaged, first train the tokenizer, or copy the existing one that the recipe names. survey: assigns
+        documents to splits.
         """
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
         record = read_json(record_path)
         if record is None or any(
             find_damage(directory / name, recorded, contents=True) for name, recorded in record.items()
         ):
-            recipe, size = self.recipe, result.bytes["train"]
-            if _is_trained(recipe):
+            recipe, size = self.recipe, survey.bytes["train"]
+            if _trains_tokenizer(recipe):
                 size, title = min(size, TRAINING_TEXT), KINDS[recipe.tokenizer].title
                 self.log(f"training {title} of {recipe.vocabulary:,} tokens on {size / 1e6:,.1f} MB")
             record_path.unlink(missing_ok=True)
@@ -295,7 +295,7 @@ class _Preparation:
                 recipe.tokenizer,
                 recipe.vocabulary,
                 self.tokenizer_files,
-                self._iterate_training_texts(result),
+                self._iterate_training_texts(survey),
                 self.template[0] if self.template else None,
             )
             sync_directory(directory)
@@ -307,31 +307,31 @@ class _Preparation:
             sync_directory(self.directory)
         return load_tokenizer(directory), record
 
-    def _iterate_training_texts(self, result: Survey) -> Iterator[str]:
-        """Yield the texts on which the tokenizer is trained: all texts of the training split, or, if the split has more
-        than `TRAINING_TEXT` bytes, texts of about as many bytes spread evenly over it. result: the survey, which
-        assigns documents to splits.
+    def _iterate_training_texts(self, survey: Survey) -> Iterator[str]:
+        """Yield the texts on which the tokenizer is trained: all texts of the training split, or, if these have more
+        than `TRAINING_TEXT` bytes, texts of about as many bytes spread evenly over them. survey: assigns documents to
+        splits.
         """
-        share = TRAINING_TEXT / max(1, result.bytes["train"])
-        for number, text in result.iterate_texts(self.files, make_reader(self.recipe, result.longest), "train"):
+        share = TRAINING_TEXT / max(1, survey.bytes["train"])
+        for number, text in survey.iterate_texts(self.files, make_reader(self.recipe, survey.longest), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.
             if share >= 1 or (number * 0x9E3779B97F4A7C15) % 2**64 < share * 2.0**64:
                 yield text
 
     def _pack_split(
-        self, split: str, result: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
+        self, split: str, survey: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
     ) -> list[list[Shard]]:
         """Tokenize one split ("train" or "validation") and write its shards; returns their metadata, one list per data
         source.
 
-        result: the survey, which assigns documents to splits. tokenizer_record: {file name: {"bytes", "sha256"}} of the
-        tokenizer's files.
+        survey: assigns documents to splits. tokenizer_record: {file name: {"bytes", "sha256"}} of the tokenizer's
+        files.
         """
-        reader, total = make_reader(self.recipe, result.longest), result.bytes[split]
+        reader, total = make_reader(self.recipe, survey.longest), survey.bytes[split]
         packer = ShardWriter(
             self.directory / split,
-            lambda first: result.iterate_documents(self.files, reader, split, first),
-            self._find_split_ends(result, split),
+            lambda first: survey.iterate_documents(self.files, reader, split, first),
+            self._find_split_ends(survey, split),
             TextEncoder(tokenizer)
             if self.template is None
             else ExampleEncoder.of_directory(self.directory / "tokenizer", self.template[1]),
@@ -344,7 +344,7 @@ class _Preparation:
         )
         if number_of_shards := sum(map(len, shards)):
             tokens = sum(shard.tokens for by_source in shards for shard in by_source)
-            documents = _format_count(result.documents[split], "document")
+            documents = _format_count(survey.documents[split], "document")
             self.log(f"packed {split}: {tokens:,} tokens of {documents} in {_format_count(number_of_shards, 'shard')}")
         return shards
 
@@ -355,14 +355,14 @@ class _Preparation:
             totals[file.source] += count
         return totals
 
-    def _find_split_ends(self, result: Survey, split: str) -> list[int]:
-        """Return for each data source the end of its documents in the split ("train" or "validation"), [sources]: 1 +
-        the number of the last one. A source without documents in the split has the same end as the source before it.
-        result: the survey, which assigns documents to splits.
+    def _find_split_ends(self, survey: Survey, split: str) -> list[int]:
+        """Return for each data source 1 + the number of its last document in the split ("train" or "validation"),
+        [sources]. A source without documents in the split gets the value of the source before it. survey: assigns
+        documents to splits.
         """
         code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
-        for count in self._sum_by_source(result.pieces):
-            last = find_last(result.codes, code, begin, begin + count) + 1 or last
+        for count in self._sum_by_source(survey.pieces):
+            last = find_last(survey.codes, code, begin, begin + count) + 1 or last
             ends.append(last)
             begin += count
         return ends
@@ -373,8 +373,10 @@ def _hash_json(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
-def _is_trained(recipe: DataRecipe) -> bool:
-    """Return whether the recipe's tokenizer is one that is trained on its data."""
+def _trains_tokenizer(recipe: DataRecipe) -> bool:
+    """Return True if the recipe's tokenizer is of a kind that is trained on the data, such as "bpe"; False for byte and
+    existing tokenizers.
+    """
     return recipe.tokenizer in KINDS and KINDS[recipe.tokenizer].trained
 
 

@@ -47,7 +47,7 @@ class PreparedData:
 
     @property
     def sha256(self) -> str:
-        """Hex SHA-256 over tokenizer and tokens: prepared data with the same value have identical samples."""
+        """Hex SHA-256 over tokenizer and tokens. Prepared data with the same value have identical samples."""
         return str(self.manifest["sha256"])
 
     @property
@@ -120,8 +120,8 @@ class PreparedData:
         return self.split(split).iterate_texts()
 
     def make_sample_order(self) -> SampleOrder | MixtureOrder:
-        """Return the order in which training reads the training split: maps the number n of a sample to the index of a
-        packed row.
+        """Return the order in which training reads the training split; its `sample` method maps position n to the index
+        of a packed row.
         """
         split = self.split("train")
         if self.weights is None:
@@ -168,7 +168,7 @@ class PreparedData:
 
     def _summarize_sources(self, samples: int) -> list[dict[str, Any]]:
         """Return one JSON object per data source: name, weight, share of the training samples, number of files and
-        documents, counts by split, and `epochs`: how many times a run of `samples` samples reads the source.
+        documents, counts by split, and `epochs`, the number of times that a run of `samples` samples reads the source.
         """
         split, order = self.split("train"), self.make_sample_order()
         shares = [1.0] * len(self.sources)
@@ -204,7 +204,7 @@ class PreparedData:
 
     def check_lengths(self, validation_fraction: float) -> None:
         """Raise `UserError` if a split, or a source with a weight, has too few tokens for a single sample.
-        validation_fraction: share of validation documents, in [0, 1]; with 0 the validation split may be empty.
+        validation_fraction: fraction of validation documents, in [0, 1]; with 0 the validation split may be empty.
         """
         for name in SPLITS if validation_fraction else SPLITS[:1]:
             split = self.split(name)
@@ -233,9 +233,10 @@ class PreparedData:
 
 
 def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> str:
-    """Return a packing report as one line of text: examples, packed rows, truncated, dropped and lost targets.
+    """Format a packing report as one line of text: numbers of examples, packed rows, truncated and dropped examples,
+    and target tokens lost by them.
 
-    report: counts as in `PackedExamples.report`. rows: number of packed rows. sequence: tokens in a sample.
+    report: counts as in `PackedExamples.report`. rows: number of packed rows. sequence: tokens in a row.
     """
 
     def format_examples(count: int) -> str:

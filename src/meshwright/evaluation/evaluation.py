@@ -52,12 +52,12 @@ def run_evaluation(
     """Compute loss, perplexity and bits per byte of a checkpoint on held-out text; return the JSON document of
     `meshwright evaluate --json`.
 
-    checkpoint: run directory, checkpoint, or Hugging Face directory. data: recipe (its validation split) or source (all
-    of it). sequence: context length in tokens (None: the recipe's or the model's). with_xz: also compress the text with
-    `xz -9`. device: "auto", "cpu" or "cuda". layout: such as "dp2 tp2", of CPU ranks (None: one device). overrides:
-    "table.key=value" for the recipe. check_hashes: verify the model's SHA-256. progress: called with (rows done, all
-    rows), where a row is a token sequence packed with documents; on one device only. log: called with each line for the
-    user.
+    checkpoint: run directory, checkpoint, or Hugging Face directory. data: recipe (its validation split is used) or
+    data source (all its text is used). sequence: context length in tokens (None: the recipe's or the model's). with_xz:
+    also compress the text with `xz -9`. device: "auto", "cpu" or "cuda". layout: such as "dp2 tp2", of CPU ranks (None:
+    one device). overrides: "table.key=value" for the recipe. check_hashes: verify the model's SHA-256. progress: called
+    with (rows done, all rows), where a row is a token sequence packed with documents; on one device only. log: called
+    with each line for the user.
 
     Result keys: loss (nats per token), perplexity, bits_per_byte (None for SFT or preference records, of which only the
     responses count), tokens, bytes, documents, sequence, data, checkpoint; for text also lossy_documents (number of
@@ -111,8 +111,8 @@ def _evaluate_on_device(
 def _evaluate_on_rank(
     directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str], instruction_set: str | None
 ) -> tuple[float, int]:
-    """Evaluate one data-parallel replica's share of the data; run on each rank of a layout. Returns (sum of token
-    losses in nats, number of target tokens) on the replica's first rank, (0, 0) on its others.
+    """Evaluate the model on one data-parallel replica's part of the data; every rank of the layout runs this function.
+    Returns (sum of token losses in nats, number of target tokens) on the replica's first rank, (0, 0) on its others.
 
     directory: path of the model. layout: such as "dp2 tp2". data: path of a recipe or data source. sequence: context
     length in tokens. overrides: "table.key=value" for the recipe. instruction_set: instruction set of the CPU kernels,
@@ -131,9 +131,11 @@ def _evaluate_on_rank(
 def _sum_losses(
     engine: Engine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
 ) -> tuple[float, int]:
-    """Score batches with the inference engine; return (sum of the losses of all target tokens in nats, number of target
-    tokens). Each document is a prompt from which nothing is generated; a token's loss is minus the log-probability that
-    the engine reports for it (`prompt_logprobs`). progress: called with the number of rows done after each batch."""
+    """Compute the losses of all target tokens in `batches` with the inference engine; return (sum of the losses in
+    nats, number of target tokens). Each document is a prompt from which nothing is generated; a token's loss is minus
+    the log-probability that the engine reports for it (`prompt_logprobs`). progress: called after each batch with the
+    number of rows done.
+    """
     losses, rows = array("d"), 0
     for batch in batches:
         requests, counted = _build_requests(batch)
@@ -148,9 +150,10 @@ def _sum_losses(
 
 
 def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[int]]]:
-    """Build one scoring request for each document in the batch's rows; documents without target tokens are left out.
+    """Build one request per document in the batch's rows that scores the document and generates nothing. Documents
+    without target tokens are left out.
 
-    Returns (requests, {request ID: positions in the request's prompt of the target tokens}). A prompt is the document
+    Returns (requests, {request ID: positions of the target tokens in the request's prompt}). A prompt is the document
     up to and including its last target token.
     """
     requests: list[Request] = []
@@ -183,13 +186,13 @@ def prepare_held_out(
     log: Callable[[str], None],
     overrides: Sequence[str] = (),
 ) -> tuple[PreparedData, PackedDataset]:
-    """Prepare the data to evaluate on with the checkpoint's own tokenizer; return (prepared data, the split to
+    """Tokenize and pack the evaluation data with the checkpoint's own tokenizer; return (prepared data, the split to
     evaluate).
 
-    checkpoint: model directory. config: configuration of the model. data: recipe (its validation split) or source (all
-    of it). sequence: context length in tokens (None: the recipe's or the model's). log: called with each line for the
-    user. overrides: "table.key=value" for the recipe. Raises `UserError` if the tokenizer or the validation split is
-    missing, or if the tokenizer has more tokens than the model's vocabulary.
+    checkpoint: model directory. config: configuration of the model. data: recipe (its validation split is used) or data
+    source (all its text is used). sequence: context length in tokens (None: the recipe's or the model's). log: called
+    with each line for the user. overrides: "table.key=value" for the recipe. Raises `UserError` if the tokenizer or the
+    validation split is missing, or if the tokenizer has more tokens than the model's vocabulary.
     """
     if not (checkpoint / "tokenizer.json").is_file():
         raise UserError(f"{checkpoint} has no tokenizer.json, which is needed to tokenize text")

@@ -32,13 +32,13 @@ def generate_samples(
     prompts: Sequence[str] = (),
     log: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Generate sample texts with the newest checkpoint of a run. Return one document of `generate --json` for each
+    """Generate sample texts with the newest checkpoint of a run. Returns one document of `generate --json` for each
     prompt; an empty list for a run of a user's own module.
 
     prompts: texts to continue (user messages if the run trained on records); if empty, `count` prompts are read from
     the run's data by `read_prompts`. count: number of those prompts; None: 3, and `UserError` if the weights are larger
-    than 2 GiB. log: called with a line for each damaged checkpoint. `UserError` if there is no checkpoint or no prompt,
-    or if the model cannot generate.
+    than 2 GiB. log: called with a line for each damaged checkpoint. Raises `UserError` if there is no checkpoint or no
+    prompt, or if the model cannot generate.
     """
     recipe = load_recipe(run_directory / RECIPE)
     if recipe.model is None:  # type: ignore[redundant-expr]

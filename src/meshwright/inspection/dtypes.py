@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """Element type of tensors and its conversion to numbers. bits: size of an element in bits. read: function that
-    converts raw bytes (uint8 [n]) to values ([8 n / bits]); None if values of this type cannot be read.
+    """Element type of tensors, with a function that converts raw bytes to numbers. bits: size of an element in bits.
+    read: converts uint8 [n] to values [8 n / bits]; None if values of this type cannot be read.
     """
 
     bits: int
@@ -21,8 +21,8 @@ class ElementType:
 
 
 def _numpy_type(kind: str) -> ElementType:
-    """Return the `ElementType` whose `read` views raw bytes as the NumPy dtype `kind`, such as "f4" (float32), in
-    little-endian byte order.
+    """Create the `ElementType` of a NumPy dtype: its `read` views raw bytes as little-endian values. kind: name of the
+    dtype, such as "f4" (float32).
     """
     dtype = np.dtype(kind).newbyteorder("<")
     return ElementType(8 * dtype.itemsize, lambda raw: raw.view(dtype))
@@ -57,7 +57,7 @@ def _decode_float8_codes(exponent_bits: int, mantissa_bits: int, infinities: boo
 
 
 def _lookup_type(values: NDArray[np.float32]) -> ElementType:
-    """Return an 8-bit `ElementType` whose `read` replaces each byte by its entry in `values`, float32 [256]."""
+    """Create an 8-bit `ElementType` whose `read` maps each byte to its entry in the table `values`, float32 [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 

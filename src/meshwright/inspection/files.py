@@ -44,7 +44,7 @@ class TensorEntry:
 
 
 class TensorFiles:
-    """All tensors of a model, found at a path: a model file, an index of shards, or a directory with either.
+    """List of all tensors of a model, found at `path`: a model file, an index of shards, or a directory with either.
 
     files: paths of the model files. entries: tensors, ordered by file name and offset. unindexed: names of tensors that
     the shards contain but the index does not list.

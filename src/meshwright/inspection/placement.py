@@ -24,7 +24,7 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
 
     config: the model. layout_text: layout notation, such as "pp2 tp2 zero3". dtype: dtype of the model files by its
     safetensors name, such as "BF16"; it determines the precision if the layout names none. sequence: tokens of a
-    sequence, for which the layers are balanced over pipeline stages. Raises UserError if the layout does not fit the
+    sequence, for which the layers are balanced over pipeline stages. Raises `UserError` if the layout does not fit the
     model.
 
     Result: {"layout", "precision", "ranks": one dict per rank}. A rank's keys: "rank"; its coordinate on each of tp,

@@ -33,10 +33,10 @@ def inspect_model(
 
     names: globs that select the tensors to describe (totals are over all tensors). layout: such as "dp8 zero3"; adds
     the key "placement", the layers and bytes that each rank of this layout would hold (see `describe_placement`).
-    sequence: tokens of a sequence, for the placement. values: number of first values to report of each tensor;
-    statistics of all its values are reported too. None: report neither, and read only headers. progress: called with
-    (bytes read, bytes to read). log: receives lines about skipped checkpoints. Raises UserError for no model, a
-    truncated or missing file, an unknown dtype, or globs that match no tensor.
+    sequence: tokens of a sequence, for the placement. values: number of first values to report of each tensor, besides
+    statistics of all its values; None: report neither, and read only headers. progress: called with (bytes read, bytes
+    to read). log: receives lines about skipped checkpoints. Raises `UserError` for no model, a truncated or missing
+    file, an unknown dtype, or globs that match no tensor.
     """
     path = _resolve_model_directory(Path(path), log)
     files = TensorFiles(path)
@@ -80,8 +80,9 @@ def inspect_model(
 
 
 def _resolve_model_directory(path: Path, log: Callable[[str], None]) -> Path:
-    """Return the model directory of a run's newest complete checkpoint or of a checkpoint; another `path` is returned
-    unchanged. log: called with a line about each skipped checkpoint."""
+    """Return the model directory of a run's newest complete checkpoint, or of a checkpoint. Any other `path` is
+    returned unchanged. log: called with a line about each skipped checkpoint.
+    """
     if path.is_dir() and ((path / "checkpoints").is_dir() or (path / "manifest.json").is_file()):
         from meshwright.checkpoint.catalogue import find_checkpoint
 
@@ -119,7 +120,7 @@ def _describe_tensor(files: TensorFiles, entry: TensorEntry, values: int | None)
 
 
 def _count_not_finite(tensor: Mapping[str, Any]) -> int:
-    """Return the number of NaN and infinite values of a tensor, 0 if they were not counted. tensor: the tensor's
+    """Return the number of NaN and infinite values of a tensor; 0 if its values were not read. tensor: the tensor's
     report, from `_describe_tensor`.
     """
     found = tensor.get("statistics") or {"nan": 0, "infinite": 0}

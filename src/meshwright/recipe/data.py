@@ -29,11 +29,11 @@ _OF_RECORDS = ("record_keys", "template", "train_on", "pack", "too_long")  # key
 
 
 class CleanRecipe(Table):
-    """[data.clean]: rules that drop documents, and masks over personal data in the others.
+    """Table [data.clean] of a recipe: rules that drop documents, and masks over personal data in the others.
 
-    minimum_characters, maximum_characters: of a document (None: no limit). maximum_control_fraction: largest share of
-    control characters (white space aside) among a document's characters. maximum_repetition: largest share of a
-    document's lines that repeat an earlier line of it. exact_duplicates: drop documents that repeat an earlier one.
+    minimum_characters, maximum_characters: of a document (None: no limit). maximum_control_fraction: largest fraction
+    of control characters (white space aside) among a document's characters. maximum_repetition: largest fraction of a
+    document's lines that repeat an earlier one. exact_duplicates: drop documents that repeat an earlier one.
     near_duplicates: drop documents similar to an earlier one, found by MinHash with minhash_bands bands of minhash_rows
     hash functions over shingles (n-grams) of minhash_words words. encoding: of the source files. required_keys: {key
     that every record must have: type of its value}.
@@ -45,8 +45,8 @@ class CleanRecipe(Table):
     personal data to replace, such as "email".
 
     evaluation_sets: paths of data that training must not see. contamination_words: n; a document's n-gram of n words
-    that also occurs in an evaluation set counts as shared. maximum_contamination: fraction of a document's words that
-    may lie in shared n-grams.
+    that also occurs in an evaluation set counts as shared. maximum_contamination: largest fraction of a document's
+    words in shared n-grams.
     """
 
     minimum_characters: Annotated[int, Size("characters", 0)] = 1
@@ -72,7 +72,7 @@ class CleanRecipe(Table):
 
 
 class SourceRecipe(Table):
-    """[[data.sources]]: one of several data sources, and its weight in the mixture.
+    """Table [[data.sources]] of a recipe: one of several data sources, and its weight in the mixture.
 
     path: file, directory, glob or URL. name: label in reports (default: the path). weight: share of the training
     samples, relative to the other weights; either all sources have a weight or none, and without weights the sources
@@ -87,7 +87,7 @@ class SourceRecipe(Table):
 
 
 class DataRecipe(Table):
-    """[data]: sources, tokenizer, records, packing and cache.
+    """Table [data] of a recipe: sources, tokenizer, records, packing and cache.
 
     source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. format: of the files
     ("text", "jsonl" ...; "auto": by their names). text_key: JSON key or Parquet column of the text. tokenizer: kind to
@@ -123,8 +123,8 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        """Return the table if it is valid: it has either source or sources, the names of sources are unique, and either
-        all sources or none have a weight. Else raise ValueError.
+        """Check the sources; return the table. Raises ValueError unless exactly one of source and sources is given, the
+        names of sources are unique, and either all sources or none have a weight.
         """
         if (self.source is None) == (self.sources is None):
             raise ValueError(
@@ -145,18 +145,18 @@ class DataRecipe(Table):
 
     @model_validator(mode="after")
     def _check_records(self) -> Self:
-        """Return the table if it sets only options that apply to its kind of records (plain text, instruction, chat,
-        preference); else raise ValueError.
+        """Check that only options are set that apply to the kind of records (plain text, instruction, chat,
+        preference); return the table. Raises ValueError otherwise.
         """
         if self.records == "text":
-            if wrong_key := next((key for key in _OF_RECORDS if self._is_set(key)), None):
+            if wrong_key := next((key for key in _OF_RECORDS if self._differs_from_default(key)), None):
                 kinds = ", ".join(f'"{kind}"' for kind in RECORDS[1:])
                 raise ValueError(f'{wrong_key} applies to records, but records is "text": set it to one of {kinds}')
             return self
         keys = RECORD_KEYS[self.records]
         if wrong := next((key for key in self.record_keys if key not in keys), None):
             raise ValueError(f"record_keys: {unknown(f'key of {self.records} records', wrong, keys)}")
-        if self._is_set("text_key") or any(source.text_key for source in self.sources or []):
+        if self._differs_from_default("text_key") or any(source.text_key for source in self.sources or []):
             raise ValueError(f"text_key applies to text; {self.records} records have record_keys ({', '.join(keys)})")
         for format in (self.format, *(source.format for source in self.sources or [])):
             if format in ("text", "wet"):
@@ -175,14 +175,13 @@ class DataRecipe(Table):
             )
         return self
 
-    def _is_set(self, key: str) -> bool:
-        """Return True if the value of the field `key`, such as "pack", differs from the field's default."""
+    def _differs_from_default(self, key: str) -> bool:
+        """Return True if the field `key`, such as "pack", has a value other than its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @property
     def template_name(self) -> str | None:
-        """Name (or .jinja file) of the chat template for the records, with the default resolved; None for
-        plain text."""
+        """Name (or .jinja file) of the chat template for the records, defaults filled in; None for plain text."""
         if self.records == "text":
             return None
         return self.template or ("instruction" if self.records == "instruction" else "model")

@@ -27,8 +27,9 @@ from meshwright.toml import format_toml, format_toml_value, parse_toml, read_tom
 
 
 def _check_layout(text: str) -> str:
-    """Return a layout's text, such as "dp2 zero1", or "auto" (left to the planner), if it is valid; else raise
-    `ValueError`."""
+    """Check a recipe's layout, such as "dp2 zero1", or "auto" (chosen by the planner); return the text unchanged.
+    Raises `ValueError` if it is not valid.
+    """
     if text == "auto":  # `meshwright train` has the planner choose
         return text
     try:
@@ -64,8 +65,8 @@ class Recipe(Table):
     @model_validator(mode="before")
     @classmethod
     def _default_tokenizer(cls, tables: Any) -> Any:
-        """Return the recipe's raw tables. If model.from's weights are loaded and no tokenizer is named, data.tokenizer
-        is set to model.from, since weights fit only their own tokenizer.
+        """Fill in the default of data.tokenizer in the recipe's raw tables: if the weights of model.from are loaded and
+        no tokenizer is named, it is model.from, since weights fit only their own tokenizer. Returns the tables.
         """
         model, data = (tables.get(name) if isinstance(tables, Mapping) else None for name in ("model", "data"))
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):
@@ -76,8 +77,8 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Return the recipe if its tables are consistent: validation steps need a validation split, and the objective
-        must suit the kind of records. Else raise ValueError.
+        """Check that the tables are consistent; return the recipe. Raises ValueError if validation steps lack a
+        validation split, or the objective does not suit the kind of records.
         """
         if self.train.validate_every and not self.data.validation_fraction:
             raise ValueError("train.validate_every needs validation data, and data.validation_fraction is 0")
@@ -128,10 +129,10 @@ class Recipe(Table):
         return self._trusted
 
     def where(self, key: str) -> str:
-        """Return the origin of the value of a key such as "train.steps", as text for error messages: the override that
-        set the key, else the recipe's file.
+        """Describe where the value of a key such as "train.steps" was set, as text for error messages: the override
+        that set it, else the recipe's file.
         """
-        return _find_setter(self._overrides, key, str(self._source_path or "recipe"))
+        return _describe_origin(self._overrides, key, str(self._source_path or "recipe"))
 
     @property
     def run_directory(self) -> Path:
@@ -140,7 +141,7 @@ class Recipe(Table):
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], where: str = "recipe", *, trust: bool = False) -> Recipe:
-        """Return the validated recipe of nested dictionaries, one for each table of the TOML file. where: name of the
+        """Build and validate a recipe from nested dictionaries, one for each table of the TOML file. where: name of the
         recipe in errors (`UserError`).
 
         trust: allow code that it names, such as a tracker's class, to run.
@@ -167,7 +168,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trust: bool 
     class, may run. Raises `UserError`: one line with the file or override, the key, and the valid values.
     """
     path = Path(path)
-    return _override(read_toml(path, "recipe"), overrides, {}, path, trust)
+    return _apply_overrides(read_toml(path, "recipe"), overrides, {}, path, trust)
 
 
 def resolve_recipe(
@@ -176,7 +177,7 @@ def resolve_recipe(
     *,
     trust: bool = False,
 ) -> Recipe:
-    """Return the recipe given as a file, as tables (nested dictionaries) or as a `Recipe`, with `overrides` applied.
+    """Load or convert `recipe`, which is a file, nested dictionaries (tables) or a `Recipe`, and apply `overrides`.
 
     overrides: values by dotted key, as in `{"train.steps": 100, "layout": "dp2 zero1"}`, or texts as on the command
     line. trust: True: code that the recipe names, such as a tracker's class, may run; a `Recipe` that is already
@@ -185,15 +186,15 @@ def resolve_recipe(
     texts = format_overrides(overrides)
     if isinstance(recipe, Recipe):
         where = recipe._source_path
-        return _override(recipe.to_tables(), texts, recipe._overrides, where, trust or recipe._trusted)
+        return _apply_overrides(recipe.to_tables(), texts, recipe._overrides, where, trust or recipe._trusted)
     if isinstance(recipe, Mapping):
-        return _override(copy.deepcopy(dict(recipe)), texts, {}, None, trust)
+        return _apply_overrides(copy.deepcopy(dict(recipe)), texts, {}, None, trust)
     if not isinstance(recipe, str | Path):
         raise UserError(f"recipe: takes a file, tables or a Recipe, not {shorten_repr(recipe)}")
     return load_recipe(recipe, texts, trust=trust)
 
 
-def _override(
+def _apply_overrides(
     tables: dict[str, Any], overrides: Sequence[str], set_by: Mapping[str, str], path: Path | None, trust: bool
 ) -> Recipe:
     """Apply overrides such as "train.steps=100" to `tables` (nested dictionaries, changed in place); return the
@@ -213,28 +214,27 @@ def _override(
     if path is not None and isinstance(run, dict) and re.fullmatch(r"[^.].*", path.stem):
         run.setdefault("name", path.stem)
 
-    recipe = SCHEMA.check(tables, lambda key: _find_setter(set_by, key, str(path or "recipe")))
+    recipe = SCHEMA.check(tables, lambda key: _describe_origin(set_by, key, str(path or "recipe")))
     recipe._source_path, recipe._overrides, recipe._trusted = path, set_by, trust
     return recipe
 
 
 def format_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Return overrides as texts such as `train.steps=100`, as the command line takes them.
+    """Format overrides as the command line takes them, as a list of texts such as `train.steps=100`.
 
-    overrides: dotted key -> value, or a list of such texts (returned unchanged). A string value is quoted only if the
-    override would otherwise give a different value, as 5 instead of "5".
+    overrides: {dotted key: value}, or a list of such texts (returned unchanged). A string value is quoted only if it
+    would otherwise be parsed as another value, such as "5" as the integer 5.
     """
     if isinstance(overrides, str):
         raise UserError(f'overrides: takes a mapping such as {{"train.steps": 100}}, not {shorten_repr(overrides)}')
     if not isinstance(overrides, Mapping):
         return [str(override) for override in overrides]
-    return [f"{key}={_override_value(str(key), value)}" for key, value in overrides.items()]
+    return [f"{key}={_format_override_value(str(key), value)}" for key, value in overrides.items()]
 
 
-def _override_value(key: str, value: Any) -> str:
-    """Return the text of `value` that follows `key=` in an override. A string is written without quotes if the override
-    then still gives the same string; all other values are formatted as TOML. Raises `UserError` for a type that TOML
-    lacks.
+def _format_override_value(key: str, value: Any) -> str:
+    """Format `value` as the text that follows `key=` in an override. A string that is parsed back to itself is written
+    without quotes; all other values are written as TOML. Raises `UserError` for a type that TOML lacks.
     """
     if isinstance(value, Path):
         value = str(value)
@@ -246,9 +246,9 @@ def _override_value(key: str, value: Any) -> str:
         raise UserError(f"override {key}: takes a value of TOML, not {shorten_repr(value)}") from None
 
 
-def _find_setter(set_by: Mapping[str, str], key: str, file: str) -> str:
-    """Return the origin of the value of `key`, as text for error messages: the override that set the key, else the
-    file. If `key` is a table in which overrides set some keys, the text names the file and these overrides.
+def _describe_origin(set_by: Mapping[str, str], key: str, file: str) -> str:
+    """Describe where the value of `key` was set, as text for error messages: the override that set it, else the file.
+    If `key` is a table of which overrides set some keys, the text names the file and these overrides.
 
     set_by: {dotted key: override that set it}. file: path as text.
     """
@@ -262,8 +262,8 @@ def _find_setter(set_by: Mapping[str, str], key: str, file: str) -> str:
 
 
 def load_recipe_text(text: str, where: str, *, trust: bool = False) -> Recipe:
-    """Return the recipe of TOML text, as written by `Recipe.to_toml`. where: path of the text, for errors
-    (`UserError`). trust: True: code that the recipe names, such as a tracker's class, may run.
+    """Parse a recipe from TOML text, as written by `Recipe.to_toml`. where: path of the text, for errors (`UserError`).
+    trust: True: code that the recipe names, such as a tracker's class, may run.
     """
     recipe = Recipe.from_tables(parse_toml(text, where), where, trust=trust)
     recipe._source_path = Path(where)

@@ -37,15 +37,16 @@ from meshwright.toml import format_toml_value
 
 
 def _check_power_of_two(value: float) -> float:
-    """Return `value` if it is a power of two that is at least 1; else raise `ValueError`."""
+    """Check that `value` is a power of two of at least 1; return it unchanged. Raises `ValueError` otherwise."""
     if math.frexp(value)[0] != 0.5 or value < 1:
         raise ValueError(f"{value:g} is not a power of two that is at least 1: only those scale without rounding")
     return value
 
 
 def _check_step_range(text: str) -> str:
-    """Return `text` if it is a step or a range of steps (first and last), such as "10" or "10:12"; else raise
-    `ValueError`."""
+    """Check that `text` is one step or a range of steps (first and last), such as "10" or "10:12"; return it unchanged.
+    Raises `ValueError` otherwise.
+    """
     found = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
     if found is None:
         raise ValueError(f'should be steps, as "10" or "10:12" (the first and the last), not {format_toml_value(text)}')
@@ -55,8 +56,9 @@ def _check_step_range(text: str) -> str:
 
 
 def _program_validator(operation: str) -> AfterValidator:
-    """Return the pydantic validator of a setting that selects the algorithm of a collective `operation` such as
-    "all-reduce": "native", an algorithm's name or "@FILE"."""
+    """Create the pydantic validator of a setting that selects the algorithm of the collective `operation`, such as
+    "all-reduce". Valid are "native", "auto", an algorithm's name or "@FILE".
+    """
     algorithms = (*COLLECTIVE_ALGORITHMS[operation], *ALGORITHM_ALIASES.get(operation, {}))
 
     def check(text: str) -> str:
@@ -74,7 +76,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average, which with 
 
 
 class RunRecipe(Table):
-    """[run]: name, seed, directory and devices of a run.
+    """Table [run] of a recipe: name, seed, directory and devices of a run.
 
     name: in a recipe file, defaults to the file's name without ".toml". directory: run directory (default: runs/NAME).
     rendezvous: address at which the ranks of several hosts meet (default: from the environment that torchrun or SLURM
@@ -92,8 +94,8 @@ class RunRecipe(Table):
 
 
 class ModelRecipe(Table):
-    """[model]: architecture of the model, given by exactly one of `preset` (name of a public model), `from` (Hugging
-    Face directory or its config.json) and `family` (with layers, hidden and heads).
+    """Table [model] of a recipe: architecture of the model, given by exactly one of `preset` (name of a public model),
+    `from` (Hugging Face directory or its config.json) and `family` (with layers, hidden and heads).
 
     The other fields change single values of that architecture; a field that is None keeps its value, or with `family`
     the family's default. load_weights: start from the weights of the directory `from` instead of random ones.
@@ -127,8 +129,9 @@ class ModelRecipe(Table):
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:
-        """Return the table if exactly one of preset, from and family is given, with all fields that it needs; else
-        raise ValueError."""
+        """Check that exactly one of preset, from and family is given, with all fields that it needs; return the table.
+        Raises ValueError otherwise.
+        """
         given = [
             key for key, value in (("preset", self.preset), ("from", self.from_path), ("family", self.family)) if value
         ]
@@ -146,7 +149,8 @@ class ModelRecipe(Table):
 
 
 class TrainRecipe(Table):
-    """[train]: steps, batch, objective, optimizer, learning-rate schedule, precision scaling, validation and profiling.
+    """Table [train] of a recipe: steps, batch, objective, optimizer, learning-rate schedule, loss scaling, validation,
+    logging and profiling.
 
     batch: sequences per optimizer step, over all ranks. objective: "next-token", "dpo" or "ipo"; None: "dpo" for
     preference records, else "next-token". preference_beta: beta of DPO and IPO. preference_smoothing: label smoothing
@@ -193,8 +197,9 @@ class TrainRecipe(Table):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
-        """Return the table if warm-up and decay fit into the number of steps, profiled steps exist, and options such as
-        momentum belong to the chosen objective and optimizer; else raise ValueError."""
+        """Check that warm-up and decay fit into the number of steps, that profiled steps exist, and that options such
+        as momentum belong to the chosen objective and optimizer; return the table. Raises ValueError otherwise.
+        """
         if self.warmup + self.decay > self.steps:
             parts = f"warmup = {self.warmup}" + (f" and decay = {self.decay}" if self.decay else "")
             raise ValueError(
@@ -216,11 +221,11 @@ class TrainRecipe(Table):
 
 
 class CollectivesRecipe(Table):
-    """[collectives]: algorithm of each collective on gradients and parameters over the data, shard and replica axes of
-    the mesh.
+    """Table [collectives] of a recipe: algorithm of each collective on gradients and parameters over the data, shard
+    and replica axes of the mesh.
 
-    Values: "native" (the call of torch.distributed); a name such as "ring"; "auto" (fastest algorithm for each vector
-    size); "@FILE" (a program, that is each rank's list of sends and receives, from a file).
+    Values: "native" (the function of torch.distributed); a name such as "ring"; "auto" (fastest algorithm for each
+    vector size); "@FILE" (a file with a collective program, which lists each rank's sends and receives).
     """
 
     all_reduce: Annotated[str, _program_validator("all-reduce")] = "native"
@@ -229,7 +234,7 @@ class CollectivesRecipe(Table):
 
 
 class TrackRecipe(Table):
-    """[track]: experiment trackers that receive the metrics of `metrics.jsonl`.
+    """Table [track] of a recipe: experiment trackers that receive the metrics of `metrics.jsonl`.
 
     to: "tensorboard", "mlflow", the name of an entry point, or "module:Class". options: tracker name -> options passed
     to that tracker.
@@ -241,7 +246,7 @@ class TrackRecipe(Table):
     @field_validator("to")
     @classmethod
     def _check_unique(cls, names: list[str]) -> list[str]:
-        """Return `names` (of trackers) unchanged if none is listed twice; else raise ValueError."""
+        """Check that no tracker is listed twice in `names`; return `names` unchanged. Raises ValueError otherwise."""
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f'names "{name}" twice')
@@ -249,7 +254,7 @@ class TrackRecipe(Table):
 
 
 class CheckpointRecipe(Table):
-    """[checkpoint]: interval, retention and dtype of checkpoints.
+    """Table [checkpoint] of a recipe: interval, retention and dtype of checkpoints.
 
     every: optimizer steps between checkpoints; 0: save only when the run ends or is stopped. keep: number of
     newest checkpoints to retain. keep_best: retain the one with the lowest validation loss too. dtype: "float32" or

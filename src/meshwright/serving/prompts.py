@@ -15,10 +15,10 @@ from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
 from meshwright.data.tokenizers.special_tokens import (
-    find_named_in,
     find_special_tokens,
     make_template_encoder,
     make_text_encoder,
+    read_special_tokens,
 )
 from meshwright.errors import UserError
 from meshwright.serving.text import IncrementalDetokenizer
@@ -48,7 +48,7 @@ class Prompts:
         self.tokenizer, self.start, self.ends = tokenizer, start, frozenset(ends)
         self.vocabulary, self.max_length = vocabulary, max_length
         added = tokenizer.get_added_tokens_decoder()  # an end token may be an ordinary one, such as a newline
-        named = find_named_in(directory) if directory is not None else set()
+        named = read_special_tokens(directory) if directory is not None else set()
         named |= {added[token].content for token in {start, *self.ends} if token in added}
         self._special = find_special_tokens(tokenizer, named)
         self._encoder = make_text_encoder(tokenizer, self._special)

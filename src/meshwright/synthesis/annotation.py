@@ -41,9 +41,9 @@ Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # an annotator's a
 class ImportedRow(NamedTuple):
     """One annotator's answer for one data record, read from one row (JSON line) that an annotation tool exported.
 
-    answer: "labelled" if the row has a value; else why it has none, "unlabelled", "unanswered", "rejected" or
-    "ignored". value: the labels, spans or rewritten response; None unless "labelled". fields: the tool's other JSON
-    fields, kept for the next export.
+    answer: "labelled" if the row has a value; else the reason why it has none: "unlabelled", "unanswered", "rejected"
+    or "ignored". value: the labels, spans or rewritten response; None unless "labelled". fields: the tool's other JSON
+    fields, stored for the next export.
     """
 
     answer: str
@@ -93,10 +93,11 @@ def import_rows(
     record's annotators set it. A record is disputed, and stays unchanged, if exactly half set a label or span, or if no
     rewritten text has a majority.
 
-    Summary: `records`, `rows`: their numbers. `task`. `answers`: number of rows by answer (see `ImportedRow`). Numbers
-    of records: `labelled` (given a value), `changed` (the value differs from the present one), `left` (no row has a
-    value, and none rejects), `rejected`, `left_out`, `several` (values from several annotators), `agreed` (of these,
-    all equal). `disputed`: names of disputed records.
+    Summary: `records`, `rows`: numbers of both. `task`: its name. `answers`: number of rows by answer (see
+    `ImportedRow`). `disputed`: names of disputed records. The others are numbers of records: `labelled` (given a
+    value), `changed` (the value differs from the one before), `left` (no row has a value, and none rejects),
+    `rejected`, `left_out` (rejected and omitted), `several` (values from several annotators), `agreed` (several, all
+    equal).
     """
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
@@ -105,7 +106,6 @@ def import_rows(
     before = [parse_annotation(record, side, where) for (where, record), side in zip(records, sides, strict=True)]
     back: dict[int, list[ImportedRow]] = {}
     task = None
-    read = 0
     for where, row in rows:
         named, name = _parse_record_name(row, where)
         task = task or named
@@ -120,12 +120,11 @@ def import_rows(
         else:
             answer = _parse_prodigy_row(row, task, sides[place], where)
         back.setdefault(place, []).append(answer)
-        read += 1
 
     answers = dict.fromkeys(("labelled", "unlabelled", "unanswered", "rejected", "ignored"), 0)
-    summary: dict[str, Any] = {"records": len(records), "rows": read, "task": task, "answers": answers}
-    summary |= dict.fromkeys(("labelled", "changed", "left", "rejected", "left_out", "several", "agreed"), 0)
-    summary["disputed"] = []
+    summary: dict[str, Any] = {"records": len(records), "rows": sum(map(len, back.values())), "task": task}
+    counts = ("labelled", "changed", "left", "rejected", "left_out", "several", "agreed")
+    summary |= {"answers": answers, **dict.fromkeys(counts, 0), "disputed": []}
     kept: list[Record] = []
     for place, (where, record) in enumerate(records):
         came = back.get(place, [])
@@ -154,21 +153,21 @@ def import_rows(
 
 
 def check_tool_and_task(tool: str, task: str) -> None:
-    """Raise `UserError` unless tool ("doccano", "prodigy") and task ("classify", "spans", "rewrite") are known."""
+    """Raise `UserError` unless `tool` is "doccano" or "prodigy" and `task` is "classify", "spans" or "rewrite"."""
     for kind, word, known in (("annotation tool", tool, TOOLS), ("task", task, TASKS)):
         if word not in known:
             raise UserError(unknown(kind, word, known))
 
 
 def _make_task_text(task: str, sides: Exchange) -> str:
-    """Return the text of a record that annotators see: for the task "rewrite" the prompt, else prompt and response.
-    sides: the record's prompt and response."""
+    """Return the text that annotators see for a record: its prompt for the task "rewrite", prompt and response for
+    "classify" and "spans". sides: the record's prompt and response."""
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
 def _make_doccano_label(task: str, present: Annotation, sides: Exchange) -> list[Any]:
-    """Return the value of doccano's field `label` for a record: label names for the task "classify", [start, end, act]
-    in the exported text for "spans", the response for "rewrite".
+    """Return the value of doccano's field `label` for one record: label names for the task "classify", lists [start,
+    end, act] of character ranges in the exported text for "spans", the response for "rewrite".
 
     present: the record's present annotation. sides: its prompt and response.
     """
@@ -182,8 +181,9 @@ def _make_doccano_label(task: str, present: Annotation, sides: Exchange) -> list
 
 
 def _make_prodigy_fields(task: str, present: Annotation, sides: Exchange) -> Record:
-    """Return the JSON fields that Prodigy reads for a record under a task. task: "classify", "spans" or "rewrite".
-    present: the record's present annotation. sides: its prompt and response."""
+    """Return the JSON fields from which Prodigy shows one record: options and accepted labels for the task "classify",
+    spans for "spans", the response for "rewrite". present: the record's present annotation. sides: its prompt and
+    response."""
     match task:
         case "classify":
             options = [{"id": label, "text": label.replace(":", ": ").replace("-", " ")} for label in LABELS]
@@ -259,8 +259,7 @@ def _parse_prodigy_row(row: Record, task: str, sides: Exchange, where: str) -> I
 def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
     """Raise `UserError` unless the text in a row equals the text that was exported for its record, apart from line
     ends. task: "classify", "spans" or "rewrite". sides: prompt and response of the record. where: position of the row,
-    for the error.
-    """
+    for the error."""
     text = _make_task_text(task, sides)
     if row.get("text") not in (text, text.replace("\r\n", "\n").replace("\r", "\n")):
         raise UserError(f"{where}: the text differs from the exported one, so its annotation does not apply")
@@ -283,8 +282,8 @@ def _parse_value(row: Record, task: str, marks: list[Any], sides: Exchange, wher
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
-    """Convert a span of the exported text (prompt and response together) to a span of the prompt or of the response.
-    Characters of the span outside of these, such as a heading, are cut off.
+    """Convert a span that annotators marked in the exported text (headings, prompt and response) to a span of the
+    prompt or of the response. Marked characters of a heading are cut off.
 
     one: JSON object or list [start, end, label], in characters. seen: the text that annotators saw. sides: prompt and
     response of the record. where: position of the row, for errors. Raises `UserError` if the span touches both prompt
@@ -315,19 +314,17 @@ def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
 
 
 def _restore_position(text: str, place: int) -> int:
-    """Convert a character position in a text with LF line ends to the position in the original `text`, whose line ends
-    may be CRLF. place: position in the LF version."""
+    """Convert a character position in a text whose line ends were normalized to LF back to the position in the original
+    `text`, whose line ends may be CRLF. place: position in the normalized text."""
     at = 0
-    while place > 0:
+    for _ in range(place):
         at += 2 if text.startswith("\r\n", at) else 1
-        place -= 1
     return at
 
 
 def _find_side_offsets(sides: Exchange) -> dict[str, int]:
     """Return {"prompt": offset, "response": offset}: character positions at which prompt and response begin in the text
-    that `format_record` writes. sides: prompt and response of the record.
-    """
+    that `format_record` writes. sides: prompt and response of the record."""
     return {"prompt": len(_PROMPT), "response": len(_PROMPT) + len(sides.prompt) + len(_RESPONSE)}
 
 
@@ -339,9 +336,9 @@ def _map_to_exported_text(span: Span, sides: Exchange) -> tuple[int, int]:
 
 
 def _take_majority(values: Sequence[Value]) -> Value | None:
-    """Return the annotators' joint value: the rewritten text that more than half of them wrote, or the set of labels or
-    spans that more than half of them set. Return None if `values` is empty, if no text has a majority, or if exactly
-    half set some label or span. values: one per annotator."""
+    """Combine the values of several annotators by majority: the rewritten text that more than half of them wrote, or
+    the set of labels or spans that more than half of them set. Return None if `values` is empty, if no text has a
+    majority, or if exactly half set some label or span. values: one per annotator."""
     if not values:
         return None
     half = len(values) / 2
@@ -360,9 +357,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the value that a record had before the import, of the same type as the imported value `like`: labels (a
-    frozenset of names), spans (a tuple) or the response (str). Return None if the record had none.
-    before: the record's annotation before the import. sides: the record's prompt and response."""
+    """Return the value that a record had before the import, of the type of the imported value `like`: labels (frozenset
+    of names), spans (tuple) or the response (str). Return None if the record had no labels or spans. before: the
+    record's annotation before the import. sides: the record's prompt and response."""
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):
@@ -373,8 +370,8 @@ def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Valu
 def _replace_value(
     record: Record, value: Value, before: Annotation, source: str, fields: list[dict[str, Any]], where: str
 ) -> Record:
-    """Return a copy of the record with a value that annotators decided on. If the value is a new response, the labels
-    and spans of the old response are removed.
+    """Return a copy of the record with the value on which its annotators agreed. If the value is a new response, the
+    labels and spans of the old response are removed.
 
     value: labels, spans or rewritten response. before: the record's annotation before the import. source: tool and
     task, such as "doccano spans". fields: the tool's other JSON fields, one dict per annotator. where: position of the

@@ -18,11 +18,11 @@ def measure_balance(
     records: Iterable[tuple[str, str, Record]], target: Mapping[str, Fraction], by: str | None = None
 ) -> dict[str, Any]:
     """Measure how evenly speech acts are distributed over labelled records; returns JSON, {"target", "groups": {name:
-    counts}}. The first group, "all", has all records. Each group named in `records` follows, if there are at least two,
-    and one group for each value of the key `by`.
+    counts}}.
 
     records: (group such as a file name, position for errors, record). target: {act: desired share}, with the sum 1. by:
-    record key, such as "origin.method"; None: no such groups.
+    record key, such as "origin.method". The first group, "all", has all records. It is followed by the groups of
+    `records`, if there are at least two, and by one group for each value of the key `by` (None: no such groups).
 
     Counts of a group: `records`, `labelled`, `guessed` (labelled by a model alone), `refusals`, and for "prompt" and
     "response": `acts` ({act: count, share, number to `add` to reach the target}), `labels` (sum of the counts), `none`
@@ -70,8 +70,9 @@ def parse_target(text: str | None) -> dict[str, Fraction]:
 
 
 def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -> dict[str, int]:
-    """Return {act: number of records to add}, the smallest numbers (rounded up) that bring all acts to their target
-    shares without removing a record. counts: {act: number of records}; target: {act: desired share}, with the sum 1.
+    """Compute the smallest numbers of records to add, so that all acts reach their target shares without removing a
+    record; returns {act: number, rounded up}. counts: {act: number of records}. target: {act: desired share}, with the
+    sum 1.
 
     The act with the highest ratio of count to target share gets no additions, and determines how many the others get.
     Acts with a target of 0 get none.
@@ -81,8 +82,9 @@ def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -
 
 
 def _get_value(record: Mapping[str, Any], key: str) -> str:
-    """Return the value of a record under `key` (with dots for nested keys, "a.b") as text of at most 60 characters;
-    "none" if there is none."""
+    """Return the value of a record under `key` as text of at most 60 characters; "none" if the key is missing. The key
+    "a.b" is key b inside the object under a.
+    """
     value: Any = record
     for name in [key] if key in record else key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -124,11 +126,11 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
 
 
 def _count_refusals(annotations: list[Annotation]) -> dict[str, int]:
-    """Return {judgement: number of labelled records} on refusals. annotations: the records' annotations.
+    """Count the labelled records by refusal; returns {judgement: number}. annotations: the records' annotations.
 
-    `should_refuse`, `harmless`: the prompt should, or should not, be refused. Of the prompts that should be refused,
-    `refused` have a response that refuses, `answered` one that does not; `refused_harmless` and `answered_harmless` are
-    the same for harmless prompts. `not_judged`: the judgement on prompt or response is missing.
+    `should_refuse`, `harmless`: the prompt should, or should not, be refused. `refused`, `answered`: the prompt should
+    be refused, and the response does, or does not, refuse it. `refused_harmless`, `answered_harmless`: the same for
+    harmless prompts. `not_judged`: the judgement on prompt or response is missing.
     """
     pairs = [(one.should_refuse, one.refuses) for one in annotations]
     return {

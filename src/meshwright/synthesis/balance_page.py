@@ -36,7 +36,7 @@ def _render_sections(report: Mapping[str, Any]) -> Iterator[Markup]:
 
 
 def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]) -> Iterator[Markup]:
-    """Yield heading, figures and table of the speech acts in a group's prompts or responses.
+    """Yield a heading, key figures and a table of the speech acts in a group's prompts or in its responses.
 
     name: "prompt" or "response". side: its JSON in the report of `balance.measure_balance` (`acts`, `entropy`,
     `effective` ...). target: {act: desired share}.

@@ -104,7 +104,7 @@ class Journal:
 
 
 class ChatClient:
-    """Client of a served model that sends up to `concurrency` requests at a time and stores the answers in a journal
+    """Client of a served model that sends up to `concurrency` requests at a time. It stores the answers in a journal
     file, from which a restarted run reads them. As a context manager it closes the file.
     """
 
@@ -134,8 +134,8 @@ class ChatClient:
         self.journal.close()
 
     def ask(self, requests: Sequence[ChatRequest], doing: str = "asking") -> list[Completion | None]:
-        """Send requests to the model, several at a time; return the answers in the same order, None for refused ones.
-        Requests whose answer is in the journal (file of earlier answers) are not sent again.
+        """Send requests to the model, several at a time; return the answers in the order of the requests, None for a
+        refused one. A request whose answer is already in the journal file is not sent again.
 
         doing: activity for the progress line, such as "labelling". Raises `NoAnswer` if the server stops answering, and
         `RequestRefused` if it refuses all or the first ten requests; answers received until then are in the journal.
@@ -151,9 +151,9 @@ class ChatClient:
         return [self.journal[name] for name in names]
 
     def summarize_usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """Return counts of the run as JSON: `requests` (different ones); `sent`, the number of requests that were not
-        in the journal; `retries`; `refused` requests; `prompt_tokens`, `completion_tokens`; `uncounted`, answers
-        without token counts; if a price is given also `cost`. Tokens and cost include answers read from the journal.
+        """Return counts of the run as JSON. `requests`: different requests. `sent`: those that were not in the journal.
+        `retries`, `refused`: numbers of both. `prompt_tokens`, `completion_tokens`: sums. `uncounted`: answers without
+        token counts. `cost`: only if a price is given. Tokens and cost include answers read from the journal.
 
         price_in, price_out: price of a million prompt tokens and of a million completion tokens, in any currency.
         """
@@ -186,9 +186,9 @@ class ChatClient:
         self._completion_tokens += answer.completion_tokens or 0
 
     def _send_all(self, requests: list[tuple[str, ChatRequest]], doing: str) -> None:
-        """Send requests from `concurrency` daemon threads and wait for the answers; an interrupt of the main thread
-        exits immediately with the journal intact. requests: (key in the journal, request). doing: activity for the
-        progress line.
+        """Send requests from `concurrency` daemon threads and wait for all answers. An interrupt of the main thread
+        ends the process immediately with the journal intact. requests: (key in the journal, request). doing: activity
+        for the progress line.
         """
         waiting: queue.SimpleQueue[tuple[str, ChatRequest]] = queue.SimpleQueue()
         for one in requests:

@@ -37,8 +37,10 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One chat completion request without the model name, in OpenAI's terms. messages: dicts of "role" and "content".
-    temperature (0: greedy), top_p (1: off), seed: of sampling. max_tokens: maximum tokens of the answer."""
+    """One chat completion request without the model name, with OpenAI's fields. messages: dicts of "role" and
+    "content". temperature (0: greedy), top_p (1: off) and seed are sampling settings. max_tokens: maximum tokens of the
+    answer.
+    """
 
     messages: Sequence[Mapping[str, str]]
     temperature: float = 0.0
@@ -215,7 +217,7 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 def _read_body(answer: Any, until: float) -> bytes:
     """Read the whole body of the HTTP response `answer` in bounded time and memory. until: deadline in seconds of
-    `time.monotonic`. Raises `_TryAgainError` for too large or truncated a body, `TimeoutError`.
+    `time.monotonic`. Raises `_TryAgainError` if the body is too large or truncated, `TimeoutError` at the deadline.
     """
     parts: list[bytes] = []
     size = 0

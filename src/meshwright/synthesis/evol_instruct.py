@@ -73,8 +73,8 @@ _STOP_WORDS = frozenset(
 
 @dataclass
 class _Lineage:
-    """Present state of an instruction that is rewritten in several rounds. source: name of the original record. task:
-    text of the instruction after the last successful rewriting. path: names of the rewriting methods applied so far.
+    """State of an instruction that is rewritten in several rounds. source: name of the original record. task: text of
+    the instruction after the last successful rewriting. path: names of the rewriting methods applied so far.
     """
 
     source: str
@@ -178,14 +178,14 @@ def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | No
 
 
 def _is_judged_same(text: str) -> bool:
-    """Return True if the model, asked to compare two instructions, answered that they are the same. text: its
-    answer."""
+    """Return True if the model judged two instructions to be the same. text: its answer."""
     return text.strip().lower().lstrip("*\"'").startswith(("same", "equal"))
 
 
 def _find_failure(answer: Completion | None) -> str | None:
-    """Return why the model's answer to a rewritten instruction is unusable, such as "response cut off"; None if it is
-    usable. answer: None if the request was refused."""
+    """Return the reason why the model's answer to a rewritten instruction is unusable, such as "response cut off"; None
+    if it is usable. answer: None if the request was refused.
+    """
     if answer is None:
         return "request refused"
     if answer.finish_reason == "length":

@@ -29,10 +29,10 @@ def label_records(
 ) -> tuple[list[Record], dict[str, Any]]:
     """Label records by speech acts and refusals with a served model; returns (all records in order, summary as JSON).
 
-    records: (position for errors, record). again: True: label records anew that only a model has labelled; other
-    labelled records are never changed. client: client of the model; new labels name "model NAME" as their author. seed:
-    sampling seed of each record's first request; each retry after an unreadable answer uses the next seed. max_tokens:
-    maximum length of an answer.
+    records: (position for errors, record). client: client of the model; new labels name "model NAME" as their author.
+    again: True: also label records that only a model has labelled; records with labels by people are never changed.
+    seed: sampling seed of each record's first request; each retry after an unreadable answer uses the next seed.
+    max_tokens: maximum tokens of an answer.
 
     Summary, in numbers of records: `records` (all), `labelled` now, `kept` unchanged, `refused` by the server,
     `unreadable` (no labels in any of the model's answers).
@@ -72,7 +72,7 @@ def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
 
 def _parse_labels(answer: Completion, before: Annotation, by: str) -> Annotation | None:
     """Parse the labels (JSON, also inside prose or a code block) in the model's answer; return the record's new
-    annotation, None if the answer has none.
+    annotation, or None if the answer has no labels.
 
     before: the record's present annotation, whose spans and tool fields are kept. by: author of the labels, "model
     NAME".

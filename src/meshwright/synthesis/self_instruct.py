@@ -87,8 +87,10 @@ def self_instruct(
     seeds: (position for errors, record) of tasks written by people, some of which each request shows to the model.
     client: client of the model. sampling: settings of the requests. instances: number of pairs to ask for if a task has
     free-text answers; for a classification task, one pair for each of up to 5 labels is asked for. log: receives
-    progress lines. Requests depend only on the arguments and earlier answers: a restarted run makes the same requests,
-    whose answers the client reads from its journal.
+    progress lines.
+
+    Requests depend only on the arguments and earlier answers. A restarted run therefore makes the same requests, and
+    the client reads their answers from its journal.
     """
     people = [find_first_request(record, where) for where, record in seeds]
     people = list(dict.fromkeys(text for text in people if text.strip()))
@@ -123,8 +125,8 @@ def self_instruct(
 
 
 def find_unsuitable_reason(task: str) -> str | None:
-    """Return why a generated instruction is unsuitable, such as "begins with a punctuation mark"; None if it is
-    suitable. It is judged by itself, not compared with other instructions.
+    """Return the reason why a generated instruction is unsuitable, such as "begins with a punctuation mark"; None if it
+    is suitable. Similarity to other instructions is not checked.
     """
     length = len(task.split())
     if length < LEAST_WORDS:
@@ -207,12 +209,12 @@ def _add_instances(
 
 
 def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> list[tuple[str, str]]:
-    """Parse the (input, output) pairs in the model's answer; return those that pass the filters of the paper and its
-    code.
+    """Parse the input-output pairs in the model's answer; return (input, output) of those that pass the filters of the
+    paper and its code.
 
-    answer: None if the request was refused. labelled: True if the task is a classification, for which the answer gives
-    each label (output) before its input. dropped: reason -> count, increased for each refused request and each pair or
-    task that is filtered out.
+    answer: None if the request was refused. labelled: True if the task is a classification; the answer then gives each
+    label (output) before its input. dropped: reason -> count, increased for each refused request and each pair or task
+    that is filtered out.
     """
     if answer is None:
         dropped["request refused"] += 1
@@ -249,7 +251,7 @@ def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str
 
 
 def _derive_seed(seed: int, *numbers: int) -> int:
-    """Return the seed of one request, from the run's seed and the numbers that identify the request (round, task ...),
-    so that equal prompts get different answers.
+    """Derive the sampling seed of one request from the run's seed and the numbers that identify the request (round,
+    task ...), so that equal prompts get different answers.
     """
     return random.Random(f"{seed} {numbers}").getrandbits(31)

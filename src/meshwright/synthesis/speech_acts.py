@@ -54,12 +54,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field is
-    None if not judged; the acts of a text judged to have none are an empty tuple.
+    """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field that
+    nobody has judged is None; a text judged to have no speech act has an empty tuple.
 
     prompt, response: names of the acts of each, in the order of `ACTS`. should_refuse: True if the prompt should be
     refused. refuses: True if the response refuses. spans: character ranges that perform a speech act. by: author of the
-    labels ("doccano", "prodigy", "model NAME"). tool: other JSON fields of the annotation tool, kept for the next
+    labels ("doccano", "prodigy", "model NAME"). tool: other JSON fields of the annotation tool, stored for the next
     export.
     """
 
@@ -73,7 +73,9 @@ class Annotation:
 
     @property
     def judged(self) -> bool:
-        """True if the acts of prompt or response, or a refusal, are set (not None); spans alone do not count."""
+        """True if the acts of prompt or response, or a refusal, have been labelled (are not None); spans alone do not
+        count.
+        """
         return any(value is not None for value in (self.prompt, self.response, self.should_refuse, self.refuses))
 
     @property
@@ -102,7 +104,7 @@ class Annotation:
 
 def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
     """Convert the labels that an annotator set for a record to fields of `Annotation`: {"prompt", "response",
-    "should_refuse", "refuses"}; a label that is not in the set counts as judged and absent.
+    "should_refuse", "refuses"}. A label that is not in the set is judged as absent.
 
     labels: names from `LABELS`. where: position of the record, for the `UserError` for an unknown label.
     """
@@ -147,7 +149,9 @@ def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> 
 
 
 def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Record:
-    """Return a copy of the record with `annotation` instead of its present one; an empty annotation is left out."""
+    """Return a copy of the record with `annotation` in place of its present one; without the key if `annotation` is
+    empty.
+    """
     plain = {key: value for key, value in record.items() if key != ANNOTATION}
     fields = annotation.to_json()
     return {**plain, ANNOTATION: fields} if fields else plain
@@ -184,7 +188,8 @@ def resolve_act(word: Any, where: str) -> str:
 
 
 def _parse_acts(stored: Mapping[str, Any], side: str, where: str) -> tuple[str, ...] | None:
-    """Parse the speech acts of one side in a JSON annotation; return their names, None if not judged.
+    """Parse the speech acts of the prompt or of the response in a JSON annotation; return their names, None if not
+    judged.
 
     stored: the annotation. side: "prompt" or "response". where: position of the record, for the `UserError`.
     """

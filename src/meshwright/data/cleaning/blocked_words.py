@@ -16,8 +16,8 @@ _WORD = re.compile(rf"{_LETTER}+")
 
 
 class BlockedWords:
-    """Filter that finds blocked words and phrases in texts. The list is a UTF-8 file, one word or phrase per line;
-    blank lines are ignored.
+    """Filter that finds blocked words and phrases in texts. path: UTF-8 file with one word or phrase per line; blank
+    lines are ignored.
 
     Matching ignores case and takes whole words only. In scripts without spaces between words (Chinese, Japanese, Thai
     ...) a blocked word also matches inside a longer string.
@@ -40,7 +40,9 @@ class BlockedWords:
         folded = text.casefold()
         if found := self.words.intersection(_WORD.findall(folded)):
             return min(found)
-        return next((phrase for phrase in self.phrases if phrase in folded and _stands_alone(phrase, folded)), None)
+        return next(
+            (phrase for phrase in self.phrases if phrase in folded and _occurs_as_whole_words(phrase, folded)), None
+        )
 
 
 def hash_word_list(path: str) -> str:
@@ -56,9 +58,9 @@ def _read_list(path: str) -> bytes:
     return read_file(Path(path).expanduser(), "word_list_bytes")
 
 
-def _stands_alone(phrase: str, text: str) -> bool:
-    """Return whether `phrase` occurs in `text` as whole words, not inside a longer word; in scripts without spaces
-    between words any occurrence counts. Both are case-folded.
+def _occurs_as_whole_words(phrase: str, text: str) -> bool:
+    """Return True if `phrase` occurs in `text` as whole words, not inside a longer word. In scripts without spaces
+    between words any occurrence counts. Both arguments are case-folded.
     """
     edge = r"(?!)" if re.search(f"[{_JOINED}]", phrase) else _LETTER
     return re.search(rf"(?<!{edge}){re.escape(phrase)}(?!{edge})", text) is not None

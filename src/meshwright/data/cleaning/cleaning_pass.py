@@ -59,8 +59,9 @@ class CleaningResult:
     report: dict[str, Any]
 
     def iterate_segments(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
-        """Yield one tuple per segment (run of consecutive documents): the slice of their numbers, the first 64 bits of
-        each document's SHA-256, uint64 [documents], and each document's size in UTF-8 bytes after masking, [documents].
+        """Yield for each segment (run of consecutive documents) a tuple (slice of its document numbers, first 64 bits
+        of each document's SHA-256, each document's size after masking in UTF-8 bytes). The arrays are uint64 and int64,
+        [documents].
         """
         for segment in self.segments:
             sizes = segment.read_column("after" if "after" in segment else "before")[:, 1]
@@ -71,10 +72,10 @@ class CleaningResult:
 def run_cleaning_pass(
     files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> CleaningResult:
-    """Apply every rule of `cleaner` to every document of `files`, and return which documents stay, with a report.
+    """Apply all rules of `cleaner` to all documents of `files`; return which documents are kept, and a report.
 
-    reader: splits each file into documents. directory: for the segment files in which results are stored; those that an
-    interrupted pass left there are reused. log: receives progress lines. Raises `UserError` for unreadable sources.
+    reader: splits each file into documents. directory: where the results are stored in segment files; those of an
+    interrupted pass are reused. log: receives progress lines. Raises `UserError` for unreadable sources.
     """
     directory.mkdir(parents=True, exist_ok=True)
     segments = tuple(_iterate_segments(files, reader, cleaner, directory, log))
@@ -133,10 +134,9 @@ class _DuplicateFinder:
     """Finds exact and near duplicates among the documents that pass all other rules, and marks them as dropped in
     `codes`.
 
-    codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document, duplicates
-    included. first: {duplicate rule: lowest number of a document that the rule dropped}. earlier: a sample of
-    duplicates for the report, {duplicate rule: {number of a duplicate: number of the earlier document with the same
-    key}}.
+    codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` of the rule that dropped it.
+    first: {duplicate rule: lowest number of a document that it dropped}. earlier: sample of duplicates for the report,
+    {duplicate rule: {number of the duplicate: number of the earlier document with the same key}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
@@ -161,9 +161,9 @@ class _DuplicateFinder:
                 self._drop_repeats("near_duplicates", partial(_select_band, band))
 
     def _drop_repeats(self, rule: str, keys: Callable[[Segment], NDArray[np.uint64]]) -> None:
-        """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that another
-        rule dropped are ignored, also as earlier documents. keys: function that returns the keys of a segment's
-        documents, uint64 [documents, width].
+        """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
+        rules dropped are neither marked nor compared. keys: function that returns the keys of a segment's documents,
+        uint64 [documents, width].
         """
         code = 1 + RULES.index(rule)
 
@@ -229,8 +229,8 @@ class _ReportBuilder:
 
     def build(self) -> dict[str, Any]:
         """Return the report as a JSON object: documents and bytes that each rule dropped, masked items by kind, and
-        sample documents. Documents, bytes, lengths, kinds of characters and sources are given "before" and "after" the
-        cleaning.
+        sample documents. Numbers of documents and bytes, histograms of lengths, character kinds and sources are each
+        given for "before" and "after" the cleaning.
         """
         sides = ("before", "after")
         documents = dict.fromkeys(sides, 0)

@@ -32,8 +32,9 @@ class EvaluationSets:
     """Detector of text that overlaps with evaluation sets, such as benchmarks. It stores the hashes of all word n-grams
     of their examples, in lower case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
 
-    A text file or page is one example. A record of JSON or Parquet gives one example of all its strings joined and, if
-    it has several strings, one of each. Examples of 8 to n - 1 words count as one n-gram; shorter ones are ignored.
+    A text file or page is one example. A JSON or Parquet record is one example of all its strings joined and, if it has
+    several strings, one more example for each. Examples of 8 to n - 1 words count as one n-gram; shorter ones are
+    ignored.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
@@ -55,9 +56,7 @@ class EvaluationSets:
         self.runs = {length: np.unique(np.concatenate(hashes)) for length, hashes in sorted(runs.items())}
 
     def measure_overlap(self, text: str) -> float:
-        """Return the fraction, in [0, 1], of the words of `text` that lie in an n-gram which an evaluation set also
-        contains.
-        """
+        """Return the fraction, in [0, 1], of the words of `text` that are part of an n-gram of an evaluation set."""
         words = Words(text)
         change = np.zeros(len(words) + 1, np.int64)
         found = False
@@ -95,8 +94,8 @@ def _find_files(
 
 
 def _iterate_examples(file: SourceFile) -> Iterator[str]:
-    """Yield the text of each example in an evaluation file. A text file or page is one example; a record of JSON or
-    Parquet gives all its strings joined by line feeds and, if it has several strings, each of them.
+    """Yield the text of each example in an evaluation file. A text file or page is one example. A JSON or Parquet
+    record gives all its strings joined by line feeds and, if there are several, each string by itself.
     """
     if file.format not in KEYED_FORMATS:
         for document in Reader(longest=sys.maxsize).read_documents(file):

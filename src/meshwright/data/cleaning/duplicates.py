@@ -19,13 +19,13 @@ Numbers = NDArray[np.int64]
 def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Find the documents whose key equals that of an earlier document. The keys are partitioned on disk, and one
-    partition at a time is sorted in memory. For each partition, yield (numbers of the repeating documents [m], for each
-    the number of the first document with the same key [m]), int64.
+    """Find the documents whose key equals that of an earlier document, with the keys partitioned on disk. Yields for
+    each partition, int64 [m] each: (numbers of the repeating documents, number of the first document with the same
+    key).
 
     chunks: yields (keys [n, width], document numbers [n]), document numbers ascending. total: expected number of keys,
     from which the number of partitions follows. directory: for temporary files; created if needed. part: approximate
-    number of keys in a partition (default: `PART`).
+    number of keys in a partition, which is sorted in memory (default: `PART`).
     """
     parts = min(_MOST_PARTS, -(-total // (part or PART)))
     if parts <= 1:

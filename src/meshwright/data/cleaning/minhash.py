@@ -15,12 +15,12 @@ _BLOCK = 1 << 17  # products computed at a time, which fit in the CPU cache
 
 @dataclass(frozen=True)
 class MinHash:
-    """Near-duplicate search by MinHash and locality-sensitive hashing: a signature of bands * rows minima is divided
-    into bands, and two documents with an equal band count as duplicates.
+    """Near-duplicate search by MinHash and locality-sensitive hashing. A document's signature consists of bands * rows
+    minima and is divided into bands; two documents that agree in all minima of a band count as duplicates.
 
-    bands: number of bands. rows: hash functions in each band. words: length of a shingle (n-gram of words). Broder, "On
-    the resemblance and containment of documents", 1997; bands and rows: Leskovec, Rajaraman and Ullman, Mining of
-    Massive Datasets, section 3.4.
+    bands: number of bands. rows: number of hash functions in each band. words: length of a shingle (n-gram of words).
+    Broder, "On the resemblance and containment of documents", 1997; bands and rows: Leskovec, Rajaraman and Ullman,
+    Mining of Massive Datasets, section 3.4.
     """
 
     bands: int
@@ -67,8 +67,8 @@ class MinHash:
 
     @cached_property
     def _functions(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Random factors (odd) and terms of the hash functions x -> factor * x + term modulo 2^32, uint32 [bands *
-        rows] each.
+        """Coefficients of the hash functions x -> factor * x + term modulo 2^32: (factors, odd; terms), pseudorandom,
+        uint32 [bands * rows] each.
         """
         count = self.bands * self.rows
         values = mix_bits(np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))

@@ -70,12 +70,11 @@ def _measure_repetition(text: str) -> Iterator[tuple[str, float]]:
 
 
 def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield (rule name, number of repeated characters) for the word n-grams of n = 2 to 10, as Gopher's rules count
-    them. For n <= 4: characters in all occurrences of the most frequent n-gram; from n = 5 on: characters in n-grams
-    that occurred earlier in the text.
+    """Yield (rule name, number of repeated characters) for the word n-grams of each n from 2 to 10, as Gopher's rules
+    count them. words: the text's words in order.
 
-    words: the text's words in order. An n-gram that occurs once counts 0. From n = 5 on, overlapping n-grams count
-    their characters once, as in the paper.
+    For n <= 4: characters in all occurrences of the most frequent n-gram, 0 if none occurs twice. For n >= 5:
+    characters in n-grams that occurred earlier in the text; where they overlap, each character counts once.
     """
     # A repeated n-gram begins with a repeated (n - 1)-gram: few positions remain after the first count.
     places: Sequence[int] = range(len(words))
@@ -99,9 +98,10 @@ def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def _count_repeated_characters(words: Sequence[str], runs: list[tuple[int, tuple[str, ...]]], n: int) -> int:
-    """Count the characters of words that lie in an n-gram that occurred earlier in the text; each word counts once.
+    """Count the characters of the words that are part of an n-gram which occurred earlier in the text; each word counts
+    once.
 
-    words: the text's words in order. runs: (index of the first word, n-gram) of all n-grams that occur more than once,
+    words: the text's words in order. runs: (index of its first word, n-gram) of each n-gram that occurs more than once,
     in order.
     """
     seen: set[tuple[str, ...]] = set()

@@ -72,8 +72,8 @@ def _render_summary(report: Mapping[str, Any]) -> Markup:
 
 
 def _format_before_after(before: float, after: float, form: str) -> tuple[str, str, str]:
-    """Return three table cells: `before` and `after` in the format string `form`, such as "{:,}", and after / before in
-    percent ("–" if `before` is 0).
+    """Return three table cells as text: `before` and `after`, both formatted by the format string `form` (such as
+    "{:,}"), and after / before in percent ("–" if `before` is 0).
     """
     return form.format(before), form.format(after), f"{after / before:.1%}" if before else "–"
 

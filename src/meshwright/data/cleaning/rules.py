@@ -99,8 +99,8 @@ class Rewriter:
 
 
 class Cleaner(Rewriter):
-    """Applies those rules of the recipe's `[data.clean]` that judge each document by itself: all except duplicates.
-    rules: names of all enabled rules, duplicates included.
+    """Applies the rules of the recipe's `[data.clean]` to one document at a time: all rules except those for
+    duplicates, which compare documents. rules: names of all enabled rules, duplicates included.
 
     Raises `UserError` for an unknown language, an unreadable evaluation set or word list, or a missing library.
     """
@@ -120,7 +120,7 @@ class Cleaner(Rewriter):
         )
 
     def judge_document(self, text: str | None, name: str = "", problem: str | None = None) -> Verdict:
-        """Mask one document and apply the rules to it; returns the verdict.
+        """Mask one document and apply the rules to it; returns the verdict (kept, or dropped by which rule and why).
 
         text: the document's text, in which a byte that did not decode is a lone surrogate; None if the file is not
         text. name: the document's name. problem: how its record violates the schema, as a clause; None if it does not.
@@ -150,8 +150,8 @@ class Cleaner(Rewriter):
         """Apply the rules for any kind of text (control characters, length, repeated lines); returns (name of the first
         rule that it violates, measured value as text), or None if it passes.
 
-        blank: `text`, after masking and line filters, has only white space. emptied: the original text had other
-        characters, so that if `blank` is also True the line filters removed them.
+        text: after masking and line filters. blank: True if `text` is only white space. emptied: True if the text
+        before masking and line filters was not.
         """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:

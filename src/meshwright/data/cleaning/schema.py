@@ -16,7 +16,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def find_record_problem(record: Any, required: Mapping[str, str], text_key: str) -> str | None:
-    """Return how a parsed record violates the schema, as a clause such as 'no key "text"'; None if it conforms.
+    """Check a parsed record against a schema; returns the violation as a clause such as 'no key "text"', None if it
+    conforms.
 
     The record must have text under `text_key` and a value of the right type under each key of `required`, {key: name of
     the type in `names.RECORD_TYPES`}. The key "a.b" is key b inside the object under a.

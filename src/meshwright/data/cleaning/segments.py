@@ -26,8 +26,8 @@ _MAGIC = b"meshwright segment 1\n"
 
 
 def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
-    """Hash document numbers to sampling priorities, uint64 of the same shape. The report samples the documents with the
-    lowest priorities, which are spread over the corpus and the same in every run.
+    """Hash document numbers to pseudorandom priorities, uint64 of the same shape. The report shows the documents with
+    the lowest priorities: a sample spread over the corpus that is the same in every run.
     """
     values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     values ^= values >> np.uint64(32)
@@ -35,13 +35,14 @@ def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
-    """Return the columns of a segment (file of the cleaning results for a run of documents): {name: (NumPy dtype,
-    values per document)}. bands: number of MinHash bands. rewrites: True if texts are masked or their lines filtered.
+    """Return the columns of a segment file, which holds the cleaning results for a run of documents: {name: (NumPy
+    dtype, values per document)}. bands: number of MinHash bands. rewrites: True if texts are masked or their lines
+    filtered.
 
     `code`: 0 (kept) or 1 + the index in `RULES` of the rule that dropped the document. `before`: number of characters,
-    of UTF-8 bytes, and of characters of each kind, before masking. `after`: the same after masking. `changes`: number
-    of masked items and removed lines by kind. `digest`: first half of the SHA-256 of the text. `bands`: MinHash keys.
-    `after` and `changes` exist only with `rewrites`.
+    of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half of the SHA-256 of the text.
+    `bands`: MinHash keys. Only with `rewrites`: `after`, the same numbers as `before` after masking, and `changes`, the
+    number of masked items and removed lines by kind.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -49,11 +50,10 @@ def list_column_types(bands: int, rewrites: bool) -> dict[str, tuple[str, int]]:
 
 
 class SegmentWriter:
-    """Collects the cleaning rules' results for a run of consecutive documents and writes them to one file, a segment.
+    """Collects the cleaning results of consecutive documents and writes them to one file, a segment.
 
     first: number of the first document. minhash: computes the keys for near duplicates; None: near duplicates are not
-    searched. rewrites: True if texts are masked or their lines filtered. documents, characters: how many have been
-    added.
+    searched. rewrites: True if texts are masked or their lines filtered. documents, characters: totals added so far.
     """
 
     def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
@@ -106,7 +106,7 @@ class SegmentWriter:
         self.characters += len(text)
 
     def _keep_sample(self, rule: str, name: str, text: str, why: str) -> None:
-        """Keep the current document, dropped by `rule`, as a sample for the report if its sampling priority is among
+        """Store the current document, dropped by `rule`, as a sample for the report if its sampling priority is among
         the `SAMPLES` lowest of that rule. name, text: of the document. why: the measured value.
         """
         number = self.first + self.documents

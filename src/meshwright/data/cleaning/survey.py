@@ -29,12 +29,12 @@ _BLOCK = 1 << 24  # codes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Result of cleaning and splitting a corpus of N documents, numbered from 0 in reading order.
+    """Result of cleaning and splitting a corpus of N documents, which are numbered from 0 in reading order.
 
-    codes: uint8 [N], the document's index in `SPLITS`, or len(SPLITS) + index in `RULES` of the rule that dropped it.
-    pieces: number of documents in each source file. longest: maximum characters of a document; longer texts were cut
-    into several. bytes: UTF-8 bytes by split. report: the cleaning report as JSON. rewriter: masks texts again when
-    they are read again.
+    codes: uint8 [N], index in `SPLITS` of a kept document's split; len(SPLITS) + index in `RULES` of the rule that
+    dropped it otherwise. pieces: number of documents in each source file. longest: maximum characters of a document;
+    longer texts were cut into several documents. bytes: {split: UTF-8 bytes}. report: the cleaning report as JSON.
+    rewriter: masks the texts when the documents are read again.
     """
 
     codes: NDArray[np.uint8]
@@ -69,7 +69,7 @@ class Survey:
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
         """Yield (document number, masked text) of the documents of `split` ("train" or "validation") in order, from
-        number `first` on. files, reader: the same as at the survey.
+        number `first` on. files, reader: those of the cleaning pass.
         """
         return (
             (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)
@@ -79,9 +79,9 @@ class Survey:
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, Document]]:
         """Yield (document number, masked document) of the documents of `split` ("train" or "validation") in order, from
-        number `first` on; files without any are not opened.
+        number `first` on. Files without such documents are not opened.
 
-        files, reader: the same as at the survey. Raises `SourceChanged` if a file no longer yields the same number of
+        files, reader: those of the cleaning pass. Raises `SourceChanged` if a file no longer yields the same number of
         documents.
         """
         wanted = SPLITS.index(split)
@@ -139,10 +139,10 @@ def survey_corpus(
 ) -> Survey:
     """Clean all documents of `files` and split those that are kept into training and validation documents.
 
-    A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`: the
-    choice depends on no seed and no other document. If that would leave a split empty though `validation_fraction` is
-    above 0, the documents with the smallest hash go to validation, or those with the largest hash to training. If fewer
-    than `FEW_DOCUMENTS` remain, long texts (not records) are cut at blank lines, so that both splits get some.
+    A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`;
+    this depends on no seed and no other document. If a split would be empty though `validation_fraction` is above 0,
+    the documents with the smallest hash go to validation, or those with the largest hash to training. If fewer than
+    `FEW_DOCUMENTS` are kept, long texts (not records) are cut at blank lines, so that both splits get some.
 
     directory: for the cleaning pass's segment files, from which an interrupted pass resumes; None: a temporary one.
     log: receives progress lines. Raises `UserError` if no document or only one short text is left.
@@ -172,19 +172,20 @@ def survey_corpus(
 
 
 def make_reader(recipe: DataRecipe, longest: int) -> Reader:
-    """Create the reader of documents that the survey and every later pass share. longest: maximum characters of a
-    document; longer texts are cut.
+    """Create the reader that splits source files into documents, with the options of the recipe. It must be the same in
+    the cleaning pass and whenever the documents are read again. longest: maximum characters of a document; longer texts
+    are cut.
     """
     records = None if recipe.records == "text" else RecordFormat(recipe.records, recipe.record_keys)
     return Reader(recipe.clean.encoding, recipe.text_key, longest, recipe.clean.required_keys, records)
 
 
 def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
-    """Assign kept documents to splits by the hash of their content; returns (codes, {split: UTF-8 bytes}). codes: uint8
-    [documents], a kept document's index in `SPLITS`, else len(SPLITS) + the index in `RULES` of the rule that dropped
-    it.
+    """Assign kept documents to splits by the hash of their content; returns (codes, {split: UTF-8 bytes}).
 
-    fraction: expected share of validation documents, in [0, 1]. key: recipe key of the sources, for errors.
+    codes: uint8 [documents], index in `SPLITS` of a kept document's split; len(SPLITS) + index in `RULES` of the rule
+    that dropped it otherwise. fraction: expected fraction of validation documents, in [0, 1]. key: recipe key of the
+    sources, for errors.
     """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0
@@ -214,8 +215,8 @@ def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[
 
 
 def _explain_nothing_left(cleaned: CleaningResult, key: str) -> str:
-    """Return the error message for a corpus of which no document remains after cleaning. key: recipe key of the
-    sources.
+    """Return the error message for a corpus of which cleaning kept no document, with the number dropped by each rule.
+    key: recipe key of the sources.
     """
     if not len(cleaned.codes):
         return f"{key}: its files have no text"

@@ -22,11 +22,11 @@ NO_TARGET = -100  # ignored by the loss, as `ignore_index` of PyTorch's cross-en
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Batch of B packed rows of S tokens (a row is one training sample, with one or more documents).
+    """Batch of B packed rows of S tokens. A row is one training sample with one or more documents.
 
-    tokens: int64 [B, S]. targets: int64 [B, S], the token after each position; -100 (ignored by the loss) if that token
-    is padding, begins another document (with `document_mask`) or, for records, is not one to be trained on.
-    document_ids: int32 [B, S], 0 for a row's first document, then 1, 2 ...; all 0 without `document_mask`.
+    tokens: int64 [B, S]. targets: int64 [B, S], the token after each position. A target is -100 (ignored by the loss)
+    if that token is padding, begins another document (with `document_mask`) or, for records, is not one to be trained
+    on. document_ids: int32 [B, S], 0 for a row's first document, then 1, 2 ...; all 0 without `document_mask`.
     """
 
     tokens: NDArray[np.int64]
@@ -51,7 +51,7 @@ class StoredTokens:
     """Token shards of one split ("train" or "validation") on disk.
 
     directory: of the shard files. shards: metadata of each shard, in order. dtype: of a token id on disk. sources:
-    number of shards of each data source, which keeps rows from mixing sources; None: a row may mix sources.
+    number of shards of each data source, if rows must not mix sources; None: rows may mix sources.
     """
 
     directory: Path
@@ -132,8 +132,8 @@ class PackedDataset(ABC):
                 yield np.array(self._map_shard(number)[begin : begin + size])
 
     def iterate_texts(self) -> Iterator[str]:
-        """Yield the text of each document in order. The text must have been stored when the data were prepared, which
-        for the training split takes `prepare(keep_text=True)`.
+        """Yield the text of each document in order. The text must have been stored when the data were prepared; for the
+        training split this requires `prepare(keep_text=True)`.
         """
         for shard in self.shards:
             name = format_shard_file_name(shard.number, TEXT)
@@ -171,12 +171,12 @@ class PackedDataset(ABC):
 
 
 class PackedTokens(PackedDataset):
-    """One split as a continuous token stream cut into packed rows: row r has the tokens [r S, (r + 1) S) of the stream,
-    and as targets the tokens one position later.
+    """One split as a continuous token stream cut into packed rows of S tokens. Row r has the tokens [r S, (r + 1) S) of
+    the stream, and as targets the tokens one position later.
 
     Every token but the stream's first is a target once. `sequences` counts full rows; `rows` also counts the partial
     last one. If `stored.sources` is given, each data source is a stream by itself, and its rows follow those of the
-    source before it.
+    previous source.
     """
 
     @property

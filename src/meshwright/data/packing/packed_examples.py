@@ -59,17 +59,16 @@ class PackingSettings:
 
 
 class PackedExamples(PackedDataset):
-    """One split of records as packed rows that contain whole examples (one parsed record each). With `document_mask`,
-    documents do not attend to each other, and positions restart at each.
+    """One split of records as packed rows. A row contains whole examples (parsed records), with padding at its end.
+    With `document_mask`, documents do not attend to each other, and positions restart at each.
 
     An example has one document, or two for a preference pair: document 2k of a row is the prompt with the chosen
     response of pair k, and 2k + 1 the prompt with the rejected one. Targets are the tokens of responses, or with
-    `train_on` "all" every token but a document's first. The rest of a row is padding, which has no targets and its own
-    document id.
+    `train_on` "all" every token but a document's first. Padding has no targets and its own document id.
 
     Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false every
-    example has its own row. `too_long` says what happens to an example longer than a row: "truncate" cuts the end of
-    its document (of a pair, the longer document first), "drop" drops the example, "refuse" raises `UserError`. An
+    example has its own row. `too_long` determines what happens to an example longer than a row: "truncate" cuts the end
+    of its document (of a pair, the longer document first), "drop" drops the example, "refuse" raises `UserError`. An
     example is also dropped if one of its documents has no target left.
     """
 
@@ -148,7 +147,7 @@ class PackedExamples(PackedDataset):
         for number in np.flatnonzero(long).tolist():
             kept[number] = _truncate_lengths(lengths[number], capacity)
             spans = zip(begins[number].tolist(), kept[number].tolist(), strict=True)
-            targets[number] = [self._count_targets(begin, begin + length) for begin, length in spans]
+            targets[number] = [self._read_document(begin, begin + length)[1].sum() for begin, length in spans]
         answered = (before > 0).all(axis=1)
         dropped = long & answered if self.packing.too_long == "drop" else np.zeros(len(long), bool)
         used = (targets > 0).all(axis=1) & ~dropped
@@ -224,10 +223,6 @@ class PackedExamples(PackedDataset):
             return tokens, trained
         return tokens, self._map_shard(number, TRAINED)[span] != 0
 
-    def _count_targets(self, begin: int, end: int) -> int:
-        """Count the target tokens in one document, the tokens [begin, end) of the split's token stream."""
-        return int(self._read_document(begin, end)[1].sum())
-
     def _count_document_targets(self) -> NDArray[np.int64]:
         """Return the number of target tokens of each document before any truncation, int64 [examples, documents per
         example].
@@ -287,8 +282,8 @@ def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Return the lengths of an example's documents, [documents], cut so that they sum to `capacity` tokens: the longest
-    ones are cut to about the same length, shorter ones stay whole.
+    """Cut the token counts `lengths` of an example's documents, [documents], so that they sum to `capacity`; returns
+    the new counts. The longest documents are cut to about the same length, shorter ones stay whole.
     """
     kept = lengths.copy()
     left, remaining = capacity, len(lengths)

@@ -78,8 +78,8 @@ class EncodedDocument(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Protocol of objects that tokenize documents: a text to one token sequence, a record to one, a preference record
-    to two.
+    """Protocol of objects that tokenize documents. Plain text becomes one token sequence, a record one, and a
+    preference record two (chosen and rejected).
     """
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
@@ -246,8 +246,8 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
 
 
 def limit_rate(report: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that passes its argument (an amount of work done) on to `report`, but at most once in
-    `_LOG_SECONDS` seconds; other calls do nothing. The first interval begins now.
+    """Return a function that calls `report` with its own argument (amount of work done), but at most once in
+    `_LOG_SECONDS` seconds; further calls do nothing. The first interval begins now.
     """
     last = time.monotonic()
 

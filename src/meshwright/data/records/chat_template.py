@@ -27,8 +27,8 @@ class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template.
 
     text: the rendered conversation. responses: character ranges [begin, end) in `text` of the assistant's turns to be
-    trained on, end token included. own: character ranges of the special tokens that the template wrote; special tokens
-    spelled out in a message are ordinary text.
+    trained on, end token included. own: character ranges [begin, end) in `text` of the special tokens that the template
+    itself wrote; a special token spelled out in a message is ordinary text.
     """
 
     text: str
@@ -81,11 +81,11 @@ class ChatTemplate:
     def render_with_spans(
         self, messages: Sequence[Message], trained_from: int = 0, *, prompt: bool = False
     ) -> RenderedConversation:
-        """Render a conversation; the result also gives the character ranges of those assistant's turns that are not
-        blank and have an index of at least `trained_from` in `messages`.
+        """Render a conversation, and find the character ranges of the assistant's turns to be trained on: those that
+        are not blank and whose index in `messages` is at least `trained_from`.
 
-        prompt: append the header of the assistant's next turn; no range is then given. Raises `TemplateError` if the
-        template refuses the messages, or the ranges of the turns cannot be determined.
+        prompt: True: append the header of the assistant's next turn, and return no ranges. Raises `TemplateError` if
+        the template refuses the messages, or the ranges cannot be determined.
         """
         seen = [message.template_variables() for message in messages]
         text, marked = self._render_marked(seen, prompt)
@@ -149,8 +149,8 @@ class ChatTemplate:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """Regular expression that finds special tokens as tokenizers do: the leftmost, and of several at one place the
-        longest.
+        """Regular expression that finds special tokens as tokenizers do: the leftmost match, and the longest of those
+        that begin at one position.
         """
         tokens = sorted(self.special, key=lambda token: (-len(token), token))
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
@@ -165,9 +165,7 @@ class ChatTemplate:
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
     def _may_spell(self, content: str) -> bool:
-        """Return whether a message text contains a special token, or could form one together with the text
-        around it.
-        """
+        """Return True if a message contains a special token, or could form one together with the text around it."""
         if self._special_pattern.search(content):
             return True
         beginnings, ends, longest = self._special_affixes

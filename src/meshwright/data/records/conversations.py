@@ -65,12 +65,14 @@ class RecordFormat(NamedTuple):
     renamed: Mapping[str, str] = {}
 
     def get_file_key(self, part: str) -> str:
-        """Return the key that the files use for the standard key `part`, such as "question" for "prompt"."""
+        """Return the key that the files use for the standard key `part`, such as "question" for "prompt"; `part` itself
+        if it is not renamed.
+        """
         return self.renamed.get(part, part)
 
     @property
     def columns(self) -> list[str]:
-        """Keys that are read from column formats such as Parquet."""
+        """Names of the columns to read from files with columns, such as Parquet: the keys that this format has."""
         keys = [self.get_file_key(part) for part in RECORD_KEYS[self.kind]]
         return [*keys, "conversations", "messages"] if self.kind == "chat" else keys
 

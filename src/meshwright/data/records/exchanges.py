@@ -25,8 +25,10 @@ _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "ch
 
 
 class Exchange(NamedTuple):
-    """Prompt and response of a record as text. If the record ends with an assistant's turn, the response is that turn
-    and the prompt is all turns before it. If it ends with another turn, the response is "" and the prompt is all turns.
+    """Prompt and response of a record as text.
+
+    If the record ends with an assistant's turn, that turn is the response, and the prompt is all turns before it.
+    Otherwise the response is "" and the prompt is all turns.
     """
 
     prompt: str
@@ -34,7 +36,7 @@ class Exchange(NamedTuple):
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Return prompt and response of an instruction, chat or preference record; for a preference the chosen response.
+    """Split an instruction, chat or preference record into prompt and response; of a preference, the chosen response.
     where: position of the record, such as "a.jsonl:17", for errors.
 
     An instruction record may lack its output; its response is then "". Raises `UserError` for any other kind of record.

@@ -26,8 +26,11 @@ _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")  # passed on; no ke
 
 
 class RenderProcess:
-    """Chat template that is rendered in a sandboxed subprocess with limits on CPU time and memory; same methods as
-    `Renderer`.
+    """Chat template that is rendered in a sandboxed subprocess with limits on CPU time and memory. It has the same
+    methods as `Renderer`.
+
+    source: Jinja source. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
+    "<s>"}.
     """
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ OUTPUT_FACTOR = 16
 
 
 class TemplateError(Exception):
-    """Error: the template refuses a conversation (`raise_exception`), or fails while rendering it."""
+    """Error: the template refuses a conversation (calls `raise_exception`), or fails while rendering it."""
 
 
 class NotATemplate(Exception):
@@ -40,7 +40,11 @@ class LimitReached(Exception):
 
 
 class Renderer:
-    """A chat template compiled by a Jinja sandbox, as `transformers` compiles it; renders in this process."""
+    """Chat template that is compiled and rendered in this process by a Jinja sandbox, as `transformers` does.
+
+    source: Jinja source. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
+    "<s>"}.
+    """
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
         """source: Jinja text. named: {variable name: special token}, such as `bos_token`. Raises `NotATemplate` if the

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.data.files import canonical_json, hash_file, read_json, remember_json
+from meshwright.data.files import canonical_json, hash_file, read_json, try_write_json
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.stores import StoredFile, find_first_changed
 from meshwright.errors import UserError
@@ -22,8 +22,9 @@ _SETTLED = 2.0  # seconds; a file that changed more recently may change again wi
 
 
 class SourceDigests:
-    """SHA-256 digests of the source files, for the key of the data cache and to detect later changes. sha256: hex
-    digest of each file. bytes: total size of the files.
+    """SHA-256 digests of the source files, which enter the key of the data cache and reveal later changes of the files.
+
+    sha256: hex digest of each file. bytes: total size of the files.
     """
 
     def __init__(self, files: Sequence[SourceFile], cache: Path, log: Callable[[str], None]) -> None:
@@ -31,7 +32,7 @@ class SourceDigests:
         changed. log: receives a line before hashing takes long.
         """
         self.files = tuple(files)
-        self._states = [_file_state(file) for file in files]
+        self._states = [_read_file_state(file) for file in files]
         self.bytes = sum(state[0] for state in self._states)
         names = [os.path.abspath(file.path) if isinstance(file.path, Path) else file.path.url for file in files]
         memory = cache / "contents" / f"{hashlib.sha256(canonical_json(names)).hexdigest()[:32]}.json"
@@ -54,21 +55,21 @@ class SourceDigests:
             self.sha256.append(digest)
             remembered[name] = [state, digest]
         if announced:
-            remember_json(memory, remembered)
+            try_write_json(memory, remembered)
 
     def find_changed(self) -> SourceFile | None:
         """Return the first file that has changed or vanished since the object was created, or None."""
         for file, state in zip(self.files, self._states, strict=True):
-            if isinstance(file.path, Path) and (not file.path.exists() or _file_state(file) != state):
+            if isinstance(file.path, Path) and (not file.path.exists() or _read_file_state(file) != state):
                 return file
         stored = [(file, file.path) for file in self.files if isinstance(file.path, StoredFile)]
         number = find_first_changed([path for _, path in stored])
         return None if number is None else stored[number][0]
 
 
-def _file_state(file: SourceFile) -> list[int]:
-    """Return [size in bytes, modification time, change time (both in ns), inode] of a file, which stay equal as long as
-    its content does; for a file in a remote store the size alone. Raises `UserError` if it cannot be read.
+def _read_file_state(file: SourceFile) -> list[int]:
+    """Return numbers that stay equal as long as a file is not written: [size in bytes, modification time in ns, change
+    time in ns, inode]; for a file in a remote store the size alone. Raises `UserError` if it cannot be read.
     """
     if isinstance(file.path, StoredFile):
         return [file.path.size or 0]

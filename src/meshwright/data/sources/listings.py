@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from meshwright.data.files import read_json, remember_json
+from meshwright.data.files import read_json, try_write_json
 from meshwright.data.sources.stores import StoredFile, StoreUnreached, query_stored_files
 
 _FORMAT = 1
@@ -17,7 +17,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class _UnreachableFilesystem:
-    """Stand-in for the file system of an unreachable store: any use raises the error `problem`."""
+    """Stand-in for the fsspec file system of an unreachable store: any use raises the error `problem`."""
 
     problem: StoreUnreached
 
@@ -54,5 +54,5 @@ def list_stored_files(
             [name, {"url": file.url, "place": file.place, "size": file.size, "version": file.version}, named]
             for name, file, named in found
         ]
-        remember_json(memory, {"format": _FORMAT, "url": url, "time": time.time(), "files": files})
+        try_write_json(memory, {"format": _FORMAT, "url": url, "time": time.time(), "files": files})
     yield from found

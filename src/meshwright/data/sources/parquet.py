@@ -89,8 +89,8 @@ def _find_required_columns(required: Mapping[str, str], schema: Any) -> list[str
 
 
 def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str]) -> Iterator[str | None]:
-    """Yield for each row of a batch how it violates the schema, as a clause, or None. text: column of the texts; key:
-    its name; required: {further column: type of its values}.
+    """Check each row of an Arrow record batch against the schema; yield the violation as a clause, or None if there is
+    none. text: column of the texts. key: its name. required: {further column: type of its values}.
     """
     names = _find_required_columns(required, batch.schema)
     values = zip(*(batch.column(name).to_pylist() for name in names), strict=True) if names else itertools.repeat(())
@@ -142,12 +142,12 @@ def _choose_batch_rows(group: Any, path: str) -> int:
 
 
 def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, columns: Sequence[str]) -> int:
-    """Return how many rows of row group `group` may be decoded at once, at least 1, if in each of them every column
-    holds one of the longest value in its dictionary.
+    """Return the number of rows of row group `group`, at least 1, that may be decoded at once so that no column takes
+    more than `_MOST_BYTES`, even if every row holds the column's longest value.
 
-    The file stores such a value once, however many rows repeat it: some hundred bytes may decode to many GiB. table:
-    the open `ParquetFile`. columns: as in `iter_batches`. Raises `UserError` for a value of more than `LONGEST_VALUE`
-    bytes.
+    A dictionary-encoded value is stored once, however many rows repeat it: some hundred bytes may decode to many GiB.
+    table: the open `ParquetFile`. columns: names of the columns to be read, as in `iter_batches`. Raises `UserError`
+    for a value of more than `LONGEST_VALUE` bytes.
     """
     held = table.metadata.row_group(group)
     leaves = [
@@ -166,8 +166,10 @@ def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, c
 
 
 def _measure_longest_values(file: SourceFile, stream: Stream, table: Any, group: int, encoded: Sequence[str]) -> int:
-    """Return the bytes of the longest value in the dictionaries of the columns `encoded` of row group `group`; table,
-    errors: as in `bound_batch_rows`."""
+    """Return the size in bytes of the longest value in the dictionaries of some columns of row group `group`. encoded:
+    paths of these columns. table: the open `ParquetFile`. Raises `UserError` for a value of more than `LONGEST_VALUE`
+    bytes.
+    """
     longest = 0
     with open_parquet(file, stream, encoded, table.metadata) as other:
         for path in encoded:

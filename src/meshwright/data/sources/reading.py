@@ -32,7 +32,8 @@ _UNDECODABLE = re.compile("[\udc80-\udcff]")  # to which "surrogateescape" decod
 
 
 class Document(NamedTuple):
-    """One document as read: newlines are LF, without byte order mark; a byte that did not decode is a lone surrogate.
+    """One document of a source file. Newlines are LF, a byte order mark is removed, and a byte that did not decode is a
+    lone surrogate.
 
     name: file and position in it. text: None if the file is not text, or if the record has a `problem`. problem: how
     the record violates the schema. example: the parsed instruction, chat or preference record; `text` then joins its
@@ -160,7 +161,9 @@ class Reader:
                 raise UserError(f"{format_position(file, position)}: {problem.removeprefix('is ')}")
 
     def _explain_not_text(self, head: bytes) -> str | None:
-        """Return why a file is not text in this encoding, as a clause, or None if it is. head: its first bytes."""
+        """Return the reason, as a clause, why a file is not text in the reader's encoding; None if it is text. head:
+        its first bytes.
+        """
         wide = codecs.lookup(self.encoding).name.startswith(("utf-16", "utf-32"))
         if b"\0" in head and not wide:
             return (
@@ -212,8 +215,10 @@ def check_encoding(encoding: str) -> None:
 
 
 def _get_text(value: Any, key: str, file: SourceFile, position: str) -> str:
-    """Return the text of a record with the JSON value `value` under `key` ("a.b": key b inside a); null is "". Raises
-    `UserError` if there is no text. file, position: of the record, for the error.
+    """Return the text stored in a record; null becomes "". Raises `UserError` if the value is not text.
+
+    value: parsed JSON record. key: key of the text in it; "a.b" is key b inside the object under a. file, position: of
+    the record, for the error.
     """
     where, setting = format_position(file, position), file.key_setting
     if not isinstance(value, dict):

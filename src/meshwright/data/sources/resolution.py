@@ -123,7 +123,7 @@ def _detect_format(name: str, format: str, records: bool) -> str:
 
 
 def _is_cached(path: Path, cache: Path) -> bool:
-    """Return whether `path` was written by the data cache in the directory `cache` (prepared data, digests, listings);
+    """Return True if the data cache in the directory `cache` wrote the file `path` (prepared data, digests, listings);
     False for a corpus that is stored in the same directory.
     """
     try:

@@ -74,7 +74,9 @@ class StoredFile:
             return self._download()
 
     def query_state(self) -> StoredFile:
-        """Return the file with the size and version that the store reports now. Raises `UserError` if it is gone."""
+        """Ask the store for the file's present size and version; returns a `StoredFile` with these. Raises `UserError`
+        if the file is gone.
+        """
         self.filesystem.invalidate_cache()
         entry = retry(self.url, lambda: self.filesystem.info(self.place))
         return _make_stored_file(self.url, self.place, entry, self.filesystem)
@@ -92,7 +94,7 @@ _LOCAL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
 
 class StoreUnreached(UserError):
-    """Error: the store cannot be reached or refuses access, so that nothing is known about its files."""
+    """Error: the store cannot be reached or refuses access, so that it is unknown which files it has."""
 
 
 class _NotSupported(UserError):
@@ -161,8 +163,8 @@ class _BlockReader(io.RawIOBase):
 
 
 def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
-    """Call `ask`, a request to the store of `url`, up to `TRIES` times with exponential backoff, and return its result;
-    if every call fails, raise a one-line `UserError`.
+    """Call `ask`, a request to the store of `url`, and return its result. If it fails, it is called again after a
+    growing pause, up to `TRIES` times in all; then a one-line `UserError` is raised.
 
     Errors that waiting does not change, such as a missing file, are raised immediately. where: appended to the error
     message, such as " at byte 8,388,608 of 9,000,000".
@@ -374,7 +376,7 @@ def _is_refused(error: Exception) -> bool:
 
 
 def _find_status(error: Exception) -> int | None:
-    """Return the HTTP status code of an error, its attribute `status` or in its message; None if there is none."""
+    """Return the HTTP status code of an error, from its attribute `status` or its message; None if it has none."""
     if isinstance(status := getattr(error, "status", None), int):
         return status
     entry = re.search(r"status code: (\d+)", str(error))

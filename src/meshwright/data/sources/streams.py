@@ -36,7 +36,7 @@ def open_stream(file: SourceFile) -> Stream:
 
 
 def detect_compression(file: SourceFile) -> str | None:
-    """Return the compression of a file by its suffix: "gzip", "Zstandard", or None."""
+    """Return the compression of a file by the suffix of its name: "gzip", "Zstandard", or None."""
     return next((name for suffix, name in COMPRESSIONS.items() if file.path.name.lower().endswith(suffix)), None)
 
 

@@ -29,7 +29,7 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """One kind of tokenizer that is made here, such as "bpe".
+    """One kind of tokenizer that Meshwright can create, such as "bpe".
 
     title: its name in a sentence. least: smallest vocabulary size. make(vocabulary, texts): function that returns a
     tokenizer of at most `vocabulary` tokens, trained on `texts`. unknown: token for text outside the vocabulary; None
@@ -117,7 +117,7 @@ def _train_wordpiece(vocabulary: int, texts: Iterator[str]) -> Tokenizer:
     kept = [normalizer.normalize_str(text) for text in texts]
     alphabet = [character for character in _rank_characters(kept) if not character.isspace()][: vocabulary // 4]
     # Listed in advance: the trainer numbers new tokens in random order, and breaks ties by number.
-    later = [f"##{character}" for character in alphabet if not _stands_alone(character)]
+    later = [f"##{character}" for character in alphabet if not _is_separate_word(character)]
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(
@@ -170,10 +170,8 @@ def _rank_characters(texts: Iterable[str]) -> list[str]:
     return sorted(counts, key=lambda character: (-counts[character], character))
 
 
-def _stands_alone(character: str) -> bool:
-    """Return True if BERT's pre-tokenization makes a character a separate word: punctuation and Chinese
-    characters.
-    """
+def _is_separate_word(character: str) -> bool:
+    """Return True if BERT's pre-tokenization makes a character a word by itself: punctuation and Chinese characters."""
     code = ord(character)
     chinese = 0x3400 <= code <= 0x4DBF or 0x4E00 <= code <= 0x9FFF or 0xF900 <= code <= 0xFAFF or code >= 0x20000
     return chinese or character in string.punctuation or unicodedata.category(character).startswith("P")
@@ -182,8 +180,9 @@ def _stands_alone(character: str) -> bool:
 def _sort_subwords(tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Return (subword, log-probability) of all subwords of a trained Unigram model, the most probable first.
 
-    The same text must yield the same tokenizer. Scores are therefore rounded, since the trainer sums them in varying
-    order; and characters that it dropped, whose scores are random, all get the lowest score.
+    The result is the same in every training on the same text. Log-probabilities are therefore rounded, since the
+    trainer sums them in varying order. Characters that the trainer dropped, whose values are random, all get the lowest
+    value.
     """
     pieces = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
     lowest = min((score for _, score in pieces), default=0.0)

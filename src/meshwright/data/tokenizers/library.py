@@ -14,8 +14,9 @@ from meshwright.limits import LIMITS
 
 @contextmanager
 def contain_panics() -> Iterator[None]:
-    """Context manager that converts a panic of a Rust library (such as tokenizers) to RuntimeError; as a BaseException
-    it would bypass all handlers of errors."""
+    """Context manager that converts a panic of a Rust library (such as tokenizers) to RuntimeError. A panic is a
+    BaseException, which would bypass all handlers of errors.
+    """
     try:
         yield
     except BaseException as error:

@@ -73,8 +73,8 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
 
 
 def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
-    """Tokenize one text; returns JSON: `text`, `tokens` [{id, text}], the `decoded` text, and `exact`: whether that
-    equals `text`.
+    """Tokenize one text; returns a JSON object: `text`, `tokens` [{id, text}], the `decoded` text, and `exact`, True if
+    that equals `text`.
     """
     names = spell_tokens(tokenizer)
     (numbers,) = tokenizer.encode([text])

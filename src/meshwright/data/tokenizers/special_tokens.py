@@ -19,8 +19,8 @@ from meshwright.data.files import read_json
 from meshwright.data.tokenizers.library import convert_library_errors
 
 
-def find_named_special(config: Mapping[str, Any]) -> set[str]:
-    """Return the special tokens that a parsed tokenizer_config.json or special_tokens_map.json (`config`) names: under
+def parse_special_tokens(config: Mapping[str, Any]) -> set[str]:
+    """Return the special tokens that the parsed tokenizer_config.json or special_tokens_map.json `config` names: under
     keys such as `eos_token`, in lists of additional tokens, and as added tokens marked special.
     """
     named = [value for key, value in config.items() if key.endswith("_token")]
@@ -44,19 +44,19 @@ def get_token_text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def find_named_in(directory: Path) -> set[str]:
-    """Return the special tokens that tokenizer_config.json and special_tokens_map.json in `directory` name; files that
-    cannot be read are skipped.
+def read_special_tokens(directory: Path) -> set[str]:
+    """Read the special tokens that tokenizer_config.json and special_tokens_map.json in `directory` name; a file that
+    is missing or damaged is skipped.
     """
     found = (read_json(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
-    return {token for config in found if isinstance(config, dict) for token in find_named_special(config)}
+    return {token for config in found if isinstance(config, dict) for token in parse_special_tokens(config)}
 
 
 def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> frozenset[str]:
-    """Return the special tokens of a tokenizer: those that its tokenizer.json marks, and those of `named` in its
-    vocabulary.
+    """Return the special tokens of a tokenizer: those that its tokenizer.json marks as special, and those of `named`
+    that are in its vocabulary.
 
-    Single characters are not special: some publishers pad with "!", and the exclamation mark must remain text.
+    Single characters are excluded: some publishers pad with "!", and the exclamation mark must remain text.
     """
     marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     return frozenset(
@@ -65,14 +65,14 @@ def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> froz
 
 
 def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
-    """Return a tokenizer with the same ids that never encodes text as a token of `special`; text that spells one is
-    encoded as ordinary text.
+    """Return a tokenizer with the same ids that encodes text which spells a token of `special` as ordinary text, never
+    as that token.
 
     It is `tokenizer` itself if its option `encode_special_tokens` suffices, else a copy in which these tokens have
     random names.
     """
     tokenizer.encode_special_tokens = True
-    hidden = _find_hidden(tokenizer, special)
+    hidden = _list_tokens_to_rename(tokenizer, special)
     state = _find_spellable_state(tokenizer, hidden)
     if state is None:
         return tokenizer
@@ -82,18 +82,21 @@ def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokeniz
 
 
 def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """Build a copy of a tokenizer, with the same ids, that encodes each token of `special` only from a random name;
-    returns (copy, {special token: random name}). Text that spells a special token is encoded as ordinary text.
+    """Build a copy of a tokenizer, with the same ids, in which each token of `special` has a random name; returns
+    (copy, {special token: random name}). Only the random name is encoded as the token; text that spells the token is
+    ordinary text.
     """
-    encoder, names = _rename_tokens(json.loads(tokenizer.to_str()), _find_hidden(tokenizer, special))
+    encoder, names = _rename_tokens(json.loads(tokenizer.to_str()), _list_tokens_to_rename(tokenizer, special))
     encoder.no_padding()
     encoder.no_truncation()
     encoder.encode_special_tokens = False
     return encoder, {token: names[token] for token in special}
 
 
-def _find_hidden(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
-    """Return the tokens to be renamed, so that no text spells them: `special`, and the token for unknown text."""
+def _list_tokens_to_rename(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
+    """Return the tokens that must get random names, so that no text is encoded as one of them: `special`, and the token
+    for unknown text.
+    """
     unknown = find_unknown_token(tokenizer)
     return {*special, *([unknown] if unknown is not None and len(unknown) > 1 else [])}
 
@@ -121,8 +124,8 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
 
 
 def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Check whether plain text can be encoded as one of the tokens `hidden` although `encode_special_tokens` is set. If
-    so, return the parsed tokenizer.json, in which the caller renames these tokens; else None.
+    """Find out if plain text can be encoded as one of the tokens `hidden` although `encode_special_tokens` is set. If
+    so, return the parsed tokenizer.json, for the caller to rename these tokens in it; else None.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)

@@ -17,11 +17,11 @@ from meshwright.data.files import write_atomic
 from meshwright.data.tokenizers.kinds import END_OF_TEXT, KINDS, create_byte_tokenizer
 from meshwright.data.tokenizers.library import convert_library_errors, parse_tokenizer
 from meshwright.data.tokenizers.special_tokens import (
-    find_named_special,
     find_special_tokens,
     find_unknown_token,
     get_token_text,
     make_text_encoder,
+    parse_special_tokens,
 )
 from meshwright.errors import UserError
 from meshwright.names import TOKENIZERS, nearest
@@ -41,7 +41,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
         """start, end: ids of the tokens that frame a document. named: tokens that the other files of a tokenizer list
-        as special (see `find_named_special`).
+        as special (see `parse_special_tokens`).
         """
         self.tokenizer, self.start, self.end = tokenizer, start, end
         self.vocabulary = _count_vocabulary(tokenizer)
@@ -125,9 +125,9 @@ class TokenizerFiles:
 
 
 def find_tokenizer(name: str) -> TokenizerFiles | None:
-    """Read the files of the existing tokenizer that data.tokenizer = `name` selects: the path of a tokenizer.json or of
-    its directory. Returns None if `name` is a kind made here, such as "bpe". Raises `UserError` if there are no such
-    files, or none names the EOS token.
+    """Read the files of the existing tokenizer that data.tokenizer = `name` selects, the path of a tokenizer.json or of
+    its directory. Returns None if `name` is a kind that Meshwright creates, such as "bpe". Raises `UserError` if there
+    are no such files, or none names the EOS token.
     """
     if name in TOKENIZERS:
         return None
@@ -166,9 +166,9 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **config, "eos_token": eos, "bos_token": bos}
     # The map is not copied: add the special tokens that it alone names to the configuration.
     mapped = find_special_tokens(
-        tokenizer, find_named_special(_load_json_object(directory / "special_tokens_map.json"))
+        tokenizer, parse_special_tokens(_load_json_object(directory / "special_tokens_map.json"))
     )
-    if unlisted := mapped - find_special_tokens(tokenizer, find_named_special(config)):
+    if unlisted := mapped - find_special_tokens(tokenizer, parse_special_tokens(config)):
         config = {
             **config,
             "additional_special_tokens": [*(config.get("additional_special_tokens") or []), *sorted(unlisted)],
@@ -199,11 +199,11 @@ def write_tokenizer(
     texts: Iterator[str],
     chat_template: str | None = None,
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `directory`: the existing tokenizer `found`, or if that is
-    None a new one of kind `name` ("bpe" ...).
+    """Write tokenizer.json and tokenizer_config.json into `directory`, of the existing tokenizer `found` or, if that is
+    None, of a new one of kind `name` ("bpe" ...).
 
-    vocabulary: number of tokens of a new one; fewer if `texts`, on which it is trained, yield fewer. chat_template:
-    Jinja source stored in the configuration (None: unchanged).
+    vocabulary: maximum number of tokens of a new one. texts: on which it is trained. chat_template: Jinja source stored
+    in the configuration (None: unchanged).
     """
     if found is None:
         kind = KINDS[name]
@@ -227,7 +227,7 @@ def _make_text_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> TextTo
     eos, bos = config["eos_token"], config.get("bos_token")
     start, end = (tokenizer.token_to_id(get_token_text(token) or "") for token in (bos or eos, eos))
     assert start is not None and end is not None, (eos, bos)
-    return TextTokenizer(tokenizer, start, end, find_named_special(config))
+    return TextTokenizer(tokenizer, start, end, parse_special_tokens(config))
 
 
 def _count_vocabulary(tokenizer: Tokenizer) -> int:
