@@ -327,9 +327,9 @@ def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triang
 
 
 def _drop_kv_block(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
-    """Buggy stand-in for `list_spans` (`original`), which returns the pairs (query chunk, key chunk) that one step of ring
-    attention computes: in steps on another rank's KV block, the last of several pairs is left out. `counter` counts the
-    omitted pairs."""
+    """Buggy stand-in for `list_spans` (`original`), which lists the pairs (query chunk, key chunk) that a step of ring
+    attention computes. In steps on another rank's KV block, it leaves out the last of several pairs. `counter` counts
+    the omitted pairs."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 
