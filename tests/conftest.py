@@ -41,8 +41,8 @@ LONGEST_FILES = (REPOSITORY / "tests" / "longest_files.txt").read_text().split()
 
 
 def exhaustive(*values: object) -> list[Any]:
-    """Values of a parameter (a tuple: of several parameters) that run with --exhaustive only."""
-    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.exhaustive) for v in values]
+    """Values of a parameter (a plain tuple: of several parameters) that run with --exhaustive only."""
+    return [pytest.param(*(v if type(v) is tuple else (v,)), marks=pytest.mark.exhaustive) for v in values]
 
 
 class Outcome(NamedTuple):

@@ -20,6 +20,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.launcher.launch_script import Resources, launch_script
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
+from tests.conftest import exhaustive
 from tests.training.training_cases import metrics, recipe, trace, train
 
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
@@ -77,7 +78,7 @@ def written(wanted: Recipe, path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("layout", "per_host"),
-    [("dp2 zero1 tp2 fp32", 2), pytest.param("dp2 zero3 tp4 fp32", 4, marks=pytest.mark.exhaustive)],
+    exhaustive(("dp2 zero1 tp2 fp32", 2), ("dp2 zero3 tp4 fp32", 4)),
 )
 def test_two_hosts_match_one_host_bit_for_bit(layout, per_host, hosts, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"

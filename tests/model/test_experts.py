@@ -30,6 +30,7 @@ from meshwright.spec.config_json import config_from_huggingface, config_to_huggi
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
+from tests.conftest import exhaustive
 from tests.model.key_value_cache import KeyValueCache
 from tests.model.transformers_names import entry_in_transformers
 
@@ -248,8 +249,7 @@ def test_flops_count_only_experts_of_each_token(name: str):
     ("name", "backend"),
     [
         ("mixtral-tiny", "aot_eager"),
-        ("dots1-tiny", "aot_eager"),
-        pytest.param("mixtral-tiny", "inductor", marks=pytest.mark.exhaustive),
+        *exhaustive(("dots1-tiny", "aot_eager"), ("mixtral-tiny", "inductor")),
     ],
 )
 def test_compiled_blocks_match_eager_blocks(name: str, backend: str):

@@ -20,6 +20,7 @@ from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from tests.conftest import exhaustive
 from tests.model.key_value_cache import KeyValueCache
 
 FAMILIES = [
@@ -276,10 +277,8 @@ def test_validation_saves_no_activations():
 @pytest.mark.parametrize(
     ("recompute", "windows", "backend"),
     [
-        ("none", True, "aot_eager"),
         ("selective", True, "aot_eager"),
-        ("full", True, "aot_eager"),
-        pytest.param("none", False, "inductor", marks=pytest.mark.exhaustive),
+        *exhaustive(("none", True, "aot_eager"), ("full", True, "aot_eager"), ("none", False, "inductor")),
     ],
 )
 def test_equal_blocks_share_one_compiled_graph(recompute: str, windows: bool, backend: str):

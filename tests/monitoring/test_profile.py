@@ -29,6 +29,7 @@ from meshwright.program.timeline import build_pipeline_timeline
 from meshwright.program.trace import build_chrome_trace
 from meshwright.recipe import load_recipe
 from meshwright.schedules.library import generate, generate_for_layout
+from tests.conftest import exhaustive
 from tests.training import training_cases as cases
 
 ROUNDING = 0.01  # microseconds
@@ -106,7 +107,7 @@ def profile(place: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("layout", ["pp2 mb4", "pp2:zb-v mb4", "pp2:dualpipe mb4"])
+@pytest.mark.parametrize("layout", ["pp2:zb-v mb4", "pp2:dualpipe mb4", *exhaustive("pp2 mb4")])
 def test_profiled_steps_follow_simulated_program_on_one_clock(two, home, layout):
     place = home / layout
     [outcome, _] = cases.run_without_error(two, place, f"{layout} fp32", train_profile="3:4", model_layers=4)

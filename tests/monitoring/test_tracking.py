@@ -140,6 +140,7 @@ def test_crashed_and_resumed_run_is_tracked_once_per_step(two, home, uri, slow):
     assert found.data.params["train.steps"] == "6" and found.data.tags["resumed.train.steps"] == "8"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_rank_0_leaves_tracking_without_gap_or_duplicate(home, uri):
     """Two processes, SIGKILL, restarted by the launcher."""

@@ -9,6 +9,7 @@ from meshwright.planner import ledger as ledger_room
 from meshwright.planner.engines import ENGINES
 from meshwright.planner.ledger import REPEATING, Ledger, ledger, repeating
 from meshwright.spec.presets import preset
+from tests.conftest import exhaustive
 
 CHUNKS = {"interleaved": (2, 4, 8), "interleaved-zb": (2, 4)}
 MODELS = {name: preset(name) for name in ("llama-3-8b", "mixtral-8x7b-v0.1")}
@@ -20,7 +21,7 @@ def step(model: str, layout: Layout, pp_rank: int) -> Ledger:
     return ledger(MODELS[model], layout, batch=batch, sequence=512, precision="bf16", rank=rank, device="cuda")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [1, 2, *exhaustive(4, 8)])
 @pytest.mark.parametrize("schedule", REPEATING)
 def test_few_rounds_contain_every_memory_snapshot(schedule: str, ranks: int, monkeypatch: pytest.MonkeyPatch):
     if ranks == 1 and schedule != "1f1b":

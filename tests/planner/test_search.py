@@ -27,6 +27,7 @@ from meshwright.planner.step_time import step_time
 from meshwright.planner.text import found_text
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
+from tests.conftest import exhaustive
 
 PROBLEMS = {
     "dense": Problem(preset("llama-3-8b"), cluster("64xh100-sxm"), 4096, 256),
@@ -103,7 +104,7 @@ def test_closed_form_memory_is_near_ledger(name: str):
     assert np.median(errors) < 0.08 and np.quantile(errors, 0.8) < 0.2 and max(errors) < 0.5, sorted(errors)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*(name for name in PROBLEMS if name != "mixture"), *exhaustive("mixture")])
 def test_results_fit_train_and_are_sorted(name: str):
     problem, found = PROBLEMS[name], searched(name)
     assert len(found.best) == 8 == len(found.reasons) and found.searched == len(screened(name).way)

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from meshwright.comm.local import LocalRanks
+from tests.conftest import exhaustive
 from tests.flight_recorder.circular_wait import find_circular_wait
 from tests.training import training_cases as cases
 
@@ -65,7 +66,7 @@ def test_interrupted_run_resumes_bit_for_bit(four, home):
 
 
 @cases.traced_and_generated
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("method", ["ring", *exhaustive("ulysses")])
 def test_compiled_model_steps_match_eager_steps(two, home, method, fault):
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 64}
     eager, compiled = home / f"{method} eager for {fault}", home / f"{method} compiled {fault}"

@@ -18,6 +18,7 @@ from meshwright.recipe import load_recipe_text
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import resolve_model_config
 from meshwright.training.trainer import Trainer
+from tests.conftest import exhaustive
 from tests.training import training_cases as cases
 
 SIZES = {"layers": 2, "hidden": 40, "heads": 4, "kv_heads": 2, "vocabulary": 499, "experts": 4, "experts_per_token": 2}
@@ -42,7 +43,7 @@ def run(ranks: LocalRanks | None, place: Path, layout: str, **changes):
     return cases.run_without_error(ranks, place, f"{layout} fp32", **CHANGES | changes)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "dots1"])
+@pytest.mark.parametrize("family", ["mixtral", *exhaustive("dots1")])
 def test_run_changes_layouts_with_steps_of_one_device(four, home, family):
     """Two steps on each layout, through checkpoints; router biases follow the load summed over ranks."""
     still, place = home / f"still {family}", home / f"travelling {family}"

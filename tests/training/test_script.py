@@ -131,6 +131,7 @@ def test_killed_and_stopped_script_resumes_bit_for_bit(whole, place):
     assert losses(place) == losses(whole[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_torchrun_gives_the_same_losses(whole, place):
     code, output, errors = executed(place, *TORCHRUN, "--standalone", "--nproc-per-node", 2, "classify.py", 0)

@@ -38,6 +38,7 @@ from meshwright.verification.ranks import RankResult, StepResult
 from meshwright.verification.reference import Reference
 from meshwright.verification.run import _default_models, _Verifier, run_verification
 from tests.batches import make_batch, share_of
+from tests.conftest import exhaustive
 from tests.model.transformers_names import entry_in_transformers
 from tests.verification.local_fault_names import BY_LAYOUT, NEEDS_RANKS
 
@@ -136,8 +137,8 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
 @pytest.mark.parametrize(
     "layout",
     [
-        *("dp4 zero3 hs2 mb2 ac:full", "dp2 zero3 tp2 mb2", "tp2 cp2"),
-        *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ("dp2 zero1 mb2", "tp4:nosp")),
+        *("dp2 zero3 tp2 mb2", "tp2 cp2"),
+        *exhaustive("dp4 zero3 hs2 mb2 ac:full", "dp2 zero1 mb2", "tp4:nosp", "tp3"),
     ],
 )
 def test_correct_layout_passes_in_float64(layout, three_layers):
@@ -161,7 +162,6 @@ def test_correct_layout_passes_in_float32(layout, three_layers):
     [
         ("dp2 mb2", "all"),
         ("dp4 zero3 hs2", "fewer"),
-        ("tp2", "fewer"),
         *(
             pytest.param(text, "all", marks=pytest.mark.exhaustive)
             for text in ("dp4 zero3 hs2", "tp2", "tp4:nosp", "cp2", "cp2:ulysses")

@@ -108,7 +108,9 @@ class NextToken:
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Count the target tokens in this rank's micro-batches and divide the count by tp x pp, the number of ranks
         that hold the same tokens."""
-        return sum((targets != -100).sum() for _, targets, _ in micro_batches) / (mesh.tp.size * mesh.pp.size)
+        # Divided in float64: integers divided by an integer become float32, whose rounding shows for tp3 or pp3.
+        targets_here = sum((targets != -100).sum().double() for _, targets, _ in micro_batches)
+        return targets_here / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         """Divide `sums` by the number of tp ranks, which all compute the same loss. sums: float64 [1], the loss summed
