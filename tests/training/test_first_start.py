@@ -233,6 +233,7 @@ def test_measurement_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, error:
     monkeypatch.setattr(probe_ranks, "probe", raising(error))
     lines = started(DP2)
     assert "hardware measurement failed" in lines[1] and str(error).strip("'") in lines[1]
+    assert lines[1].endswith("the next start measures again") and len(lines) == 2
     assert find_hardware_profile(2, 1) is None
 
 

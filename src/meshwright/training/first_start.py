@@ -180,15 +180,18 @@ def _measure_and_store(
         seconds += MEMORY_SECONDS_COMPILED if processes[0].compiled else MEMORY_SECONDS
     whole = f"about {seconds} s, once (stored in {' and '.join(paths)}; skip with --no-probe)"
     log(f"measuring {' and '.join(what)}: {whole}")
-    begun = time.monotonic()
+    begun, failures = time.monotonic(), list[str]()
     if key is not None:
-        with _log_failure("hardware measurement failed, so step time is not predicted", log):
+        with _log_failure("hardware measurement failed, so step time is not predicted", failures.append):
             _measure_profile(key, precisions, axes, log)
     if processes:
-        with _log_failure("process memory overhead could not be measured", log):
+        with _log_failure("process memory overhead could not be measured", failures.append):
             for each, constants in zip(processes, measure_process_memory(processes, log), strict=True):
                 each.write(constants)
-    log(f"measured in {time.monotonic() - begun:.1f} s")
+    for line in failures:
+        log(f"{line}; the next start measures again")
+    if not failures:
+        log(f"measured in {time.monotonic() - begun:.1f} s")
 
 
 def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None]) -> list[ProcessConstants]:
