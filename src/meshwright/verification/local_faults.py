@@ -376,6 +376,6 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "attention not masked across documents": LocalFaultSpec(Documents, "from_ids", _ignore_documents),
     "causal mask off by one": LocalFaultSpec(tiled_attention, "tiles_of", _see_next_token, "long sequences"),
     "attention tile drops a key": LocalFaultSpec(tiled_attention, "tiles_of", _drop_key, "long sequences"),
-    "ring attention drops a KV block": LocalFaultSpec(context, "spans", _drop_kv_block, "long sequences"),
+    "ring attention drops a KV block": LocalFaultSpec(context, "list_spans", _drop_kv_block, "long sequences"),
 }
 """Name of each local fault -> what it replaces, and the case that exposes it."""
