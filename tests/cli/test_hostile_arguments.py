@@ -75,3 +75,17 @@ def test_unbounded_count_is_refused_by_every_command_with_limit(
     ]
     outcome = command_line(*filled)
     assert outcome.code == 2 and said in outcome.errors and outcome.errors.count("\n") == 1, outcome.errors
+
+
+@pytest.mark.parametrize("text", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["serve", "{model}", option] for option in ("--step-seconds", "--queue-seconds", "--drain-seconds")),
+        ["plan", "llama-tiny", "--cluster", "1xa100-80", "--sequence", "64", "--batch", "1", "--documents"],
+    ],
+    ids=" ".join,
+)
+def test_number_that_is_not_finite_is_refused(arguments: list[str], text: str, command_line: Callable[..., Outcome]):
+    outcome = command_line(*arguments, text)
+    assert outcome.code == 2 and f"{arguments[-1]}: '{text}': a finite number is needed" in outcome.errors

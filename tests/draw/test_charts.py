@@ -53,6 +53,7 @@ def test_points_are_drawn_at_axis_positions():
 
     assert [y for _, y in first] == pytest.approx([height(4), height(1), height(2)], abs=0.1)
     assert second == [(pytest.approx(plot.x(30), abs=0.1), pytest.approx(height(3), abs=0.1))]
+    assert svg.count("<circle") == 1, "a line of one point is invisible"
 
 
 def test_ticks_are_drawn_at_their_values():

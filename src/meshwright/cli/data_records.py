@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import file_option, json_option, result_printer, write_file
+from meshwright.cli.plumbing import FiniteRange, file_option, json_option, result_printer, write_file
 from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.errors import UserError
 from meshwright.names import unknown
@@ -31,14 +31,14 @@ def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator that adds to a click command the options for requests to a served model: URL, model name, API key,
     journal file of the answers, maximum requests in flight, time-out, attempts, seed, prices.
     """
-    price = click.FloatRange(0)
+    price = FiniteRange(0)
     options = (
         click.option("--url", required=True, metavar="URL", help="Base URL, such as http://127.0.0.1:8000/v1."),
         click.option("--model", required=True, metavar="NAME", help="Name of the model in the API."),
         click.option("--key-variable", metavar="NAME", help="Environment variable with the server's API key."),
         file_option("--journal", help="File that keeps the answers.  [default: OUTPUT.journal]"),
         click.option("--concurrency", default=8, type=click.IntRange(1, 1024), help="Maximum requests in flight."),
-        click.option("--timeout", default=120.0, type=click.FloatRange(0.001), help="Seconds that a request may take."),
+        click.option("--timeout", default=120.0, type=FiniteRange(0.001), help="Seconds that a request may take."),
         click.option("--tries", default=6, type=click.IntRange(1), help="Attempts per request."),
         click.option("--seed", default=0, help="Random seed, also sent with requests."),
         click.option("--price-in", type=price, metavar="P", help="Price of a million prompt tokens."),
@@ -192,7 +192,7 @@ def import_(
 @click.option("--count", default=100, type=click.IntRange(1), help="Self-Instruct: number of new tasks.")
 @click.option("--instances", default=1, type=click.IntRange(1, 5), help="Self-Instruct: examples per task.")
 @click.option("--rounds", default=4, type=click.IntRange(1), help="Evol-Instruct: rewrites of each instruction.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: 0.7 for Self-Instruct, 1 for Evol-Instruct.")
+@click.option("--temperature", type=FiniteRange(0, 2), help="Default: 0.7 for Self-Instruct, 1 for Evol-Instruct.")
 @click.option("--max-tokens", default=1024, type=click.IntRange(1), help="Maximum tokens of an answer.")
 @_output_option
 @_served_model_options

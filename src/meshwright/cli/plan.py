@@ -13,6 +13,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
+    FiniteRange,
     file_option,
     format_json_document,
     json_option,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--compile", "compiled", is_flag=True, help="Blocks run under torch.compile.")
 @click.option("--optimizer", default=None, help="adamw, adam, sgd or momentum.  [default: adamw]")
 @click.option("--precision", help="If the layout names none: fp32, tf32, bf16, fp16 or fp8.")
-@click.option("--documents", type=click.FloatRange(min=1), default=1.0, help="Mean number of documents per sequence.")
+@click.option("--documents", type=FiniteRange(min=1), default=1.0, help="Mean number of documents per sequence.")
 @click.option("--reserve", default="0", metavar="R", help='Device memory to keep free: "0.1" (a fraction) or "8GiB".')
 @click.option("--explain", "explained", is_flag=True, help="Show the time of each operation of a micro-batch.")
 @click.option("--ledger", "every_tensor", is_flag=True, help="Show every tensor of the fullest rank (--json: all).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -75,6 +76,18 @@ def command(name: str, *examples: str, group: bool = False) -> Callable[[Callabl
     """
     epilog = "\n".join(["\b", "Example:" if len(examples) == 1 else "Examples:", *(f"  {line}" for line in examples)])
     return click.command(name, cls=Group if group else Command, epilog=epilog, context_settings=CONTEXT)
+
+
+class FiniteRange(click.FloatRange):
+    """Option type: a finite number in a range. `click.FloatRange` accepts "nan", which compares false with any limit,
+    and "inf"."""
+
+    def convert(self, value: Any, option: click.Parameter | None, context: click.Context | None) -> Any:
+        """Convert the text of the option to a float. Raises `click.BadParameter`, also for "nan" and "inf"."""
+        number = super().convert(value, option, context)
+        if not math.isfinite(number):
+            self.fail(f"{value!r}: a finite number is needed", option, context)
+        return number
 
 
 class Command(click.Command):

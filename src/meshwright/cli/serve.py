@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import device_option_of_ranks, file_option, json_option, result_printer
+from meshwright.cli.plumbing import FiniteRange, device_option_of_ranks, file_option, json_option, result_printer
 
 
 @plumbing.command(
@@ -35,12 +35,10 @@ from meshwright.cli.plumbing import device_option_of_ranks, file_option, json_op
 @file_option("--api-key-file", help="File with one API key per line; requests must have one.")
 @click.option("--cors-origin", "cors_origins", multiple=True, help="Origin whose pages may call the API; repeatable.")
 @click.option("--queue-requests", type=click.IntRange(min=0), help="Maximum queued requests; others are refused (429).")
-@click.option("--queue-seconds", type=click.FloatRange(min=0), help="Maximum predicted queueing time of a request.")
+@click.option("--queue-seconds", type=FiniteRange(min=0), help="Maximum predicted queueing time of a request.")
 @click.option("--threads", type=click.IntRange(1, 1024), help="Threads per rank.  [default: the cores, shared]")
-@click.option(
-    "--step-seconds", type=click.FloatRange(min=0.1), default=60.0, help="Step time after which a rank is lost."
-)
-@click.option("--drain-seconds", type=click.FloatRange(min=0), default=60.0, help="Time limit of requests at shutdown.")
+@click.option("--step-seconds", type=FiniteRange(min=0.1), default=60.0, help="Step time after which a rank is lost.")
+@click.option("--drain-seconds", type=FiniteRange(min=0), default=60.0, help="Time limit of requests at shutdown.")
 @json_option
 def command(checkpoint: str, layout: str, as_json: bool, **options: Any) -> None:
     """Serve CHECKPOINT over HTTP: a run directory (its newest complete checkpoint), a checkpoint, or a Hugging Face

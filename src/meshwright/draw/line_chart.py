@@ -28,7 +28,8 @@ class Series:
     """One curve of a line chart: `points` (x, y) joined by a line.
 
     name: label of the curve. colour: style-sheet colour, such as "blue". kind: line style, "" (default), "thin",
-        "thick", "named" or "dashed"; "thick" and "named" emphasize the name too. dots: True to mark the points.
+        "thick", "named" or "dashed"; "thick" and "named" emphasize the name too. dots: True to mark the points; a
+        single point is always marked, as its line is invisible.
     """
 
     name: str
@@ -116,7 +117,8 @@ class Plot:
         self.picture.add(
             "polyline", title=series.name, points=points, class_=kind, style=f"stroke:{paint(series.colour)}"
         )
-        for x, y in places if series.dots and len(places) <= MOST_MARKED else ():
+        marked = len(places) == 1 or (series.dots and len(places) <= MOST_MARKED)
+        for x, y in places if marked else ():
             self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{paint(series.colour)}")
 
     def draw_mark(self, mark: Mark) -> None:
