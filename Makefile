@@ -30,7 +30,7 @@ format: $(VENV)/.ready-lint  ## Format the code and apply automatic fixes
 	$(BIN)/ruff check --fix --quiet
 	$(BIN)/ruff format --quiet
 
-docs: $(VENV)/.ready-docs  ## Build the documentation as a site: build/docs/index.html
+docs: $(VENV)/.ready-docs pages  ## Write the pictures and build the documentation as a site: build/docs/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo build/docs/index.html
 
