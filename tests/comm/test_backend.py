@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -109,6 +110,13 @@ def test_trivial_calls_reach_the_backend_of_one_rank():
 def test_deterministic_runs_have_inductor_choose_kernels_by_rule():
     from torch._inductor import config
 
+    def read_on_other_thread() -> bool:
+        """Read the setting as the thread does on which autograd compiles the backward of CUDA tensors."""
+        with ThreadPoolExecutor(1) as threads:
+            return bool(threads.submit(lambda: config.deterministic).result())
+
     with deterministic(True, compiled=True):
         assert config.deterministic and torch.are_deterministic_algorithms_enabled()
+        assert read_on_other_thread()
     assert not config.deterministic and not torch.are_deterministic_algorithms_enabled()
+    assert not read_on_other_thread()

@@ -357,12 +357,22 @@ def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
     return config
 
 
-def _deterministic_inductor() -> Any:
-    """Return a context manager in which Inductor (the backend of torch.compile) chooses kernels by rule, not by timing
-    them."""
+@contextmanager
+def _deterministic_inductor() -> Iterator[None]:
+    """Context manager in which Inductor (the backend of torch.compile) chooses kernels by rule, not by timing them, on
+    all threads of the process."""
     from torch._inductor import config  # takes a second to import
 
-    return config.patch(deterministic=True)
+    # An override holds on its thread alone, and autograd compiles the backward of CUDA tensors on a thread of its own,
+    # which reads the default.
+    internals: Any = config
+    entry = internals._config["deterministic"]
+    default, entry.default = entry.default, True
+    try:
+        with config.patch(deterministic=True):
+            yield
+    finally:
+        entry.default = default
 
 
 @contextmanager
