@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
 
 
 def paired_ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """Median of theirs/ours over paired times (above 1: ours is faster), with its 95 % bootstrap interval."""
+    """Median of theirs/ours over paired times (above 1: ours is faster), with its 95% bootstrap interval."""
     ratios = [other / mine for mine, other in zip(ours, theirs, strict=True)]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
@@ -114,6 +114,13 @@ def peak_resident_bytes() -> int:
     """Highest resident set of this process since `forget_peak`."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def busy_core_seconds() -> float:
+    """Return the seconds so far for which this machine's cores were busy, whatever the program, or taken by other
+    virtual machines."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
 def write_result(name: str, result: dict[str, Any], quiet: bool = False) -> None:

@@ -3,7 +3,7 @@
     python bench/compiled_memory.py [--only TEXT]
 
 Model families, activation checkpointing, dtypes, packed documents, preference pairs, encoders, the axes of two ranks
-and schedules with split backward, each a few steps of a small model; the limit is 5 % of the peak. Also reported: the
+and schedules with split backward, each a few steps of a small model; the limit is 5% of the peak. Also reported: the
 error without persistent memory, which is known exactly, and the predicted peak of the same step with uncompiled
 blocks. Compiling takes half an hour or more. Writes
 `bench/results/compiled_memory.json`; exit code 1 when a peak is beyond the limit.

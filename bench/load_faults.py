@@ -83,8 +83,8 @@ def whole_answer(response: Response) -> list[Any]:
 
 
 async def kills(server: Server, client: Client, options: argparse.Namespace) -> dict[str, Any]:
-    """SIGKILL at random moments; the streams are those that an undisturbed server answered. No request runs through
-    three kills: the server ends such a one, as it may be the cause."""
+    """SIGKILL of a random rank at random moments; the streams are those that an undisturbed server answered. No request
+    runs through three kills: the server ends such a one, as it may be the cause."""
     every = await all_blocks(client)
     bodies = stream_bodies(16)
     wanted = [whole_answer(await client.post("/v1/completions", body)) for body in bodies]

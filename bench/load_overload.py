@@ -124,19 +124,23 @@ class Arrivals:
 
 
 async def capacity(client: Client, seconds: float = 20, concurrency: int = 48) -> float:
-    """Requests per second of a closed loop."""
-    ends, done = time.monotonic() + seconds, 0
+    """Requests per second of a closed loop, over `seconds` or longer: until there are as many answers as clients. All
+    clients send requests until then; answers that come later do not count."""
+    begun, done, taken = time.monotonic(), 0, 0.0
     draw = random.Random(1)
 
     async def loop() -> None:
-        nonlocal done
-        while time.monotonic() < ends:
+        nonlocal done, taken
+        while not taken:
             body = completion("m", [draw.randrange(259, VOCABULARY) for _ in range(PROMPT)], ANSWER)
             check_stream(await client.post("/v1/completions", body), ANSWER)
-            done += time.monotonic() < ends
+            if not taken:
+                done += 1
+                now = time.monotonic() - begun
+                taken = now if done >= concurrency and now >= seconds else 0.0
 
     await asyncio.gather(*(loop() for _ in range(concurrency)))
-    return done / seconds
+    return done / taken
 
 
 async def overload(server: Server, client: Client, options: argparse.Namespace) -> dict[str, Any]:

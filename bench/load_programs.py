@@ -1,4 +1,5 @@
-"""Other programs as clients, parts of bench/serving_load.py: schemathesis, openai, vLLM's benchmark, lm-eval."""
+"""Other programs as clients, parts of bench/serving_load.py: schemathesis, openai, vLLM's
+benchmark, guidellm, lm-eval. `bench/serving_peers.py` installs them."""
 
 from __future__ import annotations
 
@@ -166,6 +167,15 @@ async def clients(server: Server, client: Client, options: argparse.Namespace) -
     status, output = await asyncio.to_thread(run_program, command, 300, HF_HUB_OFFLINE="1")
     count = re.search(r"Successful requests:\s+(\d+)", output)
     found["vllm bench serve, the program"] = "ok" if count and count[1] == "16" else f"{status}: {output[-600:]}"
+    command = [str(PEERS / "guidellm/bin/guidellm"), "run", "--profile", "kind=concurrent,streams=2"]
+    command += ["--constraint", "kind=max_requests,count=16", "--disable-console"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"]
+    command += ["--tokenizer", f"kind=hf_auto,model={model_directory(options.model)}"]
+    target = f"target=http://127.0.0.1:{server.port},model=m,request_format=/v1/completions"
+    command += ["--backend", f"kind=openai_http,{target}", "--output", "kind=json,path=guidellm.json"]
+    status, output = await asyncio.to_thread(run_program, command, 300, HF_HUB_OFFLINE="1")
+    count = re.search(r"completed \|.* successful=(\d+) errored=0", output)
+    found["guidellm, the program"] = "ok" if count and count[1] == "16" else f"{status}: {output[-600:]}"
     return {**found, "passed": all(value == "ok" for value in found.values())}
 
 
@@ -206,7 +216,7 @@ async def lm_eval(server: Server, client: Client, options: argparse.Namespace) -
         "evaluate_nats_per_token": evaluated["loss"],
         "evaluate_tokens": evaluated["tokens"],
     }
-    same = math.isclose(found["echoed_nats_per_token"], evaluated["loss"], rel_tol=1e-9)
+    same = found["echoed_nats_per_token"] == evaluated["loss"]  # both are correctly rounded sums of the same numbers
     write_task(directory, text)
     # lm-eval's default, the server's /tokenize, adds a second BOS token to rolling log-likelihoods.
     arguments = f"model=m,base_url=http://127.0.0.1:{server.port}/v1/completions,max_length=1024"
@@ -220,6 +230,7 @@ async def lm_eval(server: Server, client: Client, options: argparse.Namespace) -
     if status or not results:
         return {**found, "passed": False, "failure": f"lm_eval: {status}: {output[-1500:]}"}
     found["lm_eval_bits_per_byte"] = json.loads(results[-1].read_text())["results"]["document"]["bits_per_byte,none"]
-    found["echoed_bits_per_byte"] = -math.fsum(values[:-1]) / math.log(2) / text.stat().st_size
-    same_bits = math.isclose(found["lm_eval_bits_per_byte"], found["echoed_bits_per_byte"], rel_tol=1e-9)
+    # lm-eval's own sum and order of operations.
+    found["echoed_bits_per_byte"] = -(sum(values[:-1]) / text.stat().st_size) / math.log(2)
+    same_bits = found["lm_eval_bits_per_byte"] == found["echoed_bits_per_byte"]
     return {**found, "passed": same and same_bits}

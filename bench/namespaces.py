@@ -51,7 +51,7 @@ NETWORK = "10.77.0"
 BRIDGE = "mw-bridge"
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24, 2**26]
 PROGRAMS = ("ring", "rabenseifner", "butterfly", "all-pairs", "binomial-tree", "double-binary-tree", "hierarchical")
-MTU = 9000  # headers are then 0.7 % of the bytes on a link
+MTU = 9000  # headers are then 0.7% of the bytes on a link
 PROBE = (2**18, 2**22)  # message bytes to measure bandwidth
 ROUNDS = 17
 CHUNKS = 9  # of the patterns that show what a message costs: one is sent, each of the others is a place for one
@@ -274,7 +274,7 @@ def study(host_count: int, per_host: int, rate: str, sizes: Sequence[int], repea
                 )
                 say(
                     f"{world_size} ranks {name:20} {size:>9} B: simulated {1e3 * predicted.seconds:9.2f} ms, measured "
-                    f"{1e3 * measured:9.2f} ms ({100 * rows[-1]['error']:+.1f} %), "
+                    f"{1e3 * measured:9.2f} ms ({100 * rows[-1]['error']:+.1f}%), "
                     f"wire {rows[-1]['counted_over_program']:.4f}"
                 )
     errors = [abs(float(row["error"])) for row in rows]

@@ -3,9 +3,11 @@
 
 Every contender gets the same token IDs (128 in, 128 out, greedy, the end token ignored, no prompt seen twice), in turns
 within each round; contenders without a turn are stopped. Meshwright, vLLM and llama.cpp get requests over HTTP, the
-others and Meshwright's engine alone (`engine`) run in a process of their own. Beside it: the read stream of the memory
-and decode's share of it, what HTTP costs, seconds until ready with a pool of 4 GiB, whether an answer is the same alone
-and among others. A contender that fails is recorded with the end of its output, and the race goes on.
+others and Meshwright's engine alone (`engine`) run in a process of their own. Also measured: decode's share of the
+memory's read stream, the cost of HTTP, seconds until ready with a pool of 4 GiB, whether an answer is the same alone
+and among others. The read stream is measured before and after each decode of a single request, over as many bytes as
+the weights and with as many threads; a share above 1 is an invalid measurement, which is repeated. A contender that
+fails is recorded with the end of its output, and the race goes on.
 
     python bench/serving_peers.py                     # installs the peers, once
     python bench/serving.py --minutes 20              # writes bench/results/serving.json
@@ -23,6 +25,7 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,27 +33,55 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import machine, paired_ratio, write_result
 from serving_client import Wave
 from serving_models import CACHE, SHAPES, model_directory, random_prompts, weights_read_per_token
-from serving_peers import STARTS, Contender, ContenderFailed, Server, installed_version, start_meshwright
+from serving_peers import STARTS, THREADS, Contender, ContenderFailed, Server, installed_version, start_meshwright
 
 CONCURRENCY = (1, 8, 32)
 TOKENS = 128
 WAVE_SECONDS = 150
 BYTES = {"bf16": 2, "fp32": 4}
 OURS = ("meshwright", "engine")
+STREAM_SECONDS = 0.3
+"""Seconds of a measurement of the read stream, at least; three reads at least."""
+MOST_ATTEMPTS = 4
+"""Measurements of a decode whose share of the read stream is above 1."""
 
 
-def read_stream(size: int, threads: int = 2, repeats: int = 9) -> float:
-    """Bytes per second at which `threads` threads read a buffer of `size` bytes: the median of `repeats` sums."""
-    import torch
+class ReadStream:
+    """Reads a buffer of `size` bytes with `THREADS` threads."""
 
-    torch.set_num_threads(threads)
-    buffer = torch.ones(size // 4)
-    seconds = []
-    for _ in range(repeats + 1):
-        begun = time.perf_counter()
-        buffer.sum()
-        seconds.append(time.perf_counter() - begun)
-    return size // 4 * 4 / statistics.median(seconds[1:])
+    def __init__(self, size: int) -> None:
+        import torch
+
+        torch.set_num_threads(THREADS)
+        self._buffer = torch.ones(size // 4)
+
+    def measure(self) -> float:
+        """Bytes per second: the median of several sums."""
+        seconds = list[float]()
+        while len(seconds) < 3 or sum(seconds) < STREAM_SECONDS:
+            begun = time.perf_counter()
+            self._buffer.sum()
+            seconds.append(time.perf_counter() - begun)
+        return self._buffer.nbytes / statistics.median(seconds)
+
+
+@dataclass
+class DecodeShare:
+    """Decode of a single request in one round, beside the read stream. stream, decode: bytes per second. attempts:
+    shares of all measurements, of which the last counts."""
+
+    stream: float
+    decode: float
+    attempts: list[float]
+
+    @property
+    def valid(self) -> bool:
+        return self.attempts[-1] <= 1
+
+    def figures(self) -> dict[str, Any]:
+        rates = {"read_stream": self.stream, "decode": self.decode}
+        found = {f"{name}_gb_per_second": round(rate / 1e9, 2) for name, rate in rates.items()}
+        return {"share": self.attempts[-1], "valid": self.valid, "attempts": self.attempts, **found}
 
 
 def describe_command(command: Sequence[str]) -> str:
@@ -122,26 +153,68 @@ class Race:
             self._close(name)
 
 
+def measure_decode(
+    race: Race, name: str, stream: ReadStream, bytes_per_token: int, seed: int
+) -> tuple[Wave | None, DecodeShare | None]:
+    """One request to a contender, between two measurements of the read stream, of which the faster counts; repeated
+    while decode seems to read faster than that. Return (wave, None) where the contender does not report each token."""
+    attempts: list[float] = []
+    while True:
+        prompts = random_prompts(1, TOKENS, seed=seed + 1_000_000 * len(attempts))
+
+        def measure(contender: Contender, prompts: list[list[int]] = prompts) -> tuple[float, Wave, float]:
+            return stream.measure(), contender.generate(prompts, TOKENS, WAVE_SECONDS), stream.measure()
+
+        found = race.turn(name, measure)
+        if found is None:
+            return None, None
+        before, wave, after = found
+        decode = wave.figures().get("decode_tokens_per_second")
+        if decode is None:
+            return wave, None
+        share = DecodeShare(max(before, after), decode * bytes_per_token, attempts)
+        attempts.append(round(share.decode / share.stream, 3))
+        if share.valid or len(attempts) == MOST_ATTEMPTS:
+            return wave, share
+        print(f"  {name}: decode has {attempts[-1]} of the read stream: invalid, measured again", flush=True)
+
+
+Shares = dict[str, list[DecodeShare]]
+"""Decode of a single request in each round, by contender."""
 Waves = dict[int, dict[str, list[Wave]]]
 """Waves by concurrency and contender; those of one index are of one round."""
 
 
-def run_rounds(race: Race, rounds: int, concurrency: Sequence[int], deadline: float) -> Waves:
+def run_rounds(
+    race: Race, rounds: int, concurrency: Sequence[int], deadline: float, bytes_per_token: int
+) -> tuple[Waves, Shares]:
     """Alternating rounds; a contender that fails in a round has no wave in that and the following ones."""
+    stream = ReadStream(bytes_per_token)
+    shares: Shares = {name: [] for name in race.names}
     waves: Waves = {count: {name: [] for name in race.names} for count in concurrency}
     for turn in range(rounds):
         for count in concurrency:
             prompts = random_prompts(count, TOKENS, seed=100 * turn + count)
             for name in race.names[turn % len(race.names) :] + race.names[: turn % len(race.names)]:
                 if time.monotonic() > deadline:
-                    return waves
+                    return waves, shares
                 if len(waves[count][name]) < turn or name not in race.names:
                     continue
-                wave = race.turn(name, lambda each, prompts=prompts: each.generate(prompts, TOKENS, WAVE_SECONDS))
+                if count == 1:
+                    wave, share = measure_decode(race, name, stream, bytes_per_token, seed=100 * turn + count)
+                    shares[name] += [share] if share is not None else []
+                else:
+                    wave = race.turn(name, lambda each, prompts=prompts: each.generate(prompts, TOKENS, WAVE_SECONDS))
                 if wave is not None:
                     waves[count][name].append(wave)
                     print(f"  round {turn}, {count} requests, {name}: {wave.figures()}", flush=True)
-    return waves
+    return waves, shares
+
+
+def summarise_shares(shares: Sequence[DecodeShare]) -> dict[str, Any]:
+    """Median of the valid rounds, None if there are none, with the figures of each round."""
+    valid = [share.attempts[-1] for share in shares if share.valid]
+    return {"median": statistics.median(valid) if valid else None, "rounds": [share.figures() for share in shares]}
 
 
 def summarise(waves: list[Wave]) -> dict[str, Any]:
@@ -217,9 +290,8 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
     read = weights_read_per_token(model) * BYTES[dtype]
     restart = 4 * read * len(names) > 0.5 * machine()["memory_gib"] * 2**30
     race = Race(model, dtype, names, restart)
-    before = read_stream(read)
     try:
-        waves = run_rounds(race, options.rounds, options.concurrency, deadline)
+        waves, shares = run_rounds(race, options.rounds, options.concurrency, deadline, read)
         outside = race.turn("meshwright", outside_kernels) if "meshwright" in race.names else None
         same = same_answers(race) if time.monotonic() < deadline else {}
     finally:
@@ -232,16 +304,9 @@ def race_model(model: str, dtype: str, options: argparse.Namespace, deadline: fl
         },
         "against_best": {count: compare(by_name) for count, by_name in waves.items()},
         "same_answer_alone_and_among_31": same,
-        "read_stream_gb_per_second": round(max(before, read_stream(read)) / 1e9, 2),
+        "decode_share_of_read_stream": {name: summarise_shares(each) for name, each in shares.items() if each},
         "share_of_steps_outside_kernels": outside,
         "weight_bytes_per_token": read,
-    }
-    stream = found["read_stream_gb_per_second"] * 1e9
-    alone = found["concurrency"].get(1, {})
-    found["decode_share_of_read_stream"] = {
-        name: round(figures["decode_tokens_per_second"] * read / stream, 3)
-        for name, figures in alone.items()
-        if "decode_tokens_per_second" in figures
     }
     most = waves[max(waves)]
     if most.get("meshwright") and most.get("engine"):
@@ -277,10 +342,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the contenders
     begun, races = time.monotonic(), [(model, dtype) for model in options.models for dtype in options.dtypes]
     result: dict[str, Any] = {
-        "threads": 2,
+        "threads": THREADS,
         "prompt_tokens": TOKENS,
         "output_tokens": TOKENS,
-        "read_stream_gib_gb_per_second": round(read_stream(1 << 30) / 1e9, 2),
+        "read_stream_gib_gb_per_second": round(ReadStream(1 << 30).measure() / 1e9, 2),
         "models": {},
     }
     for index, (model, dtype) in enumerate(races):
@@ -299,5 +364,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
     main()

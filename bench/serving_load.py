@@ -1,12 +1,12 @@
 """The server under load and faults, part by part (`--parts`), on a model of random weights:
 
-- `overload`: ten times the capacity for some minutes: resident memory grows by less than 1 %, every admitted request
+- `overload`: ten times the capacity for some minutes: resident memory grows by less than 1%, every admitted request
   ends as it should, the others get 429 with a time to wait.
-- `retries`: arrivals fall from ten to 0.8 times the capacity: of the clients refused from then on, 90 % succeed at
+- `retries`: arrivals fall from ten to 0.8 times the capacity: of the clients refused from then on, 90% succeed at
   their first retry; the time promised to a refused client against the time until a request was admitted.
 - `disconnects`: 1,000 clients that leave, streaming or not: all blocks come back.
-- `kills`: `kill -9` of random ranks under running streams: every stream, its log-probabilities included, equals the
-  undisturbed server's; `/health` says 503 within 2 s; all blocks come back.
+- `kills`: `kill -9` of random ranks under running streams, for each of `--kill-layouts`: every stream, its
+  log-probabilities included, equals the undisturbed server's; `/health` says 503 within 2 s; all blocks come back.
 - `clients`: what the openai client, lm-eval, vLLM's and guidellm's benchmarks send.
 - `schema`: schemathesis over /openapi.json: no 5xx but the documented 503.
 - `lm-eval`: the loss of a text by lm-eval's `local-completions` and by `meshwright evaluate`.
@@ -17,16 +17,17 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import write_result
+from common import RESULTS, machine, write_result
 from load_faults import disconnects, kills
 from load_overload import overload, retries
 from load_programs import clients, lm_eval, schema
@@ -44,6 +45,24 @@ PARTS: dict[str, Part] = {
     "retries": retries,
     "overload": overload,
 }
+
+
+def read_others(name: str, parts: Sequence[str]) -> dict[str, Any]:
+    """The parts of the stored result that are not run now, if they are of this machine and these versions."""
+    path = RESULTS / f"{name}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    if stored.get("machine") != machine():
+        return {}
+    return {part: found for part, found in stored["parts"].items() if part not in parts}
+
+
+def run_kills(options: argparse.Namespace) -> dict[str, Any]:
+    """Run `kills` against a server of each layout."""
+    found = {}
+    for layout in options.kill_layouts:
+        found[layout] = run_part("kills", argparse.Namespace(**{**vars(options), "layout": layout}))
+        print(f"kills, {layout}:", "passed" if found[layout]["passed"] else found[layout], flush=True)
+    return {"layouts": found, "passed": all(each["passed"] for each in found.values())}
 
 
 def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -75,7 +94,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--model", choices=SHAPES, default="smollm-135m")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--layout", default="", help="layout of the server")
+    parser.add_argument("--layout", default="", help="layout of the server, but for the part kills")
+    parser.add_argument("--kill-layouts", nargs="+", default=["tp3", "dp2", "pp2"], help="layouts of the part kills")
     parser.add_argument("--minutes", type=float, default=10, help="minutes of overload")
     parser.add_argument("--cycles", type=int, default=8, help="cycles of retries")
     parser.add_argument("--disconnects", type=int, default=1000)
@@ -85,17 +105,18 @@ def main() -> None:
     parser.add_argument("--name", default="serving_load", help="name of the file in bench/results")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the servers
-    result: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "layout": options.layout, "parts": {}}
+    result: dict[str, Any] = {"parts": read_others(options.name, options.parts)}
     for name in options.parts:
         begun = time.monotonic()
         try:
-            found = run_part(name, options)
+            found = run_kills(options) if name == "kills" else run_part(name, options)
         except (ContenderFailed, RequestFailed, OSError) as error:
             found = {"passed": False, "failure": str(error)}
-        result["parts"][name] = {**found, "seconds": round(time.monotonic() - begun, 1)}
+        used = {"date": datetime.date.today().isoformat(), "model": options.model, "dtype": options.dtype}
+        result["parts"][name] = {**found, "seconds": round(time.monotonic() - begun, 1), **used}
         print(name, json.dumps(result["parts"][name], indent=1), flush=True)
         write_result(options.name, result, quiet=True)
-    failed = [name for name, found in result["parts"].items() if not found["passed"]]
+    failed = [name for name in options.parts if not result["parts"][name]["passed"]]
     if failed:
         raise SystemExit(f"did not pass: {', '.join(failed)}")
 

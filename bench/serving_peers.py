@@ -32,6 +32,8 @@ PEERS = CACHE / "peers"
 START_SECONDS = 600
 LLAMA_CPP = "llama.cpp/vendor/llama.cpp"
 _UNUSED = "torchvision torchaudio torchcodec"
+THREADS = 2
+"""Threads of each contender that computes in one process, and of the read stream."""
 INSTALL: dict[str, list[str]] = {
     "vllm": [
         "python3 -m venv vllm",
@@ -58,8 +60,11 @@ INSTALL: dict[str, list[str]] = {
         "-DLLAMA_OPENSSL=OFF -DLLAMA_CURL=OFF",
         f"cmake --build {LLAMA_CPP}/build --target llama-server",
     ],
+    "checks": ["python3 -m venv checks", "checks/bin/pip install schemathesis openai"],
+    "lm-eval": ["python3 -m venv lm-eval", "lm-eval/bin/pip install torch==2.13.0 transformers==5.23.0 lm-eval[api]"],
+    "guidellm": ["python3 -m venv guidellm", "guidellm/bin/pip install torch==2.13.0 guidellm==0.8.1"],
 }
-"""Shell commands by peer, run in `PEERS`."""
+"""Shell commands by peer, and by client of bench/serving_load.py, run in `PEERS`."""
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -266,6 +271,8 @@ def start_meshwright(model: str, dtype: str, work: Path, *arguments: str) -> Ser
     port = free_port()
     command = [sys.executable, "-m", "meshwright", "serve", str(model_directory(model)), "--dtype", dtype]
     command += ["--port", str(port), "--served-model-name", "m", "--max-length", "1024", *arguments]
+    if "--layout" not in arguments:
+        command += ["--threads", str(THREADS)]
     server = Server("meshwright", command, port, work / "meshwright.log")
     server.precision = dtype
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/props", timeout=30) as answer:
@@ -329,8 +336,8 @@ def start_engine(model: str, dtype: str, work: Path) -> Contender:
 
 def start_worker(name: str, python: Path, directory: Path, dtype: str, work: Path) -> Contender:
     command = [str(python), str(Path(__file__).with_name("serving_worker.py")), name]
-    command += ["--model", str(directory), "--dtype", dtype, "--threads", "2"]
-    return Worker(name, command, work / f"{name}.log", {"OMP_NUM_THREADS": "2"})
+    command += ["--model", str(directory), "--dtype", dtype, "--threads", str(THREADS)]
+    return Worker(name, command, work / f"{name}.log", {"OMP_NUM_THREADS": str(THREADS)})
 
 
 STARTS = {
@@ -345,9 +352,12 @@ STARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*INSTALL, []], default=list(INSTALL))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(INSTALL)}")
     PEERS.mkdir(parents=True, exist_ok=True)
-    for name in parser.parse_args().names:
+    names = parser.parse_args().names or list(INSTALL)
+    if unknown := sorted({*names} - {*INSTALL}):
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(INSTALL)}")
+    for name in names:
         for command in INSTALL[name]:
             print(command, flush=True)
             done = subprocess.run(command.split(), cwd=PEERS)

@@ -98,7 +98,7 @@ def transformers(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], E
 def engine(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Events], dict[str, Any]]:
     """Meshwright's engine in this process: what HTTP and the front process cost is the difference to the server."""
     import meshwright as mw
-    from meshwright.kernels.choice import choose_instruction_set
+    from meshwright.kernels.choice import load_kernels
 
     loaded = mw.load(options.model, dtype=options.dtype)
 
@@ -107,7 +107,8 @@ def engine(options: argparse.Namespace) -> tuple[Callable[[Tokens, int], Events]
         for index, answer in enumerate(answers):
             yield index, list(answer.tokens)
 
-    return generate, {"precision": options.dtype, "instruction_set": choose_instruction_set() or "torch"}
+    kernels = load_kernels()
+    return generate, {"precision": options.dtype, "instruction_set": kernels.instruction_set if kernels else "torch"}
 
 
 WORKERS = {"openvino": openvino, "transformers": transformers, "engine": engine}

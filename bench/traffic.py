@@ -1,5 +1,5 @@
 """Claim: what the parameter table, the layout and the shapes predict that a training step puts on the wire is what
-`comm/` records, exactly, and what the network interfaces of the hosts count, within 3 %.
+`comm/` records, exactly, and what the network interfaces of the hosts count, within 3%.
 
 Two hosts made of network namespaces on cables of their own (bench/namespaces.py), with jumbo frames; of each layout a
 few steps of real training, the counters read before and after. With one rank a host everything that a rank sends
@@ -166,7 +166,7 @@ def main() -> None:
     if not arguments.quick:
         write_result("traffic", {"mtu": MTU, "steps": STEPS, "largest_difference": worst, "rows": rows})
     if worst > 0.03:
-        raise SystemExit("difference above 3 %")
+        raise SystemExit("difference above 3%")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -27,11 +28,16 @@ os.environ["XDG_CONFIG_HOME"], os.environ["XDG_CACHE_HOME"] = str(_HOME / "confi
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Nearly all ranks in tests compute a model: the fork server loads their imports once. It forks commands, too.
+# Collections while modules are imported and tests collected would free nothing, for half a minute of processor time.
+gc.disable()
+
+# Nearly all ranks in tests compute a model, and some compile it: the fork server loads their imports once. It forks
+# commands, too.
 local._SERVER_CODE = local._SERVER_CODE.replace(
     "; serve(",
-    "; import meshwright.training.loop, meshwright.verification.ranks; from tests.forked_commands import install; "
-    "install(); serve(",
+    "; import meshwright.training.loop, meshwright.verification.ranks; "
+    "import torch._inductor.compile_fx, torch._dynamo.backends.common, torch.utils.flop_counter; "
+    "from tests.forked_commands import install; install(); serve(",
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -43,6 +49,12 @@ LONGEST_FILES = (REPOSITORY / "tests" / "longest_files.txt").read_text().split()
 def exhaustive(*values: object) -> list[Any]:
     """Values of a parameter (a plain tuple: of several parameters) that run with --exhaustive only."""
     return [pytest.param(*(v if type(v) is tuple else (v,)), marks=pytest.mark.exhaustive) for v in values]
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, without looking through what the tests consist of."""
+    gc.freeze()
+    gc.enable()
 
 
 class Outcome(NamedTuple):

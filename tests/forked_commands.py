@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from meshwright.comm import local
+from meshwright.processes import die_with_parent
 
 
 class Request(NamedTuple):
@@ -96,7 +97,7 @@ def install() -> None:
 def _keep(request: Request) -> NoReturn:
     """Fork the command, and write its process id and exit code."""
     try:
-        local._end_with_parent()
+        die_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         pid = os.fork()
         if pid == 0:
@@ -117,7 +118,7 @@ def _run_command(request: Request) -> NoReturn:
     from meshwright.launcher import started_rank
 
     os.setsid()
-    local._end_with_parent()
+    die_with_parent()
     os.chdir(request.cwd)
     for number, name in ((1, "stdout"), (2, "stderr")):
         descriptor = os.open(f"{request.directory}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)

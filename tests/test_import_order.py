@@ -15,7 +15,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 # A package, or a module of the top level, imports from those before it.
 PACKAGES = [
-    *("errors", "documents", "terminal", "limits", "names", "untrusted", "toml", "threads", "layout", "tables"),
+    *("errors", "documents", "terminal", "limits", "names", "untrusted", "toml", "threads", "processes"),
+    *("layout", "tables"),
     *(
         "recipe",
         "program",

@@ -4,7 +4,7 @@
 
 The GPU is probed first (one rank). Then a Llama of 0.4 B parameters trains under each way to recompute, with
 micro-batches, in bf16 and float32, eager and compiled; the ledger's peak is compared with `max_memory_allocated` (limit
-3 %, compiled 5 %), the predicted time, from the probe and from the catalogue, against the median step. `--small`
+3%, compiled 5%), the predicted time, from the probe and from the catalogue, against the median step. `--small`
 shrinks the model so that the script itself can be tried on a CPU, where no memory is measured. Writes
 `bench/results/gpu_plan.json`; exit code 1 when a peak is beyond its limit.
 """

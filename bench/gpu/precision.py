@@ -4,7 +4,7 @@
 
 Measures first: seconds of a training step of a Llama shape at sequence 2048 in fp32, tf32, bf16 and fp16, in turns.
 Then checks: tf32 multiplies float32 less exactly than fp32 does, and not otherwise than CUDA's TF32 (10 bits); fp16
-with a scaled loss learns what float32 learns, within 2 %, and finds its scale from 2^30 downwards by steps that are
+with a scaled loss learns what float32 learns, within 2%, and finds its scale from 2^30 downwards by steps that are
 skipped. Each case fails alone. `--small` shrinks the shape, so that the script itself can be tried on a CPU (where
 there is no tf32). Writes `bench/results/gpu_precision.json`; exit code 1 when a check does not hold.
 """

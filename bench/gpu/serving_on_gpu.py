@@ -3,7 +3,7 @@
     python bench/gpu/serving_on_gpu.py [--small]
 
 Measured first, on random weights in bf16 of the shapes of Llama 3.2 1B and 3.1 8B: tokens per second, time to first
-token at 1, 8 and 32 requests, share of the measured read bandwidth that decoding at batch 1 reaches (goal: 80 %), and
+token at 1, 8 and 32 requests, share of the measured read bandwidth that decoding at batch 1 reaches (goal: 80%), and
 what `batch_invariant` costs. Then checked: logits in float32 and bfloat16 against the training model in float64 on the
 CPU, for each kind of model; steps captured in CUDA graphs against eager ones; with `batch_invariant` the bits of
 answers alone, among others, in chunks, and after a prefix hit. `--small` shrinks the measured model, so that the script

@@ -13,6 +13,7 @@ does not make them right.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ def one_device() -> dict[str, torch.Tensor]:
 def distributed() -> dict[str, Any]:
     """Train on every rank; a shard goes with its index in the whole."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ROWS % ranks:
+        sys.exit(f"this exercise takes a number of ranks that divides its batch of {ROWS}: 2, 4 or 8")
     model, x, y = build()
     x, y = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
     weights = flatten(model.parameters())

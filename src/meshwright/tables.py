@@ -201,7 +201,7 @@ class Schema(Generic[Root]):
 
 
 def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:
-    """Return True if a type annotation is a pydantic class, that of a TOML table."""
+    """Return True if a field's type annotation `kind` is a pydantic class: in a TOML file the field is then a table."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 

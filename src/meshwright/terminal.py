@@ -40,8 +40,9 @@ def wrap_on_terminal(text: str) -> str:
 
 
 def wrap_items(text: str, width: int) -> str:
-    """Break a line of items separated by semicolons into one line per item, each wrapped at words and all but the first
-    indented, if it is longer than `width` characters. Semicolons in parentheses do not separate items."""
+    """Return `text`, a line of items separated by semicolons, unchanged if it has at most `width` characters; otherwise
+    with one line per item, all but the first indented. Items of more than `width` characters are wrapped between words.
+    Semicolons in parentheses do not separate items."""
     if len(text) <= width:
         return text
     items = re.split(r"; (?![^(]*\))", text)

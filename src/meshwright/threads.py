@@ -28,8 +28,8 @@ THREADS_VARIABLE = "MESHWRIGHT_THREADS"
 FLOPS_PER_THREAD = 4e8
 """Model FLOPs of one layer (with its share of the LM head's), forward and backward of a micro-batch, that keep a
 thread busy. Over the measured cases on a quiet and a busy machine (bench/results/threads.json), the choice between one
-thread and two loses least time if the second is used from anywhere between 600 and 1,800 MFLOP on: at 580 it saves 2 %
-on the quiet machine and takes 1.46 times as long on the busy one, at 1,870 it saves 27 % and takes 1.2 times."""
+thread and two loses least time if the second is used from anywhere between 600 and 1,800 MFLOP on: at 580 it saves 2%
+on the quiet machine and takes 1.46 times as long on the busy one, at 1,870 it saves 27% and takes 1.2 times."""
 
 
 def prepare_process(environment: MutableMapping[str, str] | None = None) -> None:

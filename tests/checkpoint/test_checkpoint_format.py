@@ -37,7 +37,7 @@ def test_transformers_loads_the_weights_of_every_family(family, tmp_path):
     assert not any(report.values()), report  # nothing missing, unexpected or of another shape
     found = model.state_dict()
     for entry in parameter_table(config).entries:
-        values = entry_values("master", entry).view(entry.engine_shape)
+        values = entry_values("master", entry).view(entry.model_shape)
         assert torch.equal(found[entry.name], values.T if entry.transposed else values), entry.name
 
 
@@ -45,7 +45,7 @@ def test_weights_are_saved_in_checkpoint_dtype(tmp_path):
     config = tiny("gpt2")
     path = save(tmp_path, config, dtype="bfloat16")
     for entry in parameter_table(config).entries:
-        values = entry_values("master", entry).view(entry.engine_shape).bfloat16()
+        values = entry_values("master", entry).view(entry.model_shape).bfloat16()
         assert torch.equal(load_file(path / "model.safetensors")[entry.name], values.T if entry.transposed else values)
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -93,7 +93,7 @@ def test_training_slices_are_plain_safetensors(tmp_path):
 
 def test_transposed_entry_ranges_map_to_disk_runs():
     entry = parameter_table(tiny("gpt2", hidden=12, heads=2, intermediate=48)).entry("transformer.h.0.mlp.c_fc.weight")
-    outputs, inputs = entry.engine_shape
+    outputs, inputs = entry.model_shape
     engine = np.arange(outputs * inputs, dtype=np.int32)
     truth = engine.reshape(outputs, inputs).T.reshape(-1)
     generator = np.random.default_rng(0)

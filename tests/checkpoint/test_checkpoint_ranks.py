@@ -55,7 +55,7 @@ def test_model_file_is_independent_of_number_of_writing_ranks(two, three, tmp_pa
     assert models[0].read_bytes() == models[1].read_bytes()
     loaded = load_file(models[0])
     for entry in parameter_table(config).entries:
-        values = cases.entry_values("master", entry, salt=4).view(entry.engine_shape)
+        values = cases.entry_values("master", entry, salt=4).view(entry.model_shape)
         assert torch.equal(loaded[entry.name], values.T if entry.transposed else values), entry.name
 
 

@@ -83,6 +83,7 @@ def test_unbounded_count_is_refused_by_every_command_with_limit(
     [
         *(["serve", "{model}", option] for option in ("--step-seconds", "--queue-seconds", "--drain-seconds")),
         ["plan", "llama-tiny", "--cluster", "1xa100-80", "--sequence", "64", "--batch", "1", "--documents"],
+        ["schedule", "auto", "--stages", "2", "--microbatches", "4", "--memory"],
     ],
     ids=" ".join,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -198,6 +199,22 @@ def test_broken_pipe_ends_without_error_message():
     assert process.wait() == 1
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.parametrize("started", [{}, {"RANK": "0", "WORLD_SIZE": "2"}], ids=["alone", "by torchrun"])
+@pytest.mark.parametrize(("argument", "code"), [("--version", 0), ("no-command", 2)])
+def test_externally_started_rank_ends_without_finalization(started: dict[str, str], argument: str, code: int):
+    """Python's finalization aborts a rank whose process groups still have threads."""
+    program = (
+        "import atexit, sys, types; atexit.register(print, 'finalized'); "
+        "sys.modules['torch'] = types.ModuleType('torch'); from meshwright.cli.main import run; run()"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | started
+    ended = subprocess.run(
+        [sys.executable, "-c", program, argument], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ended.returncode == code and ("finalized" in ended.stdout) == (not started)
+    assert ("meshwright 0" in ended.stdout) == (code == 0) and ("no-command" in ended.stderr) == (code == 2)
 
 
 def test_json_prints_exactly_one_document_on_standard_output(tmp_path: Path):

@@ -61,8 +61,11 @@ def test_a_page_has_every_picture(tmp_path: Path):
     text = page.read_text()
     for title in ("Time by component", "Memory of each stage", "The pipeline", "Memory of pipeline rank"):
         assert title in text, title
+    assert "Memory of a device: " in text and ", does not fit: " in text and "Set these keys" not in text
     assert text.count("<svg") == 4 and "Step by step" in text and "http" not in text.replace("http://www.w3.org", "")
     run(*REQUEST, "--top", "2", "--html", str(page))
+    text = page.read_text()
+    assert ", fits" in text and "does not fit: " not in text and "Set these keys in your recipe" in text
     assert "Memory against time" in page.read_text() and page.read_text().count('class="best"') == 2
 
 
@@ -195,6 +198,7 @@ def test_preference_recipe_is_priced_with_its_reference_model(tiny_recipe: Path)
     ("arguments", "said"),
     [
         (("plan", "llama-3-8b"), "--cluster is missing"),
+        (("plan", "llama-3-8x"), 'unknown model "llama-3-8x"; did you mean "llama-3-8b"?'),
         (("plan", "--cluster", "8xh100-sxm"), "MODEL is missing"),
         (("plan", "llama-3-8b", "--cluster", "8xh100-sxm"), "--sequence is missing"),
         (("plan", "llama-3-8x", *REQUEST[2:]), 'unknown model "llama-3-8x"; did you mean "llama-3-8b"?'),

@@ -107,7 +107,7 @@ def test_every_program_format_is_read_back(name: str, tmp_path: Path, capsys: py
 def test_text_output_is_a_summary_and_a_picture(capsys: pytest.CaptureFixture[str]):
     assert main(["schedule", "1f1b", "--stages", "2", "--microbatches", "3", "--text"]) == 0
     text = capsys.readouterr().out
-    assert "makespan 12; bubble 25.0 % of it" in text
+    assert "makespan 12; bubble 25.0% of it" in text
     assert "\nrank 0 |F0|F1|      B0---|F2|B1---|   B2---|" in text
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import Terminated, UserError
-from meshwright.launcher import launcher
+from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import load_recipe
 from meshwright.training import start as training_start
 from meshwright.training import worker
@@ -155,7 +155,7 @@ def test_train_prints_one_document_and_progress_on_standard_error(recipe, tmp_pa
     assert {"data.gradients", "data.parameters"} <= answer["measured"]["sent_bytes_per_step"].keys()
     assert answer["measured"]["sent_bytes_per_step"] == answer["predicted"]["sent_bytes_per_step"]
     directory = tmp_path / "new/parent/run"
-    for said in ("layout: dp2 zero1 fp32 on 2 cpu processes x 1 threads\n", "step 4/4  loss "):
+    for said in ("layout: dp2 zero1 fp32 on 2 cpu processes x 1 thread\n", "step 4/4  loss "):
         assert ended.stderr.count(said) == 1
     assert json.loads((directory / "result.json").read_text()) == {k: v for k, v in answer.items() if k != "schema"}
     assert "[train]\nsteps = 4\n" in (directory / "recipe.resolved.toml").read_text()
@@ -250,18 +250,31 @@ def test_only_rank_0_of_externally_started_ranks_reports_stop(recipe, command_li
     assert ended.value.code == code and capsys.readouterr() == ("", "")
 
 
-def test_busy_port_is_one_error_line_before_ranks_start(recipe, tmp_path, command_line, monkeypatch):
-    monkeypatch.setattr(launcher, "start_rank", lambda *_: pytest.fail("a rank was started"))
+@pytest.mark.parametrize("layout", ["dp2", "auto"])
+def test_busy_port_is_one_error_line_before_data_are_prepared(recipe, layout, command_line, monkeypatch):
+    for place in ("meshwright.data.prepare", "meshwright.training.automatic.search_fastest_layout"):
+        monkeypatch.setattr(place, lambda *_, **__: pytest.fail("data were prepared, or a layout searched"))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        outcome = command_line("train", recipe, "layout=dp2", f"run.rendezvous=tcp://127.0.0.1:{port}")
+        outcome = command_line("train", recipe, f"layout={layout}", f"run.rendezvous=tcp://127.0.0.1:{port}")
     assert outcome.code == 2
-    assert outcome.errors.splitlines()[-1] == (
+    assert outcome.errors == (
         f"meshwright: error: run.rendezvous: port {port}, where the ranks are to meet (tcp://127.0.0.1:{port}), is in "
-        "use by another program on rank 0's host; end that program or choose a free port"
+        "use by another program on rank 0's host; end that program or choose a free port\n"
     )
+
+
+def test_busy_port_stays_unnamed_while_the_run_directory_is_in_use(recipe, tmp_path, command_line, monkeypatch):
+    """A second start of the same run, whose port the first one uses, reports the process that holds the directory."""
+    monkeypatch.setattr("meshwright.data.prepare", lambda *_, **__: pytest.fail("data were prepared"))
+    with socket.socket() as other, RunDirectory(tmp_path / "run"):
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        outcome = command_line("train", recipe, f"run.rendezvous={address}", f"run.directory={tmp_path}/run")
+    assert outcome.code == 2 and f"{tmp_path}/run is in use by process" in outcome.errors
 
 
 def test_wrong_number_of_ranks_is_one_error_line(recipe, command_line, monkeypatch):

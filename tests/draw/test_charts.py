@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from meshwright.draw.axis import Axis, linear_axis, log_axis
 from meshwright.draw.bars import draw_grouped_bars, draw_stacked_bars
-from meshwright.draw.line_chart import BUCKETS, COLUMNS, Band, Mark, Plot, Series, downsample, draw_lines, spread_labels
+from meshwright.draw.line_chart import COLUMN, Band, Mark, Plot, Series, downsample, draw_lines, spread_labels
 from meshwright.draw.scatter import draw_scatter
 from meshwright.draw.text_width import text_width
 
@@ -35,6 +37,13 @@ def extents(svg: str) -> Iterator[tuple[str, float, float]]:
         yield text.text or "", left, left + width
 
 
+def draw_chart(*content: Any, width: int = 760, **options: Any) -> str:
+    """The picture of this width among those that `draw_lines` returns."""
+    found = re.findall(r"<svg.*?</svg>", draw_lines(*content, **options), re.DOTALL)
+    (one,) = (svg for svg in found if float(ET.fromstring(svg).get("width", 0)) == width)
+    return str(one)
+
+
 def assert_texts_are_inside(svg: str) -> None:
     width = float(ET.fromstring(svg).get("width", 0))
     assert [text for text, left, right in extents(svg) if left < -1 or right > width + 1] == []
@@ -42,7 +51,7 @@ def assert_texts_are_inside(svg: str) -> None:
 
 def test_points_are_drawn_at_axis_positions():
     x_axis, y_axis = linear_axis(10, 40), linear_axis(1, 4, below=0.04, above=0.04)
-    svg = draw_lines(x_axis, y_axis, [Series("a", [(10, 4), (20, 1), (40, 2)], "blue"), Series("b", [(30, 3)], "red")])
+    svg = draw_chart(x_axis, y_axis, [Series("a", [(10, 4), (20, 1), (40, 2)], "blue"), Series("b", [(30, 3)], "red")])
     plot = Plot(x_axis, y_axis, right=744, bottom=236)
     first, second = polylines(svg)
     assert [x for x, _ in first] == pytest.approx([plot.left, plot.left + (744 - plot.left) / 3, 744], abs=0.1)
@@ -57,7 +66,7 @@ def test_points_are_drawn_at_axis_positions():
 
 
 def test_ticks_are_drawn_at_their_values():
-    svg = draw_lines(
+    svg = draw_chart(
         linear_axis(0, 100, most=8), linear_axis(0, 10, above=0.04), [Series("a", [(0, 0), (100, 10)], "")]
     )
     texts = {text.text: text for text in ET.fromstring(svg).iter("text")}
@@ -68,7 +77,7 @@ def test_ticks_are_drawn_at_their_values():
 
 
 def test_labels_of_large_values_are_not_cut_off():
-    svg = draw_lines(
+    svg = draw_chart(
         linear_axis(0, 3e6, "steps"), linear_axis(0, 123_456_789, "tokens per second"),
         [Series(name * 9, [(0, 1), (3e6, 2)], "blue") for name in ("one ", "two ", "three ")],
     )  # fmt: skip
@@ -83,7 +92,7 @@ def test_tick_labels_do_not_overlap():
 
 
 def test_series_gaps_are_omitted_and_few_points_dotted():
-    svg = draw_lines(
+    svg = draw_chart(
         linear_axis(0, 3),
         linear_axis(0, 3),
         [Series("a", [(0, 1), (1, math.inf), (2, math.nan), (3, 2)], "", dots=True)],
@@ -94,18 +103,31 @@ def test_series_gaps_are_omitted_and_few_points_dotted():
 
 def test_hover_columns_cover_the_plot_once():
     series = [Series("a", [(float(x), x * x) for x in range(1000)], ""), Series("b", [(500.0, 7.0)], "")]
-    svg = draw_lines(linear_axis(0, 999), linear_axis(0, 1e6), series, hover="step")
-    columns = [numbers(rect, "x", "width") for rect in ET.fromstring(svg).iter("rect") if rect.get("class") == "hit"]
-    assert 40 < len(columns) <= COLUMNS
+    svg = draw_chart(linear_axis(0, 999), linear_axis(0, 1e6), series, hover="step")
+    hits = [one for one in ET.fromstring(svg).iter("g") if one.get("class") == "hit"]
+    columns = [numbers(hit[0], "x", "width") for hit in hits]
+    assert 40 < len(columns) <= 744 / COLUMN
     assert all(x + width == pytest.approx(after, abs=0.02) for (x, width), (after, _) in pairwise(columns))
     assert sum(columns[-1]) == pytest.approx(744, abs=0.02)
-    titles = [rect.findtext("title") for rect in ET.fromstring(svg).iter("rect") if rect.get("class") == "hit"]
-    assert titles[0] == "step 0\na: 0" and titles[-1].endswith("\nb: 7 (step 500)")
+    tips = [[line.text for line in hit.iter("tspan")] for hit in hits]
+    assert tips[0] == ["step 0", "a: 0"] and tips[-1][-1] == "b: 7 (step 500)"
+
+
+@pytest.mark.parametrize("width", [760, 380])
+def test_values_at_a_column_stay_inside_the_picture(width: int):
+    series = [Series("a curve with a long name", [(float(x), 1e5 * x) for x in range(30)], "")]
+    svg = ET.fromstring(draw_chart(linear_axis(0, 29), linear_axis(0, 3e6), series, hover="step", width=width))
+    boxes = [tip[0] for tip in svg.iter("g") if tip.get("class") == "tip"]
+    assert len(boxes) == 30
+    for x, wide in (numbers(box, "x", "width") for box in boxes):
+        assert x >= 0 and x + wide <= width
+    sides = {numbers(box, "x")[0] > width / 2 for box in boxes}
+    assert sides == ({True, False} if width > 700 else sides)
 
 
 def test_a_long_legend_grows_the_picture_and_leaves_the_title_free():
     series = [Series(f"runs/a long name {at}", [(0, at), (1, 2)], "blue") for at in range(8)]
-    svg = draw_lines(linear_axis(0, 1), linear_axis(0, 9, "step; tokens per second"), series)
+    svg = draw_chart(linear_axis(0, 1), linear_axis(0, 9, "step; tokens per second"), series)
     lines = [text for text in ET.fromstring(svg).iter("text") if (text.text or "").startswith(("runs/", "step"))]
     assert max(numbers(text, "y")[0] for text in lines) < float(ET.fromstring(svg).get("height", 0))
     first = [end for text, _, end in extents(svg) if text.startswith("runs/")]
@@ -117,14 +139,14 @@ def test_a_long_legend_grows_the_picture_and_leaves_the_title_free():
 def test_a_legend_names_several_series_and_no_single_one():
     one, other = Series("<one>", [(0, 0)], "blue"), Series("other", [(1, 1)], "red")
     axes = linear_axis(0, 1), linear_axis(0, 1)
-    assert "<text" in draw_lines(*axes, [one]) and len([*ET.fromstring(draw_lines(*axes, [one])).iter("rect")]) == 0
-    both = draw_lines(*axes, [one, other])
+    assert "<text" in draw_chart(*axes, [one]) and len([*ET.fromstring(draw_chart(*axes, [one])).iter("rect")]) == 0
+    both = draw_chart(*axes, [one, other])
     assert len([*ET.fromstring(both).iter("rect")]) == 2 and "&lt;one&gt;" in both
 
 
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 def test_the_words_of_a_mark_stay_inside(at: float):
-    svg = draw_lines(linear_axis(0, 1), linear_axis(0, 1), [], [Mark(at, "so many words beside the line", 0.5)])
+    svg = draw_chart(linear_axis(0, 1), linear_axis(0, 1), [], [Mark(at, "so many words beside the line", 0.5)])
     assert_texts_are_inside(svg)
     assert len([*ET.fromstring(svg).iter("circle")]) == 1
 
@@ -149,10 +171,10 @@ def test_bands_cover_axis_and_are_labelled_where_labels_fit():
 def test_downsampling_keeps_ends_and_extremes():
     points = [(float(x), math.sin(x / 900)) for x in range(50_000)]
     points[31_234] = (31_234.0, 9.0)
-    kept = downsample(points)
-    assert len(kept) <= 2 * BUCKETS and kept[0] == points[0] and kept[-1] == points[-1]
+    kept = downsample(points, 720)
+    assert len(kept) <= 2 * 720 and kept[0] == points[0] and kept[-1] == points[-1]
     assert points[31_234] in kept and list(kept) == sorted(kept)
-    assert downsample(points[:50]) == points[:50]
+    assert downsample(points[:50], 720) == points[:50]
 
 
 COLOURS = {"a": "blue", "b": "red"}
@@ -204,4 +226,4 @@ def test_a_scatter_marks_some_points_and_the_limit():
 
 
 def test_an_axis_without_ticks_is_drawn():
-    assert "<svg" in draw_lines(Axis(0, 1), Axis(0, 1), [])
+    assert "<svg" in draw_chart(Axis(0, 1), Axis(0, 1), [])

@@ -13,7 +13,7 @@ import contextlib
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from meshwright.comm import backend
 from meshwright.emulation import call_matcher
 from meshwright.emulation.call_matcher import CallMatcher, EmulatedWork, GroupKey, describe_place, find_caller
-from meshwright.emulation.exchange import RankCall, Tensors, unseen_by_modes
+from meshwright.emulation.exchange import RankCall, Tensors, compute_results, unseen_by_modes
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed, Scheduler
 
@@ -265,8 +265,24 @@ class StreamRanks(EmulatedRanks):
                 "_INTERNAL",
                 (*call_matcher._INTERNAL, __file__),
             ),  # events name the code that posts a call, not this file
+            (call_matcher, "compute_results", _compute_results_own_first),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
+
+
+@unseen_by_modes()
+@torch.no_grad()
+def _compute_results_own_first(
+    operation: str, calls: Sequence[RankCall], op: str, root: int
+) -> list[list[torch.Tensor]]:
+    """Stand-in for `compute_results`, whose arguments it takes: a reduce-scatter adds a rank's own part first, then the
+    others in rank order, as `comm.transport` does in the step without streams that is the reference."""
+    if operation != "reduce_scatter":
+        return compute_results(operation, calls, op, root)
+    assert op == "SUM", op
+    ranks = range(len(calls))
+    orders = [[rank, *(other for other in ranks if other != rank)] for rank in ranks]
+    return [[reduce(torch.add, [calls[source].inputs[rank] for source in order])] for rank, order in enumerate(orders)]
 
 
 def _choose_poison(dtype: torch.dtype) -> float | int:

@@ -107,6 +107,31 @@ def test_calls_return_what_gloo_processes_return(emulated: EmulatedRanks, four: 
     assert emulated.run(call_messages_and_groups) == four.run(call_messages_and_groups)
 
 
+def add_random_numbers(size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Sum random vectors of one rank by each reducing call of torch.distributed; return the results."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    dist.all_reduce(total := x.clone())
+    dist.reduce(at_root := x.clone(), dst=1)
+    with dist._coalescing_manager():
+        dist.all_reduce(first := x.clone())
+        dist.all_reduce(second := x[: size // 2].clone())
+    found = [total, first, second, *([at_root] if rank == 1 else [])]
+    if size % ranks == 0:
+        dist.reduce_scatter_single(whole := x.new_empty(size // ranks), x)
+        dist.reduce_scatter(parts := x.new_empty(size // ranks), list(x.chunk(ranks)))
+        found += [whole, parts]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_have_the_bits_of_gloo(dtype: torch.dtype, emulated: EmulatedRanks, four: LocalRanks):
+    for size in (1, 5, 96, 1001, 2**20 + 4):  # the last is cut into more segments than two for each rank
+        found, right = (ranks.run(add_random_numbers, size, dtype) for ranks in (emulated, four))
+        for rank in range(4):
+            assert all(map(torch.equal, found[rank], right[rank])), (size, rank)
+
+
 def test_order_of_events_repeats():
     orders = []
     for _ in range(2):

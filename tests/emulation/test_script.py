@@ -37,6 +37,8 @@ if __name__ == "__main__":
     total = main()
 """
 
+TENSORS = "tensors by rank (ranks that are listed together hold equal values)"
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
@@ -58,11 +60,8 @@ def test_show_prints_calls_in_order_and_tensors_of_each_rank(script: Path, comma
     calls = [line.split() for line in lines if line.startswith("#")]
     assert [(call[0], call[2]) for call in calls] == [(f"#{rank + 1}", str(rank)) for rank in range(4)]
     assert all("all_reduce ranks 0-3 float32[2] 8 B ring.py:17" in " ".join(call) for call in calls)
-    weight = next(line.split() for line in lines if "Kept.weight" in line)
-    assert weight[:4] == ["Kept.weight", "float32[1,", "2]", "ranks"]
-    assert "ranks 0,1:" in " ".join(weight) and "ranks 2,3:" in " ".join(weight)
-    total = next(line.split() for line in lines if line.split()[0] == "total")
-    assert total[2:4] == ["ranks", "0-3:"]
+    held = [" ".join(line.split()) for line in lines[lines.index(TENSORS) + 1 :]]
+    assert held == ["Kept.weight float32[1, 2] ranks 0, 1; ranks 2, 3", "total float32[2] ranks 0-3"]
 
 
 def test_json_document_has_calls_and_holdings(script: Path, command_line: Callable[..., Outcome]):
@@ -92,6 +91,7 @@ def test_modules_in_script_directory_are_imported_once_per_rank(tmp_path: Path, 
     [
         ("if rank == 2: raise ValueError('no data')\ndist.barrier()", 1, "[rank 2] Traceback"),
         ("if rank == 2: raise SystemExit(5)\ndist.barrier()", 5, "[rank 2] the script ended with exit code 5"),
+        ("if rank == 1: sys.exit('rank 1 leaves')\ndist.barrier()", 1, "[rank 1] rank 1 leaves"),
         ("if rank: dist.barrier()", 1, "rank 0 has ended"),
         ("import torch.multiprocessing as m; m.spawn(print)", 2, "write it for torchrun"),
         ("dist.TCPStore('localhost', 29500, 3)", 2, "start such a script with meshwright run --ranks N"),
@@ -101,7 +101,9 @@ def test_error_of_a_rank_is_printed_once(
     body: str, code: int, message: str, tmp_path: Path, command_line: Callable[..., Outcome]
 ):
     path = tmp_path / "failing.py"
-    path.write_text(f"import torch.distributed as dist\ndist.init_process_group()\nrank = dist.get_rank()\n{body}\n")
+    path.write_text(
+        f"import sys, torch.distributed as dist\ndist.init_process_group()\nrank = dist.get_rank()\n{body}\n"
+    )
     outcome = command_line("run", "--emulate", 3, path)
     assert outcome.code == code and outcome.errors.count(message) == 1 and outcome.errors.count("Traceback") <= 1
 
@@ -175,6 +177,17 @@ def test_exercise_fails_at_the_first_wrong_tensor(name: str, repository: Path, c
 def test_solution_matches_one_device(name: str, repository: Path, command_line: Callable[..., Outcome]):
     outcome = command_line("run", "--emulate", 4, "--check", repository / "examples/exercises/solutions" / f"{name}.py")
     assert outcome.code == 0 and outcome.output.startswith("passed: "), outcome.output + outcome.errors
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("pipeline", 8), ("zero", 3)])
+@pytest.mark.parametrize("options", [[], ["--check"]])
+def test_exercise_says_how_many_ranks_it_takes(
+    name: str, ranks: int, options: list[str], repository: Path, command_line: Callable[..., Outcome]
+):
+    for place in ("examples/exercises", "examples/exercises/solutions"):
+        outcome = command_line("run", "--emulate", ranks, *options, repository / place / f"{name}.py")
+        assert outcome.code == 1 and outcome.errors.count("\n") == 1
+        assert "this exercise takes " in outcome.errors
 
 
 def test_exercise_with_missing_elements_fails(tmp_path: Path, command_line: Callable[..., Outcome]):

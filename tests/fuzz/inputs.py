@@ -6,9 +6,12 @@ import copy
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from hypothesis import strategies as st
 
 Inputs = Callable[[Random], bytes]  # returns one input; equal generators return equal inputs
 
@@ -41,6 +44,7 @@ _NUMBERS = (
     b"1_0",
 )
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+_TOKEN = re.compile(rb"\w+|\s+|[^\w\s]")
 _EDITS = ("replace", "insert", "delete", "copy", "line", "flip", "number", "splice", "cut", "repeat")
 _CHANGES = ("set", "set", "remove", "add", "swap", "nest", "repeat")
 
@@ -146,6 +150,24 @@ def spoiled_json(seeds: Sequence[Any], words: Sequence[Any] = ()) -> Inputs:
         return json.dumps(_wrong_value(random, random.choice(texts), others, words)).encode()
 
     return one_of(wrong_values, wrong_values, wrong_bytes)
+
+
+def generated(inputs: Inputs) -> st.SearchStrategy[bytes]:
+    """Return a hypothesis strategy of inputs that are made from nothing, with the words of a format: JSON values with
+    its keys and strings, and sequences of its tokens. `inputs`: inputs of the format, which have these words."""
+    words, tokens = {"a"}, {b"a"}
+    for number in range(40):
+        data = inputs(Random(number))[:20_000]
+        tokens.update(_TOKEN.findall(data)[:300])
+        with suppress(ValueError, RecursionError):
+            words.update(key for holder, key in _places(json.loads(data)) if type(key) is str and type(holder) is dict)
+    keys = st.sampled_from(sorted(words)) | st.text(max_size=5)
+    scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | keys
+    values = st.recursive(
+        scalars, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(keys, inner, max_size=8), max_leaves=30
+    )
+    pieces = st.sampled_from(sorted(tokens)) | st.binary(max_size=3)
+    return values.map(lambda value: json.dumps(value).encode()) | st.lists(pieces, max_size=40).map(b"".join)
 
 
 def one_of(*inputs: Inputs) -> Inputs:

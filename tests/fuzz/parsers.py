@@ -13,6 +13,27 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import CheckFailed, UserError
 from tests.conftest import TINY_RECIPE
+from tests.fuzz.data_parsers import (
+    ANSWER,
+    BODIES,
+    EVALUATION,
+    SAMPLE,
+    TRACKERS,
+    answer_refusals,
+    body_refusals,
+    compressed_inputs,
+    data_inputs,
+    file_inputs,
+    read_answer,
+    read_body,
+    read_data,
+    read_evaluation_set,
+    read_keys,
+    read_printed,
+    read_torch_file,
+    read_trackers,
+    torch_files,
+)
 from tests.fuzz.inputs import Inputs, one_of, spoiled, spoiled_json
 from tests.fuzz.model_parsers import (
     INDEX,
@@ -156,6 +177,29 @@ PARSERS: dict[str, Parser] = {
     ),
     "result of a run, calibrate": Parser(
         lambda: spoiled_json([RESULT], [*RESULT, *RESULT["predicted"]]), read_calibrate, (UserError, CheckFailed)
+    ),
+    **{
+        f"data, {kind}": Parser(data_inputs(kind), read_data(kind))
+        for kind in ("jsonl", "json", "parquet", "text", "wet")
+    },
+    **{f"data, jsonl{suffix}": Parser(compressed_inputs(suffix), read_data("jsonl", suffix)) for suffix in (".gz",
+    ".zst")},
+    "evaluation set": Parser(lambda: spoiled_json([[{"question": "a", "choices": ["b", "c"]}], "a"], ["question"]),
+    read_evaluation_set),
+    "torch file": Parser(file_inputs(torch_files, [b"PK", b"storage", b"c__builtin__\neval\n"]), read_torch_file),
+    "evaluation of a run, report": Parser(lambda: spoiled_json([EVALUATION], [*EVALUATION]), read_printed("evaluate")),
+    "sample of a run, report": Parser(lambda: spoiled_json([SAMPLE], [*SAMPLE]), read_printed("generate")),
+    "trackers of a run": Parser(lambda: spoiled_json([TRACKERS], ["mlflow", "run_id"]), read_trackers),
+    "API keys": Parser(_text_of(lambda: [b"# of the team\nsk-1234\n\n  sk-5678  \n"]), read_keys),
+    **{
+        f"request, {name}": Parser(
+            lambda name=name: spoiled_json(BODIES[name], sorted({key for each in BODIES[name] for key in each})),
+            read_body(name), body_refusals(),
+        )
+        for name in BODIES
+    },
+    "answer of an endpoint": Parser(
+        lambda: spoiled_json([ANSWER], ["choices", "message", "content", "refusal"]), read_answer, answer_refusals()
     ),
     "prepared data": Parser(lambda: spoiled_json([prepared_seed()], ["splits", "train"]), read_prepared),
 }  # fmt: skip

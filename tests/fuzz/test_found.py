@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+import pyarrow as arrow
 import pytest
+from pyarrow import parquet
 
+from meshwright.errors import UserError
 from tests.fuzz.model_parsers import INDEX, TOKENIZER_CONFIG
 from tests.fuzz.parsers import PARSERS
 from tests.fuzz.run_parsers import METRICS, RESULT, SLICES
@@ -66,6 +70,33 @@ def test_inputs_that_once_caused_tracebacks_are_refused(name: str, tmp_path: Pat
     with pytest.raises(parser.refusals) as refused:
         parser.read(data, tmp_path)
     assert 0 < len(str(refused.value)) < 10_000
+
+
+def test_parquet_column_with_inconsistent_metadata_does_not_end_the_process(tmp_path: Path):
+    """The column says that it has no nulls, its histogram of definition levels that it has: pyarrow's accessor of the
+    column's metadata calls abort()."""
+    stream = io.BytesIO()
+    column = arrow.field("text", arrow.string(), nullable=True)
+    table = arrow.table({"text": ["a"]}, schema=arrow.schema([column]))
+    parquet.write_table(table, stream, compression=None, store_schema=False)
+    optional, required = (b"\x15\x0c%" + kind + b"\x18\x04text" for kind in (b"\x02", b"\x00"))
+    assert optional in stream.getvalue()
+    with pytest.raises(UserError, match="Definition level histogram size mismatch"):
+        PARSERS["data, parquet"].read(stream.getvalue().replace(optional, required), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [(b"te8t", "no column b'te8t'"), (b"te\xf8t", "can't decode byte 0xf8")],
+    ids=["other", "no text"],
+)
+def test_parquet_column_chunk_with_another_name_is_refused(name: bytes, reason: str, tmp_path: Path):
+    stream = io.BytesIO()
+    parquet.write_table(arrow.table({"text": ["a"]}), stream)
+    before, _, after = stream.getvalue().rpartition(b"\x18\x04text")  # the column is named in the schema before
+    assert b"\x18\x04text" in before
+    with pytest.raises(UserError, match=f"not a complete Parquet file .*{reason}"):
+        PARSERS["data, parquet"].read(before + b"\x18\x04" + name + after, tmp_path)
 
 
 def test_tokenizers_library_panic_is_one_error_line(tmp_path: Path):

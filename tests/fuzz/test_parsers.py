@@ -16,7 +16,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
+from tests.fuzz.inputs import generated
 from tests.fuzz.parsers import PARSERS
 
 FEW = 60
@@ -92,6 +94,37 @@ def find_faults(name: str, numbers: range, directory: Path) -> dict[str, object]
 @pytest.mark.parametrize("name", PARSERS)
 def test_corrupted_input_is_read_or_refused_in_one_line(name: str, directory: Path, bounded_memory: None):
     assert not find_faults(name, range(FEW), directory)["faults"]
+
+
+def find_generated_faults(name: str, examples: int, directory: Path) -> None:
+    """Read inputs that hypothesis generates; a failure shows the shortest input that it finds."""
+    parser = PARSERS[name]
+
+    @settings(
+        max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(text=generated(parser.inputs()))
+    def read(text: bytes) -> None:
+        try:
+            with bounded_time(text):
+                parser.read(text, directory)
+        except parser.refusals as error:
+            assert 0 < len(" ".join(str(error).split())) < 10_000
+
+    read()
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_generated_input_is_read_or_refused_in_one_line(name: str, directory: Path, bounded_memory: None):
+    find_generated_faults(name, FEW // 4, directory)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", PARSERS)
+def test_many_generated_inputs_are_read_or_refused(name: str, directory: Path, bounded_memory: None):
+    first, _, end = os.environ.get("MESHWRIGHT_FUZZ", "0:100000").rpartition(":")
+    find_generated_faults(name, max(1, (int(end) - int(first or 0)) // 10), directory)
 
 
 @pytest.mark.fuzz

@@ -108,6 +108,7 @@ def test_command_writes_the_picture(command_line, tmp_path: Path):
     ("arguments", "said"),
     [
         (("ring-all-reduec",), 'unknown example "ring-all-reduec"; did you mean "ring-all-reduce"?'),
+        (("foo",), '(26 are known; "meshwright explain" lists them)'),
         (("mfu", "--svg", "x.svg"), "--svg: mfu has no picture; these have one: ring-all-reduce"),
         (("--svg", "x.svg"), "--svg: give the name of an example"),
     ],

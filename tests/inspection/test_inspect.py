@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
 import sys
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
+from meshwright.cli.inspect import _make_tensor_table
 from meshwright.errors import UserError
 from meshwright.inspection.dtypes import ELEMENT_TYPES
 from meshwright.inspection.report import inspect_model
@@ -230,6 +234,28 @@ class TestDamage:
     def test_a_layout_needs_the_architecture(self, tmp_path: Path):
         assert "has no config.json" in self.refused(sharded(tmp_path), layout="pp2")
 
+    def test_torch_file_whose_records_are_moved_is_refused(self, tmp_path: Path):
+        """torch maps the bytes where the header before a record says, which zip directory and data contradict."""
+        file = tmp_path / "pytorch_model.bin"
+        torch.save({"a": torch.arange(64.0), "b": torch.arange(64.0)}, file)
+        data = bytearray(file.read_bytes())
+        with zipfile.ZipFile(file) as archive:
+            header = next(record for record in archive.infolist() if record.filename.endswith("data/0")).header_offset
+        for at, value in ((28, data[header + 28] ^ 1), (28, data[header + 28] - 16), (0, 0), (30, 65)):
+            changed = data.copy()
+            changed[header + at] = value
+            file.write_bytes(changed)
+            assert "truncated or damaged (record" in self.refused(file), at
+
+    def test_torch_file_whose_tensor_exceeds_its_record_is_refused(self, tmp_path: Path):
+        file = tmp_path / "pytorch_model.bin"
+        for other in (64, 65):  # with 65, another record has the size that the pickle claims
+            torch.save({"a": torch.arange(64.0), "b": torch.arange(float(other))}, file)
+            data = file.read_bytes()
+            assert b"K@tq" in data  # the end of a storage of 64 elements
+            file.write_bytes(data.replace(b"K@tq", b"KAtq", 1))
+            assert "truncated or damaged (the sizes of tensors" in self.refused(file)
+
 
 def test_no_torch_is_loaded_for_safetensors(tmp_path: Path):
     program = (
@@ -287,3 +313,18 @@ def test_summary_merges_layers_and_option_lists_each_tensor(tmp_path: Path, comm
     for options in (["--tensors"], ["--name", "layers.*"]):
         text = command_line("inspect", tmp_path, *options).output
         assert "layers.1.weight" in text and "layers.*" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_narrow_terminals_show_fewer_columns_and_whole_names(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    name = "layers.0.self_attention.output.weight"
+    save_file({name: torch.ones(300, 40), "norm": torch.ones(300)}, tmp_path / "model.safetensors")
+    tensors = inspect_model(tmp_path, values=3)["tensors"]
+    console = Console(width=width, file=io.StringIO())
+    console.print(_make_tensor_table(tensors))
+    head, *rows = console.file.getvalue().splitlines()
+    assert len(rows) == 2 and max(map(len, rows)) <= width  # no name is folded
+    assert rows[0].startswith(name) and "300 × 40" in rows[0] and "46.9 KiB" in rows[0]
+    assert ("zeros" in head, "min" in head and "max" in head) == (width == 200, width >= 80)

@@ -1,13 +1,21 @@
-"""Claims on the build cache: content-addressed, repaired when damaged, None without a compiler."""
+"""Claims on the build cache: content-addressed, compiled once by several processes, repaired when damaged, refused
+with a reason without a compiler."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshwright.kernels import build
-from meshwright.kernels.choice import load_kernels
+from meshwright.kernels.build import KernelsUnavailable
+from meshwright.kernels.choice import load_kernels, open_kernels
 
 
 @pytest.fixture
@@ -33,12 +41,58 @@ def count_calls(compiler: Path) -> int:
 
 
 def test_library_is_compiled_once_and_found_afterwards(compiler: Path):
-    first = build.build("avx2")
-    assert first is not None and first == build.build("avx2")
-    path, version = first
+    lines = list[str]()
+    path, version = build.build("avx2", lines.append)
+    assert build.build("avx2", lines.append) == (path, version)
+    assert len(lines) == 1 and lines[0].startswith("compiling the avx2 kernels")
     assert path.read_text() == "library\n" and path.stem == version
     assert path.parent == compiler.parent / "cache" / "meshwright" / "kernels"
     assert count_calls(compiler) == 1
+
+
+def test_library_is_compiled_by_one_of_several_processes(compiler: Path):
+    """The compiler waits until all processes have begun."""
+    barrier = compiler.parent / "go"
+    compiler.write_text(
+        compiler.read_text().replace("while [ $#", f"until [ -e {barrier} ]; do sleep 0.02; done\nwhile [ $#")
+    )
+    program = (
+        "import sys; from meshwright.kernels.build import build\n"
+        "path, _ = build('avx2', lambda line: print(line, flush=True)); print(path.read_text(), end='')"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    first = [process.stdout.readline() for process in processes if process.stdout is not None]
+    assert sorted(line.split()[0] for line in first) == ["compiling", "waiting", "waiting"]
+    barrier.touch()
+    assert [process.communicate()[0] for process in processes] == ["library\n"] * 3
+    assert count_calls(compiler) == 1
+
+
+def test_library_that_another_process_has_not_finished_is_not_loaded(compiler: Path):
+    """Half a library and the lock of who writes it: a second process waits, and then gets the whole one."""
+    path, _ = build.build("avx2")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:3])
+    waiting, found = threading.Event(), list[bytes]()
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        reader = threading.Thread(
+            target=lambda: found.append(build.build("avx2", lambda line: waiting.set())[0].read_bytes())
+        )
+        reader.start()
+        assert waiting.wait(60) and not found
+        path.write_bytes(whole)
+        path.with_suffix(".sha256").write_text(hashlib.sha256(whole).hexdigest())
+    reader.join()
+    assert found == [whole] and count_calls(compiler) == 1
+
+
+def test_library_is_compiled_where_files_cannot_be_locked(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert build.build("avx2")[0].read_text() == "library\n"
 
 
 def test_libraries_are_separate_per_instruction_set_compiler_and_source(
@@ -58,7 +112,6 @@ def test_libraries_are_separate_per_instruction_set_compiler_and_source(
 @pytest.mark.parametrize("damage", ["truncate", "change", "no checksum", "foreign checksum", "others may write"])
 def test_damaged_file_is_built_again(compiler: Path, damage: str):
     built = build.build("avx2")
-    assert built is not None
     library = built[0]
     checksum = library.with_suffix(".sha256")
     if damage == "truncate":
@@ -74,22 +127,34 @@ def test_damaged_file_is_built_again(compiler: Path, damage: str):
     assert build.build("avx2") == built
     assert library.read_text() == "library\n" and count_calls(compiler) == 2
     assert build.build("avx2") == built and count_calls(compiler) == 2
-    assert {path.suffix for path in library.parent.iterdir()} == {".so", ".sha256"}
+    assert {path.suffix for path in library.parent.iterdir()} == {".so", ".sha256", ".lock"}
 
 
-@pytest.mark.parametrize("reason", ["none", "fails", "not executable", "no place"])
-def test_kernels_are_none_without_a_working_compiler_or_cache(
-    compiler: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda path: path.unlink(), r"there is no C\+\+ compiler .*/compiler"),
+        (lambda path: path.write_text("#!/bin/sh\nexit 1\n"), r"compiler ended with exit code 1 \(no message\)"),
+        (
+            lambda path: path.write_text(
+                path.read_text() + "echo note >&2; echo k.cpp: error: no memory >&2; exit 4\n"
+            ),
+            r"compiler ended with exit code 4 \(k.cpp: error: no memory\)",
+        ),
+        (lambda path: path.write_text("#!/no/such/shell\n"), "No such file"),
+        (lambda path: (path.parent / "cache").write_text("a file"), "Not a directory"),
+    ],
+    ids=["none", "fails", "cannot compile", "not executable", "no place"],
+)
+def test_kernels_are_unavailable_without_a_working_compiler_or_cache(
+    compiler: Path, prepare: Callable[[Path], object], reason: str
 ):
-    if reason == "none":
-        monkeypatch.setenv("CXX", "no-such-compiler")
-    elif reason == "fails":
-        compiler.write_text("#!/bin/sh\nexit 1\n")
-    elif reason == "not executable":
-        compiler.write_text("#!/no/such/shell\n")
-    else:
-        (compiler.parent / "cache").write_text("a file")
+    if not build.supported_instruction_sets():
+        pytest.skip("no kernels for this processor")
+    prepare(compiler)
     assert load_kernels() is None
+    with pytest.raises(KernelsUnavailable, match=reason):
+        open_kernels()
 
 
 def test_instruction_set_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch):

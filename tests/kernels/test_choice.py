@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from meshwright.errors import UserError
 from meshwright.kernels import build, choice
+from meshwright.kernels.build import KernelsUnavailable
 from meshwright.kernels.library import Kernels
+from meshwright.layout import Layout
 from meshwright.planner.machine_profile import profile_directory
 
 
@@ -22,7 +25,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setattr(build, "supported_instruction_sets", lambda: ("amx", "avx512", "avx2"))
     monkeypatch.setattr(build, "compute_version", lambda compiler, name: f"version of {name}")
     monkeypatch.setattr(build, "find_compiler", lambda: "g++")
-    monkeypatch.setattr(choice, "_open_library", lambda name: name)
+    monkeypatch.setattr(choice, "_open_library", lambda name, log: name)
     calls: list[tuple[str, ...]] = []
 
     def measure(candidates: Mapping[str, object]) -> dict[str, dict[str, float]]:
@@ -36,6 +39,17 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
 def test_fastest_instruction_set_is_measured_once_and_stored(measured: list):
     assert choice.choose_instruction_set() == choice.choose_instruction_set() == "avx512"
     assert measured == [("amx", "avx512", "avx2")]
+
+
+def cannot_open(*missing: str) -> Callable[[str, object], object]:
+    """Replacement of `_open_library` for a machine on which some kernels cannot be built."""
+
+    def open_library(name: str, log: object) -> str:
+        if name in missing:
+            raise KernelsUnavailable(f"no {name} here")
+        return name
+
+    return open_library
 
 
 @pytest.mark.parametrize("change", ["processor", "version", "damage"])
@@ -54,7 +68,7 @@ def test_another_processor_or_version_or_a_damaged_file_is_measured_again(
 
 
 def test_instruction_set_that_cannot_be_built_is_no_candidate(measured: list, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(choice, "_open_library", lambda name: None if name == "avx512" else name)
+    monkeypatch.setattr(choice, "_open_library", cannot_open("avx512"))
     assert choice.choose_instruction_set() == "amx" and measured == [("amx", "avx2")]
 
 
@@ -70,22 +84,50 @@ def test_environment_names_the_instruction_set_in_place_of_the_measurement(
 
 def test_named_instruction_set_that_cannot_be_built_is_refused(measured: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(choice.INSTRUCTION_SET_VARIABLE, "avx2")
-    monkeypatch.setattr(choice, "_open_library", lambda name: None)
-    with pytest.raises(UserError, match="MESHWRIGHT_INSTRUCTION_SET=avx2: these kernels cannot be built"):
+    monkeypatch.setattr(choice, "_open_library", cannot_open("avx2"))
+    with pytest.raises(
+        UserError, match="MESHWRIGHT_INSTRUCTION_SET=avx2: these kernels cannot be built .*no avx2 here"
+    ):
         choice.load_kernels()
 
 
 def test_most_capable_instruction_set_is_taken_where_measuring_is_off(measured: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MESHWRIGHT_PROBE", "0")
-    monkeypatch.setattr(choice, "_open_library", lambda name: None if name == "amx" else name)
+    monkeypatch.setattr(choice, "_open_library", cannot_open("amx"))
     assert choice.choose_instruction_set() == "avx512" and not measured
 
 
 def test_no_measurement_without_a_choice(measured: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(build, "supported_instruction_sets", lambda: ("avx2",))
     assert choice.choose_instruction_set() == "avx2" and not measured
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
-    assert choice.choose_instruction_set() is None
+
+
+@pytest.mark.parametrize("probe", ["0", "1"])
+def test_reason_is_given_where_no_kernels_can_be_built(measured: list, monkeypatch: pytest.MonkeyPatch, probe: str):
+    monkeypatch.setenv("MESHWRIGHT_PROBE", probe)
+    monkeypatch.setattr(choice, "_open_library", cannot_open("amx", "avx512", "avx2"))
+    with pytest.raises(KernelsUnavailable, match="no avx2 here"):
+        choice.choose_instruction_set()
+    monkeypatch.setattr(build, "supported_instruction_sets", tuple)
+    with pytest.raises(KernelsUnavailable, match="no x86-64 with AVX2"):
+        choice.choose_instruction_set()
+
+
+def test_preparation_falls_back_to_plain_torch_with_one_line(measured: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build, "supported_instruction_sets", lambda: ("avx2",))
+    monkeypatch.setattr(choice, "_open_library", lambda name, log: SimpleNamespace(instruction_set=name))
+    experts = Layout(tp=2, ep=2, tensor_sequence_parallel=False)
+    lines = list[str]()
+    assert choice.prepare_kernels("bfloat16", experts, lines.append) == ("avx2", "") and not lines
+    reason = "there are no kernels for float16, only for float32 and bfloat16"
+    assert choice.prepare_kernels("float16", Layout(), lines.append) == (choice.PLAIN_TORCH, reason)
+    monkeypatch.setattr(choice, "_open_library", cannot_open("avx2"))
+    assert choice.prepare_kernels("float32", Layout(), lines.append) == (choice.PLAIN_TORCH, "no avx2 here")
+    warning = "warning: computing in plain torch, many times slower than with the compiled kernels: "
+    assert lines == [warning + reason, warning + "no avx2 here"]
+    with pytest.raises(UserError, match="ep2 needs the compiled kernels, and no avx2 here"):
+        choice.prepare_kernels("float32", experts, lines.append)
+    assert len(lines) == 2
 
 
 def test_measurement_times_products_and_attention_of_every_candidate(kernels: Kernels):

@@ -67,7 +67,7 @@ def _compare(layout: Layout, mesh: Mesh, config: ModelConfig, idle: bool, compil
     ]
 
     def part(tensors: dict[str, torch.Tensor], entry: Any, box: Any, offset: int) -> torch.Tensor:
-        return tensors[entry.tensor][offset : offset + entry.engine_shape[0]][box.slices]
+        return tensors[entry.tensor][offset : offset + entry.model_shape[0]][box.slices]
 
     with torch.no_grad():
         for entry, box, offset in boxes:

@@ -56,7 +56,7 @@ def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, 
     ]
 
     def part(tensors: dict[str, torch.Tensor], entry: Any, box: Any, offset: int) -> torch.Tensor:
-        return tensors[entry.tensor][offset : offset + entry.engine_shape[0]][box.slices]
+        return tensors[entry.tensor][offset : offset + entry.model_shape[0]][box.slices]
 
     with torch.no_grad():
         for parameter in parameters.values():

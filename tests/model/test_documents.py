@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from meshwright.model.documents import Documents
+from tests.packed_documents import documents_from_starts
 
 CPU = torch.device("cpu")
 
@@ -29,10 +30,10 @@ def test_single_document_rows_use_fast_path():
 
 
 def test_document_starts_and_ids_are_equivalent():
-    by_start = Documents.from_starts([[0, 3], [1, 2]], sequence=5)
+    by_start = documents_from_starts([[0, 3], [1, 2]], sequence=5)
     by_id = Documents.from_ids(torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, 2, 2]]))
     assert torch.equal(by_start.starts_BS, by_id.starts_BS)
-    assert Documents.from_starts([[0], []], sequence=5).starts_BS is None
+    assert documents_from_starts([[0], []], sequence=5).starts_BS is None
 
 
 def test_window_masks_tokens_within_document():

@@ -166,7 +166,7 @@ def test_loss_and_gradients_match_transformers(architecture: str, tmp_path: Path
     torch.testing.assert_close(loss, want, rtol=1e-10, atol=0)
     mine, other = dict(ours.named_parameters()), dict(theirs.named_parameters())
     for entry in parameter_table(config).entries:
-        gradient = mine[entry.tensor].grad[entry.offset : entry.offset + entry.engine_shape[0]]
+        gradient = mine[entry.tensor].grad[entry.offset : entry.offset + entry.model_shape[0]]
         torch.testing.assert_close(gradient, other[entry.name].grad, rtol=1e-9, atol=1e-11, msg=entry.name)
 
 

@@ -154,7 +154,7 @@ class Group:
 
 
 def cut(table: ParameterTable, whole: dict[str, torch.Tensor], layout: Layout, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's engine tensors, cut from unsharded entries (in engine orientation)."""
+    """A rank's model parameters, cut from unsharded entries (as the model stores them)."""
     parts = {}
     for tensor in table.tensors:
         local = torch.zeros(tensor.local_shape(layout), dtype=torch.float64)
@@ -171,7 +171,7 @@ def test_partial_gradients_summed_by_table_equal_gradient(config: ModelConfig, l
     table, layout_ = parameter_table(config), Layout.parse(layout)
     generator = torch.Generator().manual_seed(3)
     whole = {
-        entry.name: torch.randn(entry.engine_shape, generator=generator, dtype=torch.float64) * 0.3
+        entry.name: torch.randn(entry.model_shape, generator=generator, dtype=torch.float64) * 0.3
         for entry in table.entries
     }
     tokens_S, targets_S = torch.randint(VOCABULARY, (2, SEQUENCE), generator=generator)
@@ -193,7 +193,7 @@ def test_partial_gradients_summed_by_table_equal_gradient(config: ModelConfig, l
 
     for entry in table.entries:
         replicas, place = entry.replicas(layout_), table.tensor(entry.tensor).local_offset(entry, Layout())
-        expected = true[entry.tensor][place : place + entry.engine_shape[0]]
+        expected = true[entry.tensor][place : place + entry.model_shape[0]]
         for rank in range(layout_.tp):
             first = rank // replicas * replicas
             summed = range(first, first + replicas) if "tp" in entry.gradient_axes(layout_) else [rank]

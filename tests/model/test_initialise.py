@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from typing import Any
 
+import pytest
 import torch
 
-from meshwright.model.initialise import extract_entry, initial_value, initialise, write_entry
+from meshwright.layout import Layout
+from meshwright.model.initialise import extract_entry, initial_slice, initial_value, initialise, write_entry
 from meshwright.model.transformer import Transformer
+from meshwright.parallel.flat_buffers import flat_layout, select_columns
+from meshwright.spec.initial_values import draw_normal_values
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
@@ -58,10 +64,36 @@ def test_every_parameter_is_filled_from_its_entries():
             )
 
 
+@pytest.mark.parametrize("layout", ["dp8 zero3", "tp2", "dp4 tp2 zero1"])
+def test_rank_draws_only_values_that_it_holds(monkeypatch: pytest.MonkeyPatch, layout: str):
+    table, parsed, drawn = parameter_table(preset("gpt2-tiny")), Layout.parse(layout), []
+
+    def draw(seed: int, name: str, start: int, stop: int, *rest: Any) -> Any:
+        drawn.append(stop - start)
+        return draw_normal_values(seed, name, start, stop, *rest)
+
+    monkeypatch.setattr("meshwright.model.initialise.draw_normal_values", draw)
+    shards = parsed.dp if parsed.zero else 1
+    for rank in range(parsed.world_size):
+        drawn.clear()
+        at = parsed.coordinates(rank)
+        flat = flat_layout(table, "layers.1", shards, parsed, at)
+        size = flat.padded // shards
+        start = size * (at["dp"] if parsed.zero else 0)
+        shard = torch.full((size,), float("nan"))
+        flat.fill(shard, start, partial(initial_slice, seed=5))
+        assert sum(drawn) <= size
+        for part, first, last in flat.slices_within(start, start + size):
+            whole = initial_value(part.entry, 5)
+            stored = (whole.T if part.entry.transposed else whole).reshape(-1)
+            values = select_columns(stored, part.columns)[part.begin :][first - part.offset : last - part.offset]
+            assert torch.equal(shard[first - start : last - start], values), part.entry.name
+
+
 def test_placed_parameter_round_trips():
     entry = parameter_table(preset("gpt2-tiny")).entry("transformer.h.0.attn.c_attn.weight")
     assert entry.transposed
-    whole = torch.zeros(entry.engine_shape)
+    whole = torch.zeros(entry.model_shape)
     value = torch.randn(entry.shape)
     write_entry(whole, entry, value)
     assert torch.equal(whole, value.T)

@@ -167,7 +167,7 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
 
     ours = Transformer(config, dtype=torch.float64)
     for tensor in table.tensors:
-        entries = [initial_value(entry, 5).view(entry.engine_shape) for entry in tensor.entries]
+        entries = [initial_value(entry, 5).view(entry.model_shape) for entry in tensor.entries]
         ours.get_parameter(tensor.name).data.copy_(torch.cat(entries))
     pairs = Pairs.from_ids(IDS).with_reference(reference)
     values = ours(tokens[:, :-1], targets, replace(Documents.from_ids(IDS), pairs=pairs))
@@ -199,5 +199,5 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
         for entry in tensor.entries:
             gradient = entry_in_transformers(gradients, entry.name)
             theirs[entry.name] = (gradient.T if entry.transposed else gradient).reshape(-1)
-            mine[entry.name] = ours.get_parameter(tensor.name).grad[entry.offset :][: entry.engine_shape[0]].reshape(-1)
+            mine[entry.name] = ours.get_parameter(tensor.name).grad[entry.offset :][: entry.model_shape[0]].reshape(-1)
     assert max(relative_errors(mine, theirs).values()) < 1e-10

@@ -11,7 +11,6 @@ import torch
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.documents import Documents
 from meshwright.model.encoder import Encoder
 from meshwright.model.initialise import initialise
 from meshwright.parallel.recompute import ActivationCheckpointing
@@ -19,6 +18,7 @@ from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from tests.packed_documents import documents_from_starts
 
 ROWS, SEQUENCE = 8, 20
 MASKED = dataclasses.replace(preset("bert-tiny"), layers=3, vocabulary=97)
@@ -47,7 +47,7 @@ def reduced(config: Any, layout_text: str) -> list:
     count = count_targets([targets[part] for part in parts], mesh)
     parallel.begin_step(len(parts))
     for part in parts:
-        documents = Documents.from_starts([starts[row] for row in part], SEQUENCE)
+        documents = documents_from_starts([starts[row] for row in part], SEQUENCE)
         parallel.backward(model(tokens[part], targets[part], documents, parallel.prefetchers[0]) / count)
     parallel.finish()
     mesh.close()
@@ -58,11 +58,11 @@ def on_one_device(config: Any) -> dict[str, torch.Tensor]:
     model, table = Encoder(config, dtype=torch.float64), parameter_table(config)
     initialise(model, table, 1)
     tokens, targets, starts = batch(config)
-    documents = Documents.from_starts(starts, SEQUENCE)
+    documents = documents_from_starts(starts, SEQUENCE)
     (model(tokens, targets, documents) / (targets != -100).sum()).backward()
     whole = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
-        entry.name: whole[entry.tensor][entry.offset : entry.offset + entry.engine_shape[0]].flatten()
+        entry.name: whole[entry.tensor][entry.offset : entry.offset + entry.model_shape[0]].flatten()
         for entry in table.entries
     }
 

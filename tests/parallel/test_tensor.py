@@ -73,11 +73,11 @@ def test_slice_reports_its_columns_of_parameter():
         p for p in cut_slices(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == entry.name
     ]
     values = torch.arange(entry.numel)
-    assert torch.equal(piece.select(values), values.view(entry.engine_shape)[:, 20:].reshape(-1))
+    assert torch.equal(piece.select(values), values.view(entry.model_shape)[:, 20:].reshape(-1))
     piece.tensor.fill_(7)
     written = torch.zeros(entry.numel)
     piece.write_into(written)
-    assert torch.equal(written.view(entry.engine_shape)[:, 20:], torch.full((24, 20), 7.0)) and written.sum() == 7 * 480
+    assert torch.equal(written.view(entry.model_shape)[:, 20:], torch.full((24, 20), 7.0)) and written.sum() == 7 * 480
 
 
 def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bool]:

@@ -37,7 +37,7 @@ def loss_of(model: Any, batch: Any, **units: Any) -> torch.Tensor:
 
 
 def whole_gradient(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Gradient of the whole batch on one device, by engine tensor."""
+    """Gradient of the whole batch on one device, by model parameter."""
     model = Transformer(LLAMA, dtype=dtype)
     initialise(model, TABLE, PROBLEM.seed)
     batch = make_batch(PROBLEM, 0)
@@ -129,7 +129,7 @@ def memory_of_zero3(tied: bool) -> None:
         unit.unshard()
     for tensor in table.tensors:
         for entry in tensor.entries:
-            value = model.get_parameter(tensor.name)[entry.offset : entry.offset + entry.engine_shape[0]]
+            value = model.get_parameter(tensor.name)[entry.offset : entry.offset + entry.model_shape[0]]
             expected = initial_value(entry, 1)
             assert torch.equal(value, expected.T if entry.transposed else expected)
     parallel.prefetchers[0].reshard()

@@ -29,6 +29,7 @@ from meshwright.planner.saved import Routed
 from meshwright.recipe import TrainRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.training.optimizer import Optimizer
+from tests.packed_documents import documents_from_starts
 
 WATCHED = 2
 """Steps that are watched where there are several ranks; one step of a single rank is like another."""
@@ -76,7 +77,7 @@ def measure(step: Step) -> Measured:
 def _measure(step: Step) -> Measured:
     torch.manual_seed(0)
     gc.collect()
-    of_others = live_bytes()
+    gc.freeze()  # what is here now is neither looked through nor counted
     layout, dtype = Layout.parse(step.layout), getattr(torch, step.dtype)
     mesh = Mesh.create(layout)
     master = torch.float64 if dtype == torch.float64 else torch.float32
@@ -94,7 +95,7 @@ def _measure(step: Step) -> Measured:
     for _ in range(layout.micro_batches):
         numbers = torch.randint(0, step.config.vocabulary, (rows, step.sequence + 1))
         parts = numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
-        documents = Documents() if step.starts is None else Documents.from_starts(step.starts, step.sequence)
+        documents = Documents() if step.starts is None else documents_from_starts(step.starts, step.sequence)
         if step.pairs:
             ids = torch.arange(step.sequence).expand(rows, -1) // (step.sequence // 2)
             documents = dataclasses.replace(Documents.from_ids(ids), pairs=Pairs.from_ids(ids))
@@ -113,7 +114,7 @@ def _measure(step: Step) -> Measured:
 
     once()
     gc.collect()
-    before = live_bytes() - of_others
+    before = live_bytes()
     routed: list[Routed] = []
     agree = AllToAllTokenDispatcher._agree_on_routes
 
@@ -176,7 +177,7 @@ def check_states(found: Measured) -> None:
 
 
 def live_bytes() -> int:
-    """Return the bytes of all tensors, each storage once, without fake tensors."""
+    """Return the bytes of all tensors since `gc.freeze`, each storage once, without fake tensors."""
     storages = {}
     for each in gc.get_objects():
         if not issubclass(type(each), torch.Tensor) or isinstance(each, FakeTensor | FunctionalTensor):

@@ -31,6 +31,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.stages import stages_of
+from tests.packed_documents import documents_from_starts
 
 
 class Case(NamedTuple):
@@ -116,7 +117,7 @@ def watch(case: Case) -> Watched:
         model.compile_blocks(backend=case.backend)
     make = torch.Generator().manual_seed(5 + mesh.dp.rank)
     numbers = torch.randint(0, case.config.vocabulary, (case.rows, case.sequence + 1), generator=make)
-    documents = Documents() if case.starts is None else Documents.from_starts(case.starts, case.sequence)
+    documents = Documents() if case.starts is None else documents_from_starts(case.starts, case.sequence)
     if case.pairs and case.starts is not None:
         ids = torch.zeros(case.rows, case.sequence, dtype=torch.int64)
         for row, starts in enumerate(case.starts):

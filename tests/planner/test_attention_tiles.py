@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import Span, cut_tiles
 from meshwright.planner.attention_tiles import Heads, Lies, Starts, _tiles, backward_bytes
+from tests.packed_documents import documents_from_starts
 
 
 def rows_of(rows: int, length: int, seed: int) -> Starts:
@@ -26,7 +26,7 @@ def rows_of(rows: int, length: int, seed: int) -> Starts:
 def test_predicted_tiles_match_engine(rows: int, kv_heads: int, length: int, window: int | None) -> None:
     starts, group = rows_of(rows, length, rows * length), 2
     q_BKGSD = torch.zeros(rows, kv_heads, group, length, 4)
-    first_BS = Documents.from_starts(starts, length).first_visible_BS(length, window, q_BKGSD.device)
+    first_BS = documents_from_starts(starts, length).first_visible_BS(length, window, q_BKGSD.device)
     everything = slice(0, length)
     done = 0
     for at, heads, tiles in cut_tiles(q_BKGSD, Span(everything, everything), first_BS):

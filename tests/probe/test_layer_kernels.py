@@ -12,7 +12,7 @@ from meshwright.planner.engines import ENGINES
 from meshwright.planner.measured_rates import BACKWARD, SCORE_BYTES
 from meshwright.planner.operations import operations
 from meshwright.probe.layer_kernels import VOCABULARY, list_layer_points
-from meshwright.probe.points import MeasurementPlan, MeasurementPoint, time_point
+from meshwright.probe.points import MeasurementPlan, MeasurementPoint, start_backward, time_point
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import Stage
 
@@ -31,6 +31,13 @@ def test_every_layer_kernel_is_timed_forward_and_backward(points: list[Measureme
     }  # fmt: skip
     for each in points:
         assert time_point(each, torch.device("cpu"), 0.0) > 0
+
+
+def test_backward_pass_starts_with_the_given_gradient():
+    x = torch.randn(3, 4, requires_grad=True)
+    out, gradient = x.sin(), torch.randn(3, 4)
+    (found,) = torch.autograd.grad(start_backward(out, gradient), [x], retain_graph=True)
+    assert torch.equal(found, torch.autograd.grad(out, [x], gradient)[0])
 
 
 def test_layer_kernel_sizes_increase(points: list[MeasurementPoint]):

@@ -21,11 +21,11 @@ from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rendezvous import Place
 from meshwright.planner.cluster import cluster
 from meshwright.planner.measured import FORMS, read
+from meshwright.probe import points, stopwatch
 from meshwright.probe import ranks as probe_ranks
-from meshwright.probe import stopwatch
 from meshwright.probe.communication import OPERATIONS, slowest_median
 from meshwright.probe.compare import THRESHOLD
-from meshwright.probe.points import MeasurementPlan, MeasurementPoint, make_call, time_call
+from meshwright.probe.points import MeasurementPlan, MeasurementPoint, make_call, time_call, time_point
 from meshwright.probe.report import fit_link, format_cluster_file, format_summary, make_cluster_tables, make_document
 from tests.probe import probe_cases
 from tests.probe.probe_cases import SMALL
@@ -196,6 +196,23 @@ def test_call_time_is_median_of_batches(monkeypatch: pytest.MonkeyPatch):
     assert time_call(call, torch.device("cpu"), 0.2) == pytest.approx(0.001)
 
 
+@pytest.mark.parametrize(("kind", "calls"), [("product", 1), ("kernel", 2)])
+def test_long_product_is_timed_in_its_first_call(kind: str, calls: int, monkeypatch: pytest.MonkeyPatch):
+    """A layer operation is not: its first backward pass may import modules."""
+    clock = [0.0]
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(stopwatch, "read_waiting_times", lambda threads: {})
+    made: list[float] = []
+
+    def call() -> None:
+        made.append(3.0 if not made else 2.0)
+        clock[0] += made[-1]
+
+    monkeypatch.setattr(points, "make_call", lambda point, device: call)
+    point = MeasurementPoint(kind, "forward", "fp32", (2, 2, 2))
+    assert (time_point(point, torch.device("cpu"), 0.1), len(made)) == (made[-1], calls)
+
+
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count waiting times")
 def test_time_excludes_waits_for_other_programs():
     """With two busy processes on the same core, this process gets a third of its time."""
@@ -294,13 +311,15 @@ def test_default_plan_fits_in_its_time_budget():
 def test_launcher_starts_processes_that_measure(tmp_path: Path):
     small = {"shapes": [[16, 16, 16]], "pass_sizes": [256], "kernel_sizes": [4096], "vector_bytes": [1024]}
     plan = {**small, "precisions": ["fp32"], "point_seconds": 0.002}
-    found = probe_ranks.probe(2, "cpu", tmp_path, {**plan, "disk_bytes": 2**16, "steps": 1}, log=lambda line: None)
+    found = probe_ranks.probe(
+        2, "cpu", tmp_path, {**plan, "disk_bytes": 2**16, "steps": 1, "axes": ["tp"]}, log=lambda line: None
+    )
     assert (found["rank"], found["kind"], len(found["hosts"])) == (0, "cpu", 2)
     starts = found["measured"]["starts"]
     assert starts["rank"] > starts["meeting"] > 0
     assert list(tmp_path.iterdir()) == []
     steps = {each["layout"]: each["seconds"] for each in found["measured"]["steps"]}
-    assert list(steps) == ["dp2 fp32", "tp2 fp32", "cp2 fp32"] and min(steps.values()) > 0.01
+    assert list(steps) == ["dp2 fp32", "tp2 fp32"] and min(steps.values()) > 0.01
 
 
 def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):

@@ -43,7 +43,7 @@ def test_documented_figures_match_simulation():
             [
                 f"`{name}`",
                 f"{timing.makespan:g}",
-                f"{100 * timing.bubble_fraction:.1f} %",
+                f"{100 * timing.bubble_fraction:.1f}%",
                 f"{timing.idle.max():g}",
                 span(timing.peak_activations),
                 f"{timing.weight_copies.max():g}",
@@ -68,8 +68,8 @@ def test_published_comparison_matches_simulation():
         half = 0.5 if name == "`chimera`" else 1.0  # Chimera's formula assumes B = F
         timing = simulate_pipeline(program, Durations.per_rank(program, 1, half, half))
         bubble = timing.steady_bubble_fraction if program.asynchronous else timing.bubble_fraction
-        assert value == f"{100 * published[formula]:.1f} %"
-        assert simulated == f"{100 * bubble:.1f} %"
+        assert value == f"{100 * published[formula]:.1f}%"
+        assert simulated == f"{100 * bubble:.1f}%"
         assert bubble == pytest.approx(published[formula], abs=0.003)
         assert [weights, activations] == [span(timing.weight_copies), span(timing.peak_activations)]
 

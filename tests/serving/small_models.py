@@ -6,16 +6,19 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.data.tokenizers.tokenizer import write_tokenizer
+from meshwright.kernels.choice import load_kernels
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
+NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
 FAMILIES = (
     *("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny"),
     *("mixtral-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny", "dots1-tiny"),

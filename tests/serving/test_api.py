@@ -34,6 +34,18 @@ def model(model_directory: Path) -> mw.Model:
     return mw.load(model_directory, device="cpu")
 
 
+def test_load_without_compiler_says_that_it_computes_in_plain_torch(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines: list[str] = []
+    mw.load(model_directory, device="cpu", log=lines.append)
+    assert len(lines) == 1 and lines[0].startswith("warning: computing in plain torch, many times slower"), lines
+    with pytest.raises(UserError, match="needs the compiled kernels, and /bin/false ended with exit code 1"):
+        mw.load(write_model(tmp_path / "experts", small_config("mixtral-tiny", experts=4)), "tp2 ep2")
+
+
 @pytest.fixture
 def copy(model_directory: Path, tmp_path: Path) -> Path:
     """A copy of the model to change."""

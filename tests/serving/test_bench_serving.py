@@ -53,3 +53,23 @@ def test_own_contenders_are_recorded_with_their_instruction_set(
         race._start(name)
     sets = {name: about.get("instruction_set") for name, about in race.about.items()}
     assert sets == {"meshwright": "avx2", "engine": "avx2", "vllm": None}
+
+
+def test_decode_that_reads_faster_than_the_read_stream_is_measured_again(bench: tuple[Any, Any]):
+    serving, _ = bench
+    speeds, seen = iter([130.0, 120.0, 90.0, *[150.0] * 4]), list[str]()
+    stream = SimpleNamespace(measure=lambda: seen.append("stream") or 900.0)
+
+    def generate(prompts: list[list[int]], tokens: int, seconds: float) -> SimpleNamespace:
+        seen.append(repr(prompts[0][:8]))
+        return SimpleNamespace(figures=lambda: {"decode_tokens_per_second": next(speeds)})
+
+    race = SimpleNamespace(turn=lambda name, use: use(SimpleNamespace(generate=generate)))
+    wave, share = serving.measure_decode(race, "m", stream, 9, seed=1)
+    assert wave is not None and share.attempts == [1.3, 1.2, 0.9] and share.valid
+    assert seen[::3] == seen[2::3] == ["stream"] * 3 and len(set(seen[1::3])) == 3  # no prompt twice
+    _, never = serving.measure_decode(race, "m", stream, 9, seed=1)
+    assert never.attempts == [1.5] * 4 and not never.valid
+    assert serving.summarise_shares([share, never])["median"] == 0.9
+    assert serving.summarise_shares([never])["median"] is None
+    assert [each["valid"] for each in serving.summarise_shares([share, never])["rounds"]] == [True, False]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.serving.gate import read_api_keys
+from meshwright.serving.gate import check_origins, read_api_keys
 
 
 def test_keys_are_the_lines_of_the_file(tmp_path: Path):
@@ -24,3 +24,10 @@ def test_file_without_keys_is_one_line(tmp_path: Path, content: bytes | None, re
         (tmp_path / "keys").write_bytes(content)
     with pytest.raises(UserError, match=reason):
         read_api_keys(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("origin", ["nonsense", "https://a.org/", "https://", "//a.org", "https://a.org/page", ""])
+def test_origins_that_no_browser_sends_are_refused(origin: str):
+    assert check_origins(["*", "https://a.org", "http://localhost:3000", "chrome-extension://abc"])
+    with pytest.raises(UserError, match="should be an origin such as"):
+        check_origins(["https://a.org", origin])

@@ -315,6 +315,25 @@ def test_wrong_or_unsupported_field_is_named(http: httpx.Client, change: dict[st
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "message", "code"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content: [0] only parts of type text are supported", "unsupported_parameter"),
+        ("completions", {"prompt": "a", "stop": ["x"] * 33}, "stop: should have at most 32 items, not 33", None),
+        ("completions", {"prompt": "a", "stop": 5}, "stop: should be a valid string, or should be a valid list", None),
+        ("completions", {"prompt": [[1, -2]]}, "prompt: [0][1] should be greater than or equal to 0", None),
+        ("completions", {"prompt": "a " * 9000},
+         "the prompt has 18,000 characters, more than the maximum length of 512 tokens can hold",
+         "context_length_exceeded"),
+    ],
+)  # fmt: skip
+def test_error_says_only_what_is_wrong(http: httpx.Client, path: str, body: dict[str, Any], message: str, code: str):
+    answer = http.post(f"/v1/{path}", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"], error["code"]) == (400, message, code)
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"messages": []}, "messages"),

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels.choice import load_kernels
-from meshwright.planner.serving_ledger import RankLedger, ServingSizes, serving_ledger
+from meshwright.kernels.choice import PLAIN_TORCH
+from meshwright.planner.serving_ledger import RankLedger, ServingLedger, ServingSizes, serving_ledger
+from meshwright.planner.torch_ledger import torch_ledger
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.runner import build_runner
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import serving_layout
 from tests.serving import small_models
-from tests.serving.small_models import write_model
-
-pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
+from tests.serving.small_models import NEEDS_COMPILER, write_model
 
 BLOCKS, TOKENS, SEQUENCES, LENGTH = 5, 40, 8, 64
 LIMITS = StepLimits(BLOCKS, TOKENS, SEQUENCES, LENGTH, logit_rows=40)
@@ -29,19 +29,21 @@ def small_config(name: str) -> ModelConfig:
     return small_models.small_config(name, **({"experts": 4} if name == "mixtral-tiny" else {}))
 
 
-def measure(directory: str, layout: str, dtype: str) -> tuple[int, dict[str, int]]:
+def measure(directory: str, layout: str, dtype: str, kernels: str | None = None) -> tuple[int, dict[str, int]]:
     """Pipeline rank and bytes by item of this rank's runner."""
     config = small_config(Path(directory).name)
     parsed = serving_layout(layout, config)
     mesh = Mesh.single(parsed) if parsed.world_size == 1 else Mesh.create(parsed)
-    memory = build_runner(RankPlan(directory, layout, dtype, LIMITS), mesh).memory()
+    memory = build_runner(RankPlan(directory, layout, dtype, LIMITS, instruction_set=kernels), mesh).memory()
     mesh.close()
     return mesh.pp.rank, memory
 
 
-def predict(name: str, layout: str, dtype: str) -> tuple[RankLedger, ...]:
+def predict(
+    name: str, layout: str, dtype: str, ledger: Callable[..., ServingLedger] = serving_ledger
+) -> tuple[RankLedger, ...]:
     config = small_config(name)
-    return serving_ledger(config, serving_layout(layout, config), ServingSizes(TOKENS, SEQUENCES, LENGTH, dtype)).stages
+    return ledger(config, serving_layout(layout, config), ServingSizes(TOKENS, SEQUENCES, LENGTH, dtype)).stages
 
 
 def check(rank: RankLedger, measured: dict[str, int]) -> None:
@@ -51,6 +53,7 @@ def check(rank: RankLedger, measured: dict[str, int]) -> None:
         assert measured[item] == getattr(rank, item), item
 
 
+@NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen2-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny"])
 def test_predicted_memory_matches_allocation_of_one_rank(name: str, dtype: str, tmp_path: Path):
@@ -59,6 +62,7 @@ def test_predicted_memory_matches_allocation_of_one_rank(name: str, dtype: str, 
     check(rank, measure(str(directory), "", dtype)[1])
 
 
+@NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("qwen3-tiny", "tp2"), ("qwen2-tiny", "pp2"), ("mixtral-tiny", "tp2 ep2"), ("qwen2-moe-tiny", "tp2")],
@@ -72,3 +76,27 @@ def test_predicted_memory_matches_allocation_of_each_of_two_ranks(
         check(stages[stage], measured)
         if "tp2" in layout:
             assert measured["communication"] == stages[stage].communication
+
+
+def check_plain_torch(rank: RankLedger, measured: dict[str, int]) -> None:
+    """Every item that stays, to the byte; the workspace is freed after each step."""
+    assert measured == {"weights": rank.weights, "kv": BLOCKS * rank.kv_block, "logits": rank.logits}
+    assert rank.packed == 0 < rank.workspace
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("name", ["qwen2-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny"])
+def test_predicted_memory_matches_allocation_in_plain_torch(name: str, dtype: str, tmp_path: Path):
+    directory = write_model(tmp_path / name, small_config(name))
+    (rank,) = predict(name, "", dtype, torch_ledger)
+    check_plain_torch(rank, measure(str(directory), "", dtype, PLAIN_TORCH)[1])
+
+
+@pytest.mark.parametrize(("name", "layout"), [("qwen3-tiny", "tp2"), ("qwen2-tiny", "pp2"), ("qwen2-moe-tiny", "tp2")])
+def test_predicted_memory_matches_allocation_in_plain_torch_on_two_ranks(
+    name: str, layout: str, two: LocalRanks, tmp_path: Path
+):
+    directory = write_model(tmp_path / name, small_config(name))
+    stages = predict(name, layout, "float16", torch_ledger)
+    for stage, measured in two.run(measure, str(directory), layout, "float16", PLAIN_TORCH):
+        check_plain_torch(stages[stage], measured)

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from meshwright.comm.local import LocalRanks
-from meshwright.kernels.choice import load_kernels
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.refuse import serving_layout
 from tests.serving import offline_cases as cases
-from tests.serving.small_models import small_config, write_model
+from tests.serving.small_models import NEEDS_COMPILER, small_config, write_model
 
-NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="experts on several ranks need the kernels")
 # Windows and grouped heads; learned positions, biases and a tied head; experts with a shared one; experts without.
 CASES = [
     *(("mistral-tiny", layout) for layout in ("tp2 pp2", "tp4")),

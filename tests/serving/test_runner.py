@@ -13,24 +13,23 @@ import torch
 import transformers
 
 from meshwright.comm.mesh import Mesh
-from meshwright.kernels.choice import load_kernels
+from meshwright.kernels.choice import PLAIN_TORCH
 from meshwright.model.huggingface import load_huggingface
 from meshwright.serving import runner as runners
 from meshwright.serving.engine import Engine, build_scheduler
 from meshwright.serving.offline import run_requests
-from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Request
 from meshwright.serving.runner import KERNEL_DTYPES, Runner, build_runner
 from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables, max_blocks_held
 from tests.serving.pool_checks import check_scheduler
-from tests.serving.small_models import FAMILIES, small_config, write_model
+from tests.serving.small_models import FAMILIES, NEEDS_COMPILER, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
 
 LIMITS = StepLimits(blocks=128, token_budget=64, max_sequences=8, max_length=64, logit_rows=64)
 PROMPTS = [[7, 9, 250, 3], [100], [int(token) for token in np.random.default_rng(0).integers(0, 256, 21)]]
-NEEDS_COMPILER = pytest.mark.skipif(load_kernels() is None, reason="no compiler for the kernels")
 KINDS = ["torch", pytest.param("kernels", marks=NEEDS_COMPILER)]
 INVARIANT = [
     *(("torch", name, "float32") for name in ("mistral-tiny", "gpt2-tiny")),

@@ -20,8 +20,14 @@ import httpx
 import pytest
 
 from meshwright.errors import Terminated
+from meshwright.kernels.build import supported_instruction_sets
 from meshwright.launcher.host_memory import GPU, HostMemory
+from meshwright.layout import Layout
+from meshwright.planner.serving_ledger import ServingSizes
+from meshwright.planner.torch_ledger import torch_ledger
 from meshwright.serving import serve as serve_module
+from meshwright.spec.config_json import config_from_path
+from tests.conftest import exhaustive
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
 DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True, "logprobs": 1}
@@ -87,7 +93,7 @@ def short_directory() -> Iterator[Path]:
 def test_server_of_several_ranks(stories: Path, short_directory: Path):
     """Ready line, answers, a killed rank during a stream, drain, and signals until the end: one server for all, as its
     start costs seconds."""
-    options = "--layout", "pp2", "--served-model-name", "stories"
+    options = "--layout", "pp2", "--served-model-name", "stories", "--step-seconds", "3600"
     with running(stories, *options, TMPDIR=str(short_directory)) as (process, ready):
         assert list(short_directory.glob("meshwright-serve-*"))
         url = ready["url"]
@@ -100,21 +106,17 @@ def test_server_of_several_ranks(stories: Path, short_directory: Path):
         assert expected.startswith(GREEDY["prompt"] + complete(url, **GREEDY).rstrip("�"))
         undisturbed = read_stream(url, **DRAWN)
         assert len(undisturbed[1]) == DRAWN["max_tokens"]
-        noticed = list[float]()
 
         def kill_rank() -> None:
-            """Kill a rank, and note the seconds until the server says that it is not healthy."""
+            """Kill a rank, and wait until the server says that it is not healthy, which the limit of a step does not
+            delay."""
             (first, *_) = httpx.get(f"{url}/props").json()["engine"]["ranks"]
             os.kill(first["pid"], signal.SIGKILL)
-            began = time.monotonic()
             while httpx.get(f"{url}/health").status_code == 200:
-                assert time.monotonic() - began < 30
-            noticed.append(time.monotonic() - began)
+                time.sleep(0.01)
 
-        while not noticed or (noticed[-1] > 2.0 and len(noticed) < 2):  # once more, as the machine may be busy
-            assert read_stream(url, kill_rank, **DRAWN) == undisturbed
-            assert httpx.get(f"{url}/health").status_code == 200
-        assert noticed[-1] <= 2.0, noticed
+        assert read_stream(url, kill_rank, **DRAWN) == undisturbed
+        assert httpx.get(f"{url}/health").status_code == 200
 
         ranks = [rank["pid"] for rank in httpx.get(f"{url}/props").json()["engine"]["ranks"]]
         body = {**DRAWN, "stream": True}
@@ -131,25 +133,26 @@ def test_server_of_several_ranks(stories: Path, short_directory: Path):
 
 
 @pytest.mark.slow
-def test_externally_started_ranks_serve(stories: Path):
+@pytest.mark.parametrize(("layout", "ranks"), [("tp2", 2), *exhaustive(("tp2 dp2", 4))])
+def test_externally_started_ranks_serve(layout: str, ranks: int, stories: Path):
     """As torchrun starts them: one process for each rank, of which rank 0 serves HTTP."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    places = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "meshwright", "serve", str(stories), "--layout", "tp2 dp2"]
+    places = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "meshwright", "serve", str(stories), "--layout", layout]
     others = [
         subprocess.Popen(command, env=os.environ | places | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})
-        for rank in (1, 2, 3)
+        for rank in range(1, ranks)
     ]
     try:
-        with running(stories, "--layout", "tp2 dp2", RANK="0", LOCAL_RANK="0", **places) as (process, ready):
-            assert len(ready["ranks"]) == 4, ready
+        with running(stories, "--layout", layout, RANK="0", LOCAL_RANK="0", **places) as (process, ready):
+            assert len(ready["ranks"]) == ranks, ready
             expected = (stories / "greedy_200_tokens.txt").read_text()
             for _ in range(2):
                 assert expected.startswith(GREEDY["prompt"] + complete(ready["url"], **GREEDY))
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 143
-            assert [other.wait(timeout=60) for other in others] == [0, 0, 0]
+            assert [other.wait(timeout=60) for other in others] == [0] * (ranks - 1)
     finally:
         for other in others:
             other.kill()
@@ -183,9 +186,7 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
             assert outcome.errors.count("\n") == 1 and reason in outcome.errors, outcome.errors
 
 
-def test_what_the_start_warns_of(
-    stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_what_the_start_warns_of(stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     """One line each; here before a port in use ends the start."""
     gpu = HostMemory(64 << 30, 64 << 30, GPU)
     monkeypatch.setattr(
@@ -205,6 +206,31 @@ def test_what_the_start_warns_of(
             *lines, error = outcome.errors.splitlines()
             assert outcome.code == 2 and "is in use" in error
             assert len(lines) == len(warnings) and all(map(str.__contains__, lines, warnings)), outcome.errors
+
+
+def test_server_without_compiler_says_why_and_bills_plain_torch(stories: Path, tmp_path: Path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho no license >&2; exit 3\n")
+    compiler.chmod(0o755)
+    reason = f"{compiler} ended with exit code 3 (no license)"
+    if not supported_instruction_sets():
+        reason = "the processor is no x86-64 with AVX2"
+    with running(stories, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path)) as (process, ready):
+        predicted, measured = ready["memory"]["predicted"], ready["memory"]["measured"]
+        ledger = torch_ledger(config_from_path(stories), Layout(), ServingSizes(512, 64, 512, "float32"))
+        items = ledger.items()
+        assert (predicted["packed"], predicted["workspace"]) == (0, items["workspace"])
+        assert predicted["weights"] == measured["weights"] == items["weights"]
+        assert predicted["kv"] == measured["kv"] == ready["kv_blocks"] * ledger.kv_block
+        engine = httpx.get(f"{ready['url']}/props").json()["engine"]
+        assert engine["plain_torch"] == reason and engine["kernels"].startswith("torch ")
+        expected = (stories / "greedy_200_tokens.txt").read_text()
+        assert expected.startswith(GREEDY["prompt"] + complete(ready["url"], **{**GREEDY, "max_tokens": 8}))
+        process.send_signal(signal.SIGTERM)
+        log = process.communicate()[1].splitlines()
+        assert [line for line in log if "plain torch" in line] == [
+            f"warning: computing in plain torch, many times slower than with the compiled kernels: {reason}"
+        ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A rank's weights, read one engine tensor at a time."""
+"""A rank's weights, read one model parameter at a time."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ configs = pytest.mark.parametrize("config", ODD.values(), ids=ODD)
 
 
 def numbered(entry: ParameterEntry, table: ParameterTable) -> numpy.ndarray:
-    """Values of an entry: one number per element, different in every entry of its engine tensor."""
+    """Values of an entry: one number per element, different in every entry of its model parameter."""
     before = table.tensor(entry.tensor).entries[: table.tensor(entry.tensor).entries.index(entry)]
     start = sum(other.numel for other in before)
-    return (numpy.arange(entry.numel) + start).reshape(entry.engine_shape)
+    return (numpy.arange(entry.numel) + start).reshape(entry.model_shape)
 
 
 def held(table: ParameterTable, tensor: str, layout: Layout, tp: int) -> numpy.ndarray:
-    """Shard of an engine tensor on a tp rank; -1 in padding."""
+    """Shard of a model parameter on a tp rank; -1 in padding."""
     local = numpy.full(table.tensor(tensor).local_shape(layout), -1)
     for entry in table.tensor(tensor).entries:
         for box in table.local_slices(entry, layout, {"tp": tp}):
@@ -62,7 +62,7 @@ def test_slices_of_ranks_tile_every_parameter_with_stated_replicas(config: Model
     table = parameter_table(config)
     for tp, entry in itertools.product(TENSOR_SIZES, table.entries):
         layout = Layout(tp=tp)
-        counted = numpy.zeros(entry.engine_shape, dtype=int)
+        counted = numpy.zeros(entry.model_shape, dtype=int)
         for rank in range(tp):
             for box in table.local_slices(entry, layout, layout.coordinates(rank)):
                 counted[box.slices] += 1
@@ -79,7 +79,7 @@ def test_each_expert_group_holds_every_expert_once(name: str, layout: str):
     block = parsed.ep * parsed.etp
     for entry in (entry for entry in table.entries if entry.expert is not None):
         for first in range(0, parsed.world_size, block):
-            counted = numpy.zeros(entry.engine_shape, dtype=int)
+            counted = numpy.zeros(entry.model_shape, dtype=int)
             for rank in range(first, first + block):
                 for box in table.local_slices(entry, parsed, parsed.coordinates(rank)):
                     counted[box.slices] += 1
@@ -182,7 +182,7 @@ def test_row_parallel_matrices_are_cut_along_their_inputs():
 def test_gpt2_is_stored_transposed():
     table = parameter_table(ODD["gpt2"])
     entry = table.entry("transformer.h.0.attn.c_attn.weight")
-    assert (entry.shape, entry.engine_shape, entry.transposed) == ((64, 192), (192, 64), True)
+    assert (entry.shape, entry.model_shape, entry.transposed) == ((64, 192), (192, 64), True)
     assert not table.entry("transformer.wte.weight").transposed
     assert not table.entry("transformer.h.0.attn.c_attn.bias").transposed
 

@@ -37,7 +37,7 @@ def tiny(family: str, **changes: Any) -> ModelConfig:
 
 
 def entry_values(kind: str, entry: ParameterEntry, salt: int = 0) -> torch.Tensor:
-    """Return the whole parameter entry of a kind of state, flat in engine orientation; it depends on the names
+    """Return the whole parameter entry of a kind of state, flat as the model stores it; it depends on the names
     alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}/{entry.name}/{salt}".encode()))
     return torch.randn(math.prod(entry.shape), generator=generator)
@@ -54,7 +54,8 @@ def state_pieces(
             unit = flat_layout(table, name)
             whole = torch.zeros(unit.padded)
             for part in unit.slices:
-                whole[part.offset : part.offset + part.numel] = part.select(entry_values(kind, part.entry, salt))
+                values = entry_values(kind, part.entry, salt)
+                whole[part.offset : part.offset + part.numel] = values[part.begin : part.begin + part.numel]
             low, high = split_evenly(0, unit.numel, rank, ranks)
             shard = whole[low:high].clone()
             pieces += cut_slices(unit, kind, shard, low, low, high)

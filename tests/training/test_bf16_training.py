@@ -45,7 +45,7 @@ def test_bf16_loss_stays_within_its_bound_of_float32(tmp_path: Path):
 
 
 def test_bf16_micro_batch_gradients_are_summed_in_float32(tmp_path: Path):
-    """512 micro-batches of one sequence: a sum in bfloat16 has an error of 3 %, ten times that of bfloat16 matmuls."""
+    """512 micro-batches of one sequence: a sum in bfloat16 has an error of 3%, ten times that of bfloat16 matmuls."""
     model = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "intermediate": 16, "tied": True}
     found = []
     for precision in ("bf16", "fp32"):

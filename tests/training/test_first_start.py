@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from meshwright.launcher.rendezvous import Place
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.cluster import cluster
-from meshwright.planner.machine_profile import PROBE_VARIABLE, HardwareProfileKey, measurement_lock
+from meshwright.planner.machine_profile import PROBE_VARIABLE, FailedMeasurement, HardwareProfileKey, measurement_lock
 from meshwright.planner.process_constants import ProcessConstants, ProcessKey
 from meshwright.planner.step_time import step_time, with_bounds
 from meshwright.probe import ranks as probe_ranks
@@ -37,6 +38,7 @@ from tests.planner.calibration_cases import cluster_file
 from tests.training import training_cases as cases
 from tests.training.test_process_memory import CONSTANTS
 
+FAILED = "hardware measurement failed, so step time is not predicted: "
 DP2, TP2 = Layout.parse("dp2 bf16"), Layout.parse("tp2 bf16")
 
 
@@ -74,6 +76,11 @@ def measured_memory(monkeypatch: pytest.MonkeyPatch) -> list[ProcessKey]:
 
     monkeypatch.setattr(first_start, "measure_process_memory", measure)
     return found
+
+
+def profile_path() -> Path:
+    """Return the path of the hardware profile for two ranks of one thread."""
+    return HardwareProfileKey.here(count_available_cores(), 2, 1).path
 
 
 def started(layout: Layout, **more: Any) -> list[str]:
@@ -196,10 +203,31 @@ def test_precision_without_cpu_instructions_gives_a_warning(layout, device, inst
 def test_failed_measurement_is_one_line_and_not_stored(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch):
     inner, failed = probe_ranks.probe, {"rank": 1, "line": "RuntimeError: no room", "at": 0.0}
     monkeypatch.setattr(probe_ranks, "probe", lambda *args, **more: inner(*args, **more) | {"failed": failed})
+    monkeypatch.setattr(first_start, "measure_busy_share", lambda: 0.0)
     lines = started(DP2)
     assert "rank 1: RuntimeError: no room" in lines[1] and find_hardware_profile(2, 1) is None
+    # On an idle machine it would fail again: it is not repeated, until the user deletes the record that the line names.
+    (line,) = started(DP2)
+    assert len(asked) == 1 and "no room" in line
+    failed = FailedMeasurement.read(profile_path())
+    assert failed is not None and f"after {failed.path} is deleted, the next start measures again" in line
+    assert first_start.measurement_advice("auto", profile_path()) in line
+    failed.path.unlink()
     started(DP2)
     assert len(asked) == 2
+
+
+def test_measurement_that_failed_on_a_busy_machine_is_repeated_on_an_idle_one(asked, monkeypatch: pytest.MonkeyPatch):
+    inner, busy = probe_ranks.probe, [0.9, 0.8, 0.1]  # after the failure, at the second start, at the third
+    monkeypatch.setattr(probe_ranks, "probe", raising(RankLost("more than 60 s")))
+    monkeypatch.setattr(first_start, "measure_busy_share", lambda: busy.pop(0))
+    again = "the next start while other programs use less than 25% of the cores measures again"
+    assert started(DP2)[1].endswith(again)
+    monkeypatch.setattr(probe_ranks, "probe", inner)
+    assert started(DP2) == [f"{FAILED}more than 60 s (at an earlier start); {again}"]
+    assert asked == [] and first_start.measurement_advice("auto", profile_path()) == again
+    started(DP2)
+    assert len(asked) == 1 and find_hardware_profile(2, 1) is not None and busy == []
 
 
 def test_probe_with_equal_threads_is_used_and_others_ignored(asked: list[dict[str, Any]], tmp_path: Path):
@@ -222,7 +250,7 @@ def test_switch_and_gpus_skip_the_measurement(asked: list[dict[str, Any]], monke
 @pytest.mark.parametrize("damage", ["{", '{"version": 1}', "tables"])
 def test_damaged_file_is_measured_again(asked: list[dict[str, Any]], damage: str):
     started(DP2)
-    path = HardwareProfileKey.here(count_available_cores(), 2, 1).path
+    path = profile_path()
     path.write_text(path.read_text().replace('"shapes"', '"sapes"') if damage == "tables" else damage)
     started(DP2)
     assert len(asked) == 2 and find_hardware_profile(2, 1) is not None
@@ -233,7 +261,7 @@ def test_measurement_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, error:
     monkeypatch.setattr(probe_ranks, "probe", raising(error))
     lines = started(DP2)
     assert "hardware measurement failed" in lines[1] and str(error).strip("'") in lines[1]
-    assert lines[1].endswith("the next start measures again") and len(lines) == 2
+    assert lines[1].endswith("measures again") and len(lines) == 2
     assert find_hardware_profile(2, 1) is None
 
 
@@ -332,6 +360,17 @@ def test_external_ranks_measure_if_all_are_on_one_host(
     assert [(each["ranks"], each["threads"]) for each in asked] == [(2, 3)] * measures
 
 
+def test_external_rank_measures_nothing_if_its_port_is_taken(asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The rendezvous then fails, with its own message."""
+    monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        method = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setattr("meshwright.launcher.rendezvous.read_place", lambda _: Place(0, 2, 0, method, "SLURM", 2))
+        assert train_as_rank(cases.recipe(tmp_path, "dp2 fp32")) == {"done": True} and asked == []
+
+
 def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_path: Path, monkeypatch):
     """A rank may not start ranks on the cores of others; the run uses the threads of its own share."""
     monkeypatch.setattr(
@@ -346,11 +385,12 @@ def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_pa
 
 
 def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
-    assert first_start.measurement_advice("auto") == "start once without --no-probe"
+    path = profile_path()
+    assert first_start.measurement_advice("auto", path) == "start once without --no-probe"
     monkeypatch.setattr(first_start, "runs_on_cpu", lambda device: device == "cpu")  # as with a GPU
-    assert first_start.measurement_advice("auto") == "start once with run.device=cpu"
+    assert first_start.measurement_advice("auto", path) == "start once with run.device=cpu"
     monkeypatch.setenv(PROBE_VARIABLE, "0")
-    assert first_start.measurement_advice("cpu") == "start once without MESHWRIGHT_PROBE=0"
+    assert first_start.measurement_advice("cpu", path) == "start once without MESHWRIGHT_PROBE=0"
 
 
 def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):

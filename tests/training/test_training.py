@@ -11,6 +11,7 @@ import re
 import shutil
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,10 @@ from meshwright.errors import CheckFailed, UserError
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.probe import communication
 from meshwright.recipe import load_recipe_text
+from meshwright.spec.initial_values import INITIAL_VALUES_VERSION
 from meshwright.training import loop
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.trainer import Trainer
 from tests.training import checkpoint_cases
 from tests.training import training_cases as cases
 
@@ -294,9 +298,21 @@ def test_saved_state_has_position_in_data(learnt):
     place, _ = learnt
     state = newest(place / "run/checkpoints").state()
     assert (state["step"], state["samples"], state["optimizer_steps"], state["skipped_steps"]) == (40, 320, 40, 0)
+    assert state["initial_values"] == INITIAL_VALUES_VERSION == 2
     assert load_recipe_text(state["recipe"], "state") == cases.recipe(
         place, "dp1 fp32", train_steps=40, train_warmup=4, train_learning_rate=1e-2, train_validate_every=20,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("saved", "version"), [({}, 1), ({"initial_values": 2}, 2), ({"initial_values": 3}, 3)])
+def test_resumed_run_keeps_version_of_its_initial_values(saved: dict[str, int], version: int):
+    trainer = object.__new__(Trainer)
+    trainer.loss_scale, nothing = LossScale(), lambda *_: None
+    trainer.optimizer = SimpleNamespace(restore_step_count=nothing)
+    trainer.parallel = SimpleNamespace(all_gather_parameters=nothing)
+    state = {"step": 3, "skipped_steps": 0, "skipped_in_a_row": 0, "optimizer_steps": 3, "loss_scale": None}
+    trainer.restore({**state, **saved})
+    assert trainer.initial_values == version
 
 
 # --- initial weights

@@ -28,7 +28,7 @@ from meshwright.training.trainer import Trainer
 
 LEFT = ("metrics.jsonl", "result.json", "recipe.resolved.toml")
 """Files of a run directory that only a run that trains writes."""
-Values = dict[tuple[str, str], torch.Tensor]  # (kind of state, row) -> all its elements, flat in engine orientation
+Values = dict[tuple[str, str], torch.Tensor]  # (kind of state, row) -> all its elements, flat as the model stores it
 
 SOURCES = [str(Path(sysconfig.get_path("stdlib"), name)) for name in ("argparse.py", "ast.py", "inspect.py")]
 

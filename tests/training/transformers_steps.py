@@ -65,7 +65,7 @@ class Case:
 @dataclass
 class Steps:
     """Outcome of `STEPS` training steps: loss and gradient norm before clipping of each; master weights before them,
-    and master weights with optimizer state after them, by (kind, entry), flat in engine orientation."""
+    and master weights with optimizer state after them, by (kind, entry), flat as the model stores them."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

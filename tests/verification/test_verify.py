@@ -149,8 +149,8 @@ def test_correct_layout_passes_in_float64(layout, three_layers):
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp2 zero3 tp2 mb2",
-        *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ("dp4 zero3 hs2 mb2 ac:full", "tp2 cp2")),
+        "dp2 zero3 mb2",
+        *exhaustive("dp2 zero3 tp2 mb2", "dp4 zero3 hs2 mb2 ac:full", "tp2 cp2"),
     ],
 )
 def test_correct_layout_passes_in_float32(layout, three_layers):

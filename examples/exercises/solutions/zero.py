@@ -6,6 +6,7 @@ number. Clipped by its own norm, every shard is scaled differently, and the upda
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ def one_device() -> dict[str, torch.Tensor]:
 def distributed() -> dict[str, Any]:
     """Train on every rank; a shard goes with its index in the whole."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ROWS % ranks:
+        sys.exit(f"this exercise takes a number of ranks that divides its batch of {ROWS}: 2, 4 or 8")
     model, x, y = build()
     x, y = x.chunk(ranks)[rank], y.chunk(ranks)[rank]
     weights = flatten(model.parameters())

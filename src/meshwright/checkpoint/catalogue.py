@@ -185,11 +185,11 @@ def _best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
 
 
 def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = None) -> None:
-    """Delete the intact checkpoints in `directory`, except the newest `keep` and, with `keep_best`, the one with the
-    lowest validation loss.
+    """Delete intact checkpoints of `directory`, except the newest `keep` and, with `keep_best`, the one with the lowest
+    validation loss. Damaged ones stay.
 
-    saved: step of the checkpoint just saved; checkpoints of higher steps are neither deleted nor counted, because the
-    run found them damaged, resumed from an earlier one, and will overwrite them. None: all checkpoints count.
+    saved: step of the checkpoint just saved. Checkpoints of later steps are not considered: the run has resumed from an
+    earlier step and will overwrite them. None: consider all.
     """
     checkpoints = [checkpoint for checkpoint in list_intact(directory) if saved is None or checkpoint.step <= saved]
     kept = {checkpoint.step for checkpoint in checkpoints[:keep]}

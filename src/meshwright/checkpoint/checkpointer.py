@@ -189,7 +189,8 @@ class Checkpointer:
         return catalogue.newest(self.directory, self._log_once)
 
     def best(self) -> CheckpointPath | None:
-        """Return the intact checkpoint of the run with the lowest validation loss, or None if none has one."""
+        """Return the path of the run's intact checkpoint with the lowest validation loss; None if no intact checkpoint
+        has a validation loss."""
         return catalogue.best(self.directory)
 
     def load_newest(self, slices: Sequence[TensorSlice]) -> tuple[CheckpointPath, dict[str, Any]] | None:

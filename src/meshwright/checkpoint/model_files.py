@@ -139,7 +139,7 @@ def split_disk_runs(
             low, high = max(start, line * columns.width), min(stop, (line + 1) * columns.width)
             yield line * (columns.of - columns.width) + columns.start + low, values[low - start : high - start]
         return
-    outputs, inputs = entry.engine_shape
+    outputs, inputs = entry.model_shape
     leftmost = 0
     if columns is not None:
         leftmost, inputs = columns.start, columns.width

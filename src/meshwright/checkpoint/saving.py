@@ -113,8 +113,8 @@ class Save:
         self._wait_for(self.markers.begun_ranks, {0}, "created the directory")
 
     def _write(self) -> None:
-        """Write this rank's slices of the training state and of the exported model files, mark that by a file, and wait
-        until all ranks have done the same."""
+        """Write this rank's slices of the training state and of the exported model files, then a marker file that says
+        so, and wait until all ranks have written theirs."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()

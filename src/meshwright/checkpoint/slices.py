@@ -1,6 +1,6 @@
 """Slices of training/: fp32 master weights and optimizer state with global offsets, one file per rank, and their index.
 
-A slice is a range of a flattened parameter entry in engine orientation, or of some of its columns (the shard of a
+A slice is a range of a flattened parameter entry as the model stores it, or of some of its columns (the shard of a
 row-parallel matrix under tensor parallelism). Any layout reads just the intersections that it needs.
 """
 
@@ -197,8 +197,8 @@ def plan_reads(
 ) -> dict[str, list[Read]]:
     """Plan the reads from files that fetch the wanted elements; return file name -> reads.
 
-    slices: locations on disk. wanted: (kind of state, name of the exported tensor, start, stop (exclusive), columns) of
-    each destination. Raises `Damaged` if an element is in no file.
+    slices: what the files hold. wanted: for each destination, the slice to fill: (kind, name, start, stop, columns),
+    with the meanings of `Slice`. Raises `Damaged` if an element is in no file.
     """
     by_entry: dict[tuple[str, str], dict[Columns | None, list[Slice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):

@@ -92,9 +92,9 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 @file_option("--html", help="Write a page.")
 @json_option
 def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: Path | None, as_json: bool) -> None:
-    """Report the distribution of labelled records over the six speech acts, missing records, and refusals.
+    """Count labelled records by speech act (assertive, directive ...), those that each act lacks, and refusals.
 
-    Each FILE is a separate group.
+    Each FILE is reported separately; an act lacks records if it has a smaller fraction of them than the target.
 
     \f
     files: JSON Lines files of labelled records. by: key of the records by whose values they are grouped further.
@@ -130,11 +130,12 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
 def export(records: Path, tool: str, task: str, output: Path, as_json: bool) -> None:
     """Write RECORDS in an annotation tool's format, with their labels as suggestions.
 
-    classify: labels of a record; spans: passages that perform a speech act; rewrite: a better response.
+    Task classify: label whole records; spans: mark passages that perform a speech act; rewrite: write a better
+    response.
 
     \f
     records: JSON Lines file. tool: "doccano" or "prodigy". task: "classify", "spans" or "rewrite". output: file to
-    write. as_json: print JSON.
+    write, in the tool's format. as_json: print what was written as JSON: number of rows, tool, task, path.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.annotation import check_tool_and_task, export_rows

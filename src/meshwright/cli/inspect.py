@@ -13,10 +13,12 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import json_option, print_progress, result_printer
-from meshwright.cli.tables import make_fact_table
+from meshwright.cli.tables import FittedTable, make_fact_table
 from meshwright.terminal import escape_control_characters, print_message, render_tables
 
 _WIDTH = 160
+_OPTIONAL = (("zeros",), ("mean", "std"), ("first values",), ("min", "max"), ("type",), ("count",))
+"""Columns of tensors that a narrow terminal does not show, least important first."""
 
 
 @plumbing.command(
@@ -130,7 +132,7 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
             odd = [f"{found[key]:,} {word}" for key, word in (("nan", "NaN"), ("infinite", "infinite")) if found[key]]
             cells.append(Text.assemble(" ".join(map(_format_number, tensor["first"])), (" ".join(["", *odd]), "red")))
         table.add_row(*cells)
-    return table
+    return FittedTable(table, _OPTIONAL)
 
 
 def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

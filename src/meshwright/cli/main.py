@@ -7,8 +7,8 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 import click
 
@@ -82,6 +82,24 @@ def meshwright() -> None:
 
     One recipe describes the model, the data and the layout. `meshwright COMMAND --help` shows examples of each command.
     """
+
+
+def run() -> NoReturn:
+    """Run the command line of this process and end the process with its exit code.
+
+    A rank that torchrun, Kubernetes or SLURM started skips Python's finalization, as ranks of Meshwright's launcher do:
+    threads of torch.distributed that still run then abort the process, rarely, after all its work is done.
+    """
+    code = main()
+    if "torch" in sys.modules:
+        from meshwright.launcher.rendezvous import is_started_by_others
+
+        if is_started_by_others():
+            with suppress(OSError):  # the reader has exited
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

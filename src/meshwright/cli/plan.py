@@ -75,19 +75,20 @@ def command(
     """Predict time and memory of training MODEL on a cluster: of one layout, or of the fastest layouts that fit.
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe.
-    Memory is that of the fullest rank; times have bounds that contain published runs. With --serve, predict
-    the memory of a server instead.
+    Memory is that of the fullest rank. Each time has a lower and an upper bound, far enough apart for the published
+    runs that the planner is tested with. With --serve, predict the memory of a server instead.
 
     \f
     names: MODEL, then overrides; if `calibrate`, run directories. cluster: device count and kind, a cluster file, or
     "this". sequence: tokens. batch: sequences per step over all devices. layout: the one to predict, None to search.
     top: number of layouts to show. engine: framework whose kernels and buffers are assumed. compiled: True if blocks
     run under torch.compile. optimizer: its name, None for the recipe's or the default. precision: used if the layout
-    names none. documents: average number of documents packed into a sequence. reserve: memory of a device to keep
-    free, as a fraction or a size. explained: add the time of each operation. every_tensor: add the memory of each
-    tensor. html: page to write. jobs: JSON Lines file of requests, "-" for standard input. serves: predict a server
-    with `memory`, `dtype`, `device` and `max_length` (tokens). lists: print the names of presets and devices.
-    calibrate: correct the predictions of the cluster file by finished runs. as_json: print JSON.
+    names none. documents: average number of documents packed into a sequence. reserve: memory of a device to keep free,
+    as a fraction or a size. explained: add the time of each operation. every_tensor: add the memory of each tensor.
+    html: page to write. jobs: JSON Lines file of requests, "-" for standard input. serves: predict a server with
+    `memory`, `dtype`, `device` and `max_length` (tokens). lists: print the names of presets and devices. calibrate:
+    compare finished runs with their predictions, and write factors that correct later ones to the cluster file.
+    as_json: print JSON.
     """
     if lists:
         _print_names(as_json)
@@ -116,14 +117,16 @@ def command(
     refuse_overrides(overrides, model)
     if model is None:
         raise UserError("MODEL is missing: a preset such as llama-3-8b, a directory, a config.json or a recipe")
-    if cluster is None:
-        raise UserError("--cluster is missing: devices such as 64xh100-sxm, a cluster file, or this")
     from meshwright.planner.answers import nothing_fits
     from meshwright.planner.api import plan
-    from meshwright.planner.models import is_recipe, recipe_of
+    from meshwright.planner.models import is_recipe, model_of, recipe_of
     from meshwright.planner.text import WIDE
 
     recipe = recipe_of(model, overrides) if is_recipe(model) else None
+    if recipe is None:
+        model_of(model)  # a wrong model is reported before missing options
+    if cluster is None:
+        raise UserError("--cluster is missing: devices such as 64xh100-sxm, a cluster file, or this")
     for name, value in (("sequence", sequence), ("batch", batch)):
         if value is None and recipe is None:
             raise UserError(f"--{name} is missing: {_WANTED[name]}")

@@ -211,9 +211,9 @@ def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
 
 
 class ResultPrinter(Protocol):
-    """Protocol of the function that prints a command's result; to be called once. It prints `document` as JSON if
-    --json was given, else `text`. alone: output such as a program file to be printed on standard output by itself, so
-    that `text` goes to standard error; None: no such output.
+    """Protocol of the function that prints a command's result; to be called once. With --json it prints `document` as
+    JSON on standard output, otherwise `text`. alone: output that must have standard output for itself, such as a
+    program file: it is printed there, and `text` on standard error; None: there is no such output.
     """
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...

@@ -18,6 +18,7 @@ from meshwright.terminal import print_message
     'meshwright run --ranks 4 --restarts 2 train.py "layout=dp4 zero3"',
     "meshwright run --emulate 4 --show --break 2:5 train.py",
     "meshwright run --emulate 4 --check examples/exercises/data_parallel.py",
+    'meshwright run --emulate 8 examples/layouts.py LICENSE "dp2 tp2 pp2"',
 )
 @click.option("--ranks", default=1, type=click.IntRange(min=1), help="Number of local processes.")
 @click.option("--emulate", type=click.IntRange(1, MOST_RANKS), help="Number of ranks emulated by threads.")
@@ -39,17 +40,18 @@ def command(
     exit code 143 or 130; the same command then resumes. Standard output is the script's own; with --json it carries the
     result of the last fit, and what the script prints goes to standard error. torchrun and SLURM start the same script.
 
-    With --emulate N the script runs on N threads of this process, as torchrun would start it on N processes, with plain
-    torch.distributed on the CPU: one rank runs until it waits for another, so that the order of events depends on the
-    script alone. A deadlock is reported immediately, breakpoint() opens the debugger of one rank.
+    With --emulate N, N threads of this process take the place of the N processes that torchrun would start, on the CPU.
+    The script may use plain torch.distributed or meshwright.train. Only one rank runs at a time, until it waits for
+    another, so that the order of events depends on the script alone. A deadlock is reported immediately, breakpoint()
+    opens the debugger of one rank.
 
     \f
     ranks: number of processes to start on this machine. emulate: number of ranks to emulate by threads; None: start
     processes. directory: run directory, None for runs/ and the script's name. restarts: maximum number of restarts
     after a lost rank. arguments: passed to the script. as_json: print JSON.
 
-    For emulated ranks only: stop: breakpoint. show: print communications. check: call both functions of an exercise
-    script, distributed() and one_device(), and compare their results.
+    For emulated ranks only: stop: where to open the debugger, the argument of --break. show: print each communication
+    call. check: the script defines distributed() and one_device(); call both and compare their results.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launcher import RankFault

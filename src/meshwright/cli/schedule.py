@@ -13,6 +13,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import (
+    FiniteRange,
     file_option,
     is_standard_output,
     json_option,
@@ -67,7 +68,12 @@ def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any
     help="Durations of attention, dispatch, MLP, combine in a forward, with all-to-all on a separate stream.",
 )  # fmt: skip
 @click.option("--layers", type=click.IntRange(min=1), help="Number of layers; show which of them each rank holds.")
-@click.option("--memory", type=float, metavar="M", help="auto: maximum saved activations of a rank, in micro-batches.")
+@click.option(
+    "--memory",
+    type=FiniteRange(min=0),
+    metavar="M",
+    help="auto: maximum saved activations of a rank, in micro-batches.",
+)
 @file_option("--svg", help="Write a picture.")
 @file_option("--html", help="Write a page: picture and figures.")
 @file_option("--trace", help="Write a trace for ui.perfetto.dev.")
@@ -142,8 +148,8 @@ def command(
 
 
 def _require_counts(schedule: str, stages: int | None, micro_batches: int | None) -> None:
-    """Raise `UserError` if a schedule is given by name without --stages or --microbatches; a program file contains
-    both."""
+    """Raise `UserError` if `schedule` is a name such as "1f1b" and --stages or --microbatches is missing. A program
+    file (@FILE) states both itself."""
     if schedule not in SCHEDULES:
         return
     missing = [word for word, value in (("--stages 4", stages), ("--microbatches 8", micro_batches)) if value is None]

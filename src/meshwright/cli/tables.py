@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,3 +29,36 @@ def make_fact_table() -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     return table
+
+
+class FittedTable:
+    """Rich renderable that prints `table` without those of its optional columns for which the console is too narrow, so
+    that names are not folded to a few characters per line. optional: headers of columns that are left out together,
+    least important first."""
+
+    def __init__(self, table: Table, optional: Sequence[Collection[str]]) -> None:
+        self.table, self.optional = table, optional
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        """Yield the table, as rich's console protocol asks. console, options: rich's, with the width."""
+        from rich.measure import Measurement
+
+        table = self.table
+        for headers in self.optional:
+            if Measurement.get(console, options.update(width=10_000), table).maximum <= options.max_width:
+                break
+            table = _remove_columns(table, headers)
+        yield table
+
+
+def _remove_columns(table: Table, headers: Collection[str]) -> Table:
+    """Return a copy of a table of these commands without the columns that have one of these headers."""
+    from rich.table import Table
+
+    kept = [column for column in table.columns if column.header not in headers]
+    copy = Table(box=None, pad_edge=False, header_style="bold")
+    for column in kept:
+        copy.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow=column.overflow)
+    for cells in zip(*(column.cells for column in kept), strict=True):
+        copy.add_row(*cells)
+    return copy

@@ -16,15 +16,15 @@ from meshwright.program.order import Integers
 
 
 def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
-    """Return a lower bound of the seconds that any program needs for a collective operation on a vector of
+    """Return a lower bound on the seconds that any program needs for a collective operation on a vector of
     `total_bytes`.
 
-    operation: such as "all-reduce". root: source or destination rank.
-    The result is the larger of two bounds. Latency: from a rank to the farthest rank that needs its data. Bandwidth:
-    lowest latency of a message, plus the time for the bytes that must cross the links between blocks of ranks (single
-    ranks, nodes, halves of a torus ...), for the division into blocks that takes longest. For all-reduce on uniform
-    links the second bound is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message, beta seconds per
-    byte).
+    operation: name such as "all-reduce". root: source or destination rank of a rooted operation. The result is the
+    larger of two bounds. Latency bound: the latency from a rank to the farthest rank that needs its data. Bandwidth
+    bound: the ranks are divided into blocks (single ranks, nodes, halves of a torus ...); the bytes that must leave or
+    enter a block take at least their sum divided by the bandwidth of the block's links, plus the lowest latency of a
+    message; the largest such time over all known divisions counts. For all-reduce on uniform links it is alpha +
+    2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message, beta seconds per byte).
     """
     if network.ranks == 1:
         return 0.0

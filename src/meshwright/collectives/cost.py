@@ -160,9 +160,10 @@ def _rabenseifner_form(c: Inputs) -> float:
 
 
 def _compute_exchange_seconds(c: Inputs) -> float:
-    """Compute the seconds of the log2 m pairwise exchanges of recursive halving or doubling, with m the largest power
-    of two up to n. Exchange i moves 2^i shares (1/n of the vector each), and up to twice as many if core ranks also
-    hold shares of the n - m extra ranks. c: ranks n, vector size and links."""
+    """Compute the seconds of the pairwise exchanges of recursive halving or doubling on n ranks. Only m ranks take
+    part, m the largest power of two up to n; each of the others has given its data to one of them. There are log2 m
+    exchanges. Exchange i moves 2^i shares, each 1/n of the vector, and up to twice as many because of ranks that act
+    for two. c: n, vector size and links."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 

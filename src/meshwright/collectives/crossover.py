@@ -39,12 +39,12 @@ class Curves:
     def simulate(
         cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf
     ) -> Curves:
-        """Simulate all algorithms at sizes from `least` to `most` bytes (both included), each about four times the
-        previous one.
+        """Return the simulated time of each algorithm at sizes from `least` to `most` bytes (both included), each about
+        four times the previous one.
 
-        chooser: simulator of the operation's algorithms on the network. within: an algorithm is skipped at a size, and
-        its seconds there are infinite, if its closed form (formula) exceeds `within` times the best time found so far
-        at this size.
+        chooser: simulator of the operation's algorithms on the network. within: to save time, an algorithm is not
+        simulated at a size, and gets infinite seconds there, if the time by its cost formula exceeds `within` times the
+        best time simulated at this size so far.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]

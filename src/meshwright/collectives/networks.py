@@ -44,9 +44,9 @@ def build_switch(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWI
 
 
 def build_full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a network with a dedicated cable between any two ranks.
+    """Build a network with a dedicated cable between every pair of ranks.
 
-    latency: seconds of a cable. bandwidth: bytes per second of a cable, in each direction.
+    latency: latency of each cable in seconds. bandwidth: bytes per second of each cable, in each direction.
     """
     source, target = np.divmod(np.arange(ranks * ranks), max(ranks, 1))
     number = np.cumsum(source != target) - 1

@@ -38,12 +38,12 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
 
 
 def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
-    """Generate the rounds of a pairwise all-to-all: add each round's sends to `program`, then yield. In each round,
-    each rank sends to one other rank the block destined for the receiver.
+    """Generate the rounds of a pairwise all-to-all: add each round's sends to `program`, then yield (nothing). In each
+    round, each rank sends to one other rank of its group the block for that rank.
 
-    ranks: [..., n], ranks of each of several independent groups. blocks: [n], first slot (buffer for one chunk) of
-    the block for each destination. into: [..., n], first slot at the receiver for the block from each rank. count:
-    slots of a block.
+    A block is `count` consecutive slots (buffers for one chunk), given by its first. ranks: [..., n], ranks of each of
+    several independent groups of n. blocks: [n], the sender's block for each rank of its group. into: [..., n], where
+    the receiver stores the block from each rank.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], blocks[partner], count, into)

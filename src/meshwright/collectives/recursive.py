@@ -191,11 +191,12 @@ def _compute_share_bounds(ranks: Integers) -> Integers:
 
 
 def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Generate the round that sends the shares of the extra ranks (beyond the largest power of two) between these ranks
-    and the core ranks that act for them: add the sends to `program`, then yield. These shares are the slots 0, 2, 4 ...
-    (a slot is the buffer for one chunk).
+    """Generate one round that sends the share of each extra rank. If the number of ranks is not a power of two, the
+    first ranks up to the largest power of two run the algorithm (core ranks); each extra rank is represented by one of
+    them. The round is added to `program`, then the generator yields. The share of pair i is slot 2 i (a slot is the
+    buffer for one chunk).
 
-    source, target: sending and receiving ranks, pairwise: extra ranks and their core ranks, or the reverse.
+    source, target: [pairs], sending and receiving ranks: the extra ranks and their core ranks, or the reverse.
     """
     program.transfer(source, target, 2 * np.arange(source.shape[-1]))
     yield

@@ -42,9 +42,9 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
 def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, async_op: bool = False) -> Handle:
     """Write to `output` this rank's slice of the sum of `source` over the ranks of `axis`; return a handle to wait on.
 
-    The slice of rank r is source[r * n : (r + 1) * n], n = output.numel(). `source` must not change before the handle
-    is waited for; the call may overwrite it except for this rank's slice. On an axis of size 1 `output` is a copy of
-    `source`. site: label of the call in records. async_op: return before completion."""
+    The slice of rank r is source[r * n : (r + 1) * n], n = output.numel(). The caller must not modify `source` until
+    the handle has been waited for; the call itself may overwrite it, except this rank's slice. On an axis of size 1
+    `output` is a copy of `source`. site: label of the call in records. async_op: return before completion."""
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     sent = source.nbytes * (axis.size - 1) // axis.size

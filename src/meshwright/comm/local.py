@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -34,10 +34,11 @@ from typing import Any
 from meshwright.errors import RankLost, ignore_model_warnings
 from meshwright.flight_recorder.call_ring import attach_process_writer, create_named_file
 from meshwright.flight_recorder.rank_report import Snapshot
+from meshwright.processes import die_with_parent
 from meshwright.threads import build_child_environment
 
 _SERVER_CODE = (
-    "import sys; sys.path[:] = sys.argv[3:]; from meshwright.comm.local import serve; "
+    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; from meshwright.comm.local import serve; "
     "serve(int(sys.argv[1]), sys.argv[2].split(','))"
 )
 
@@ -49,6 +50,8 @@ LONGEST_WAIT = 86400.0
 PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
 """Modules that the server imports once for all ranks (the last one for activation checkpointing)."""
 
+PRELOADED_TO_VERIFY = (*PRELOADED, "meshwright.verification.ranks")
+"""Modules preloaded for the ranks of `meshwright verify`."""
 PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
 """Modules preloaded for the ranks of an inference server."""
 
@@ -298,6 +301,9 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended ranks leave no zombies
     for name in preloaded:
         importlib.import_module(name)
+    # Collections are off while modules are imported, as they would free nothing. Those of ranks look through no module:
+    # that would take 0.1 s, and copy the memory which they share with this process.
+    gc.freeze()
     while True:
         try:
             settings: _PoolSettings = connection.recv()
@@ -307,6 +313,7 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
         for rank in range(settings.world_size):
             pid = os.fork()
             if pid == 0:
+                gc.enable()
                 connection.close()
                 _run_rank_process(rank, settings)
             pids.append(pid)
@@ -321,7 +328,7 @@ def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
     returns."""
     status, directory = 1, settings.directory
     try:
-        _end_with_parent()
+        die_with_parent()
         ignore_model_warnings()
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -360,8 +367,7 @@ def _serve_calls(connection: Connection) -> None:
         except (EOFError, OSError):
             return
         try:
-            result = ("ok", _import_function(name)(*args), "")
-            connection.send_bytes(pickle.dumps(result))
+            connection.send_bytes(pickle.dumps(("ok", _import_function(name)(*args), "")))
         except Exception as error:
             text = traceback.format_exc()
             try:
@@ -378,11 +384,3 @@ def _import_function(name: str) -> Callable[..., Any]:
     for part in path.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent process ends (Linux only; elsewhere the process ends when its
-    connection closes)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -130,7 +130,8 @@ def all_to_all(
     """Post an all-to-all along dim 0: part i of `source` goes to rank i, and the part from rank i becomes part i of
     `output`.
 
-    source_sizes, output_sizes: number of rows of each part (None: equal parts). Returns (work handles, None)."""
+    source_sizes, output_sizes: number of rows of each part (None: equal parts). Returns (work handles, None: no
+    function to call when they are complete)."""
     work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
     return [work], None
 
@@ -185,7 +186,7 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
     """Post an uneven all-gather along dim 0 as an all-to-all; `output` gets sizes[i] rows from rank i.
 
-    Returns (work handles, None).
+    Returns (work handles, None: no function to call when they are complete).
     """
     copies = source.repeat(axis.size, *(1 for _ in source.shape[1:]))
     return all_to_all(output, copies, axis, sizes, [source.shape[0]] * axis.size)

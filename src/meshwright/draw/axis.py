@@ -34,8 +34,9 @@ def linear_axis(
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
     title: text beside the axis. below, above: space added at the low and the high end, as a fraction of the range.
-    most: maximum number of intervals between ticks. If `low` and `high` are equal, the range is the absolute value of
-    `high`, at least 1; without `above`, the axis then ends that much higher.
+    most: maximum number of intervals between ticks. If `low` equals `high`, the axis is as long as their absolute
+    value, at least 1: with `above`, `below` and `above` are fractions of this length; without, the axis ends this much
+    higher.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span
@@ -43,7 +44,7 @@ def linear_axis(
 
 
 def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], unit: float = 1.0) -> Axis:
-    """Return a logarithmic axis that contains all `values` (each above 0) and some space beyond them at both ends: 4 %
+    """Return a logarithmic axis that contains all `values` (each above 0) and some space beyond them at both ends: 4%
     of the range on the logarithmic scale, more if the range is narrow.
 
     title: title of the axis. unit: number by which `values` are divided for display (1e9 shows bytes as GB); ticks lie

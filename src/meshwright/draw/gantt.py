@@ -144,10 +144,11 @@ class _Chart:
         return self.top + track * self.pitch
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
-        """Return the legend's entries as (text, SVG attributes of the swatch): one for each colour of steps, with the
-        kinds that share it, and one for the strips below the rows if they show a quantity.
+        """Return the legend's entries as (text, SVG attributes of the colour sample). Each colour of steps has one
+        entry, which names all kinds of steps of that colour. If strips below the rows show a quantity, they have one,
+        too.
 
-        level_name: name of that quantity, such as "activations"; empty if there is none.
+        level_name: name of that quantity, such as "activations"; empty if there are no strips.
         """
         seen: dict[tuple[str, float, bool], Span] = {}
         for span in self.spans:

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from meshwright.draw.axis import Axis
-from meshwright.draw.markup import Markup, format_number
+from meshwright.draw.markup import Markup, element, format_number
 from meshwright.draw.picture import Picture, paint
 from meshwright.draw.text_width import text_width
 
 MOST_MARKED = 40
 """Maximum number of points of a series that are also drawn as dots."""
-BUCKETS = 720
-"""Columns of a chart: a series with more than twice as many points is drawn by the extremes in each column."""
-COLUMNS = 90
-"""Maximum number of columns of a chart that show values on hover."""
+COLUMN = 8
+"""Least width, in pixels, of a chart's columns that show values on hover."""
 LINE = 15  # pixels from label to label
 STRIP = 20
 
@@ -82,6 +80,7 @@ class Plot:
     def __post_init__(self) -> None:
         self.picture = Picture()
         self.left = 20 + max((text_width(label) for _, label in self.y_axis.ticks), default=0.0)
+        self._columns = max(2, int(self.right - self.left))  # of pixels
         for value, label in self.y_axis.ticks:
             self.picture.line((self.left, self.y(value)), (self.right, self.y(value)), "grid")
             self.picture.text(self.left - 8, self.y(value) + 4, label, "end", class_="dim")
@@ -110,7 +109,8 @@ class Plot:
     def draw_line(self, series: Series) -> None:
         """Draw a series as a line through its finite points, downsampled to the chart's resolution."""
         places = [
-            (self.x(x), self.y(y)) for x, y in downsample([point for point in series.points if math.isfinite(point[1])])
+            (self.x(x), self.y(y))
+            for x, y in downsample([point for point in series.points if math.isfinite(point[1])], self._columns)
         ]
         points = " ".join(f"{format_number(x, 1)},{format_number(y, 1)}" for x, y in places)
         kind = series.kind or None
@@ -148,13 +148,14 @@ class Plot:
             self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
-        """Cover the plot with transparent columns, one for each x value of the series (at most `COLUMNS`). On hover a
-        column shows, for each series, the value at this x or, if the series has no point there, at its last x before.
+        """Cover the plot with transparent columns, one for each x value of the series, or for every n-th if they lie
+        closer than `COLUMN` pixels. Pointing at a column, or touching it, shows the value of each series at this x or,
+        if the series has no point there, at its last x before.
 
         name: name of the x values, such as "step".
         """
         values = sorted({x for one in series for x, _ in one.points})
-        values = values[:: -(-len(values) // COLUMNS)]
+        values = values[:: math.ceil(len(values) * COLUMN / self._columns)]
         places = [self.x(value) for value in values]
         edges = [self.left, *(sum(pair) / 2 for pair in pairwise(places)), self.right]
         for at, value in enumerate(values):
@@ -163,10 +164,20 @@ class Plot:
                 if last := bisect_right(one.points, value, key=lambda point: point[0]):
                     x, y = one.points[last - 1]
                     texts.append(f"{one.name}: {y:,.5g}" + ("" if x == value else f" ({name} {x:,g})"))
-            self.picture.add(
-                "rect", title="\n".join(texts), x=edges[at], y=self.top, width=edges[at + 1] - edges[at],
-                height=self.bottom - self.top, class_="hit",
-            )  # fmt: skip
+            area = element(
+                "rect", x=edges[at], y=self.top, width=edges[at + 1] - edges[at], height=self.bottom - self.top
+            )
+            self.picture.parts.append(element("g", area, self._draw_tip(places[at], texts), class_="hit"))
+
+    def _draw_tip(self, x: float, texts: Sequence[str]) -> Markup:
+        """Return a box with lines of text on the side of `x` that has more space, which the style sheet hides until its
+        column is pointed at. A <title> instead would not show on a touch screen."""
+        width = max(text_width(words) for words in texts) + 12
+        left = x + 8 if x <= (self.left + self.right) / 2 else x - 8 - width
+        left = min(max(left, 2.0), max(2.0, self.right - width))  # inside the picture
+        box = element("rect", x=left, y=self.top, width=width, height=LINE * len(texts) + 8, rx=3)
+        lines = [element("tspan", words, x=left + 6, dy=LINE) for words in texts]
+        return element("g", box, element("text", lines, x=left + 6, y=self.top), class_="tip")
 
     def draw_bands(self, name: str, bands: Sequence[Band]) -> None:
         """Draw `bands` (named x intervals) as a coloured strip below the x axis, with names where they fit. name: label
@@ -196,25 +207,32 @@ def draw_lines(
     hover: str = "",
     legend: bool = False,
 ) -> Markup:
-    """Return a line chart as SVG, 760 pixels wide and at least `height` high, with a legend if there are several
-    series.
+    """Return a line chart for a page, with a legend if there are several series: an SVG picture 760 pixels wide and at
+    least `height` high and, for screens as narrow as a phone's, one of 380 pixels, of which the style sheet shows one.
 
     x_axis, y_axis: axes with their ranges and ticks. series: the curves. marks: vertical lines with texts. height: in
     pixels. hover: name of the x values, such as "step", for the texts that show all values at an x on hover; empty: no
     such texts. legend: True for a legend even with a single series.
     """
-    plot = Plot(x_axis, y_axis, right=744, bottom=height - (44 if not x_axis.title else 48))
-    for one in series:
-        plot.draw_line(one)
-    for mark in marks:
-        plot.draw_mark(mark)
-    if hover:
-        plot.draw_hover(series, hover)
     entries = [(one.name, {"style": f"fill:{paint(one.colour)}"}) for one in series if len(series) > 1 or legend]
-    free = plot.right - text_width(y_axis.title) - 16
-    end = plot.picture.legend(entries, plot.left, free, height - 5) if entries else height - 5
-    plot.picture.text(plot.right, height - 5, y_axis.title, "end", class_="dim")
-    return plot.picture.svg(760, end + 5, y_axis.title or x_axis.title)
+
+    def draw(width: int) -> Markup:
+        plot = Plot(x_axis, y_axis, right=width - 16, bottom=height - (44 if not x_axis.title else 48))
+        for one in series:
+            plot.draw_line(one)
+        for mark in marks:
+            plot.draw_mark(mark)
+        free, y = plot.right - text_width(y_axis.title) - 16, height - 5
+        plot.picture.text(plot.right, y, y_axis.title, "end", class_="dim")
+        if any(plot.left + 15 + text_width(name, 11) > free for name, _ in entries):  # no room beside the title
+            free, y = plot.right, y + 17
+        end = plot.picture.legend(entries, plot.left, free, y) if entries else y
+        if hover:  # in front of everything
+            plot.draw_hover(series, hover)
+        return plot.picture.svg(width, end + 5, y_axis.title or x_axis.title)
+
+    widths = (("broad", 760), ("slim", 380))
+    return element("div", [element("div", draw(width), class_=name) for name, width in widths], class_="chart")
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
@@ -230,16 +248,17 @@ def spread_labels(places: Sequence[float], limit: float) -> list[float]:
     return apart
 
 
-def downsample(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Reduce the points (x, y) of a line to at most 2 x `BUCKETS` points that draw the same line.
+def downsample(points: Sequence[tuple[float, float]], buckets: int) -> Sequence[tuple[float, float]]:
+    """Reduce the points (x, y) of a line to at most 2 x `buckets` points that draw the same line on a chart `buckets`
+    pixels wide.
 
     The points are divided into buckets of consecutive points; the points with the lowest and the highest y of each
     bucket are kept, and both ends of the line.
     """
-    if len(points) <= 2 * BUCKETS:
+    if len(points) <= 2 * buckets:
         return points
     kept = {0, len(points) - 1}
-    for bucket in range(BUCKETS - 1):
-        places = range(len(points) * bucket // (BUCKETS - 1), len(points) * (bucket + 1) // (BUCKETS - 1))
+    for bucket in range(buckets - 1):
+        places = range(len(points) * bucket // (buckets - 1), len(points) * (bucket + 1) // (buckets - 1))
         kept |= {choose(places, key=lambda index: points[index][1]) for choose in (min, max)}
     return [points[index] for index in sorted(kept)]

@@ -116,7 +116,7 @@ class EmulatedWork(dist.Work):
         return self._ready()
 
     def synchronize(self) -> None:
-        """Wait for the call's completion, as `wait`."""
+        """Wait until the call is complete; the same as `wait`, as emulated ranks have no streams."""
         self.wait()
 
     def get_future(self) -> Any:

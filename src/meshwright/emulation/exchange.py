@@ -30,14 +30,15 @@ class RankCall:
 
     inputs: tensors that the rank sends. outputs: tensors that receive the call's results. shown: tensor whose dtype and
     shape are printed in reports, None if the call has no tensor. form: text (root, reduction, shape) that must be equal
-    on all ranks of a collective call. place: file and line of the call. number: position among the rank's calls, from
-    1.
+    on all ranks of a collective call. sliced: True if the inputs are slices of one tensor. place: file and line of the
+    call. number: position among the rank's calls, from 1.
     """
 
     inputs: Tensors
     outputs: Tensors
     shown: torch.Tensor | None
     form: str = ""
+    sliced: bool = False
     place: str = ""
     number: int = 0
 
@@ -65,10 +66,29 @@ def name_reduction(op: ReduceOp | ReduceOp.RedOpType) -> str:
     return name
 
 
-def _reduce(tensors: Tensors, op: str) -> torch.Tensor:
-    """Return the reduction of `tensors`, one per rank, computed in rank order. op: name such as "SUM"."""
-    total = reduce(REDUCTIONS[op], tensors) if len(tensors) > 1 else tensors[0].clone()
-    return total / len(tensors) if op == "AVG" else total
+SEGMENT_BYTES = 2**20  # gloo's largest segment of a ring all-reduce
+
+
+def _reduce(inputs: Sequence[Tensors], op: str) -> list[torch.Tensor]:
+    """Return the elementwise reductions over the ranks of `inputs`, [rank][tensor], one for each tensor.
+
+    The order of the additions is that of gloo's ring (gloo/allreduce.cc), so that sums have the same bits: all tensors
+    of a rank are one vector, which is cut into one part per rank; part p begins with rank p - 1 and goes down to rank
+    p. op: name such as "SUM".
+    """
+    vectors = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in inputs]
+    ranks, itemsize = len(vectors), vectors[0].itemsize
+    segments = max(-(-vectors[0].nbytes // SEGMENT_BYTES), 2 * ranks)
+    per_rank = -(-segments // ranks)
+    size = per_rank * -(-vectors[0].nbytes // (per_rank * ranks * itemsize))
+    total = torch.empty_like(vectors[0])
+    for part in range(ranks):
+        pieces = [vectors[(part - 1 - hop) % ranks][part * size : (part + 1) * size] for hop in range(ranks)]
+        total[part * size : (part + 1) * size] = reduce(REDUCTIONS[op], pieces)
+    if op == "AVG":
+        total = total / ranks
+    sizes = [tensor.numel() for tensor in inputs[0]]
+    return [piece.clone().view(tensor.shape) for piece, tensor in zip(total.split(sizes), inputs[0], strict=True)]
 
 
 @unseen_by_modes()
@@ -85,12 +105,12 @@ def compute_results(operation: str, calls: Sequence[RankCall], op: str, root: in
     if operation == "barrier":
         return [[] for _ in ranks]
     if operation in ("all_reduce", "reduce"):
-        totals = [_reduce(tensors, op) for tensors in zip(*inputs, strict=True)]
+        totals = _reduce(inputs, op)
         return [totals if operation == "all_reduce" or rank == root else [] for rank in ranks]
     if operation == "reduce_scatter":
-        # A rank's own part first, the order in which comm/ sums.
-        orders = [[rank, *(other for other in ranks if other != rank)] for rank in ranks]
-        return [[_reduce([inputs[source][rank] for source in order], op)] for rank, order in enumerate(orders)]
+        if calls[0].sliced:
+            return [[total] for total in _reduce(inputs, op)]
+        return [_reduce([[tensors[rank]] for tensors in inputs], op) for rank in ranks]  # gloo reduces one by one
     copies = [[tensor.clone() for tensor in tensors] for tensors in inputs]
     if operation == "broadcast":
         return [copies[root] for _ in ranks]

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from meshwright.emulation.call_matcher import describe_tensor
-from meshwright.flight_recorder.call_log import format_ranks
+from meshwright.flight_recorder.verdict import name_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,15 @@ def compute_checksum(tensor: torch.Tensor) -> str:
 
 
 def format_holdings(holdings: list[Holding]) -> str:
-    """Return a table as text: one line for each tensor name, with the ranks and checksum of each distinct value."""
+    """Return a table as text: one line for each tensor name, with the ranks of each distinct value. Checksums are not
+    shown: they depend on the machine's arithmetic."""
     names = list(dict.fromkeys(holding.name for holding in holdings))
     width = max((len(name) for name in names), default=0)
-    lines = ["tensors by rank (ranks with equal checksums hold equal values)"]
+    lines = ["tensors by rank (ranks that are listed together hold equal values)"]
     for name in names:
         copies = [holding for holding in holdings if holding.name == name]
         shapes = list(dict.fromkeys(holding.shape for holding in copies))
-        texts = [
-            f"rank{'s' * (len(each.ranks) > 1)} {format_ranks(each.ranks)}: "
-            f"{f'{each.shape} ' if len(shapes) > 1 else ''}{each.checksum}"
-            for each in copies
-        ]
+        texts = [f"{name_ranks(each.ranks)}{f': {each.shape}' if len(shapes) > 1 else ''}" for each in copies]
         shared = f"{shapes[0]}  " if len(shapes) == 1 else ""
         lines.append(f"  {name:<{width}}  {shared}{'; '.join(texts)}")
     return "\n".join(lines)

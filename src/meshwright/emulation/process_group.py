@@ -24,7 +24,7 @@ class EmulatedGroup(_ProcessGroup):
 
     matcher: matches the calls of all ranks. key: generation of the default group, and name of the group. rank: index of
     this rank in the group. ranks: global ranks of the group. A collective call is complete when all ranks have made it,
-    a send when it is received. Reductions add in rank order, a reduce-scatter the receiving rank's own input first.
+    a send when it is received. Reductions add in the order of gloo's.
     """
 
     def __init__(self, matcher: CallMatcher, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
@@ -145,7 +145,7 @@ class EmulatedGroup(_ProcessGroup):
         op = "SUM" if opts is None else name_reduction(opts.reduceOp)
         chunks = self._slice_evenly(tensor, output.numel(), "reduce_scatter")
         form = f"{op} {describe_tensor(tensor)}"
-        return self.matcher.join(self, "reduce_scatter", RankCall(chunks, [output], tensor, form), op)
+        return self.matcher.join(self, "reduce_scatter", RankCall(chunks, [output], tensor, form, sliced=True), op)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None

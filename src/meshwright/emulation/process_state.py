@@ -53,7 +53,8 @@ class ProcessState:
     own `ProcessState`, which is loaded into the process when the rank runs.
 
     It holds torch.distributed's process groups (`world`), environment variables, `__main__`, `sys.argv`, the modules of
-    the script's directory, random states, default dtype, and the mesh axes and call records of `comm`.
+    the script's directory, random states, default dtype, deterministic mode, and the mesh axes and call records of
+    `comm`.
     """
 
     def __init__(self, world: Any, environment: dict[Any, Any], main: ModuleType, arguments: list[str]) -> None:
@@ -63,7 +64,7 @@ class ProcessState:
         self._known_modules = len(sys.modules)
         self.axes: dict[str, list[mesh.Axis]] = {}
         self.writers: list[call_ring.CallWriter] = []
-        self.dtype = torch.get_default_dtype()
+        self.dtype, self.deterministic = torch.get_default_dtype(), torch._C._get_deterministic_algorithms()
         self.torch_random, self.numpy_random, self.python_random = (
             torch.get_rng_state(), NumpyRandom.read(), random.getstate(),
         )  # fmt: skip
@@ -75,9 +76,11 @@ class ProcessState:
 
     @classmethod
     def of_rank(cls, rank: int, ranks: int) -> ProcessState:
-        """Create the state of a new process, as torchrun would start it as `rank` of `ranks` on one host.
+        """Create the state (environment variables, process groups, random generators) of a process that torchrun has
+        just started as rank `rank` of `ranks` on one host.
 
-        Python's and NumPy's generators, which a new process seeds at random, are seeded by the rank.
+        Python's and NumPy's generators, which a real process seeds at random, are seeded by the rank, so that runs can
+        be repeated.
         """
         variables = {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0,
@@ -86,7 +89,7 @@ class ProcessState:
         environment = dict(_environment().__dict__["_data"])
         environment |= {os.fsencode(name): os.fsencode(str(value)) for name, value in variables.items()}
         state = cls(World(), environment, sys.modules["__main__"], list(sys.argv))
-        state.dtype = torch.float32
+        state.dtype, state.deterministic = torch.float32, False
         state.torch_random = torch.Generator().manual_seed(TORCH_SEED).get_state()
         state.numpy_random = NumpyRandom.seeded(rank)
         state.python_random = random.Random(rank).getstate()
@@ -94,7 +97,8 @@ class ProcessState:
 
     def save(self) -> None:
         """Copy the process-wide state into this object when its rank stops running: torch.distributed's process groups,
-        `__main__`, the script's modules, default dtype, random states, mesh axes and call records."""
+        `__main__`, the script's modules, default dtype, deterministic mode, random states, mesh axes and call
+        records."""
         self.world = c10d._world
         self.main, self.arguments = sys.modules["__main__"], sys.argv
         if self.directory:
@@ -102,7 +106,7 @@ class ProcessState:
             own = [name for name, module in later if _is_below(module, self.directory)]
             self.modules = {name: sys.modules.pop(name) for name in own}
         self.axes, self.writers = dict(mesh._axes), list(call_ring._of_process)
-        self.dtype = torch.get_default_dtype()
+        self.dtype, self.deterministic = torch.get_default_dtype(), torch._C._get_deterministic_algorithms()
         self.torch_random, self.python_random = torch.get_rng_state(), random.getstate()
         self.numpy_random = self.numpy_random.read_again()
 
@@ -117,6 +121,7 @@ class ProcessState:
         mesh._axes.update(self.axes)
         call_ring._of_process[:] = self.writers
         torch.set_default_dtype(self.dtype)
+        torch._C._set_deterministic_algorithms(self.deterministic)
         torch.set_rng_state(self.torch_random)
         self.numpy_random.write()
         random.setstate(self.python_random)

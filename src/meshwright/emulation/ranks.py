@@ -205,8 +205,8 @@ def _refuse_rendezvous(*_: Any, **__: Any) -> None:
     """Raise UserError. Stand-in for torch.distributed's `rendezvous` and `TCPStore`: ranks meet in `init_process_group`
     alone."""
     raise UserError(
-        "emulated ranks support no rendezvous but torch.distributed.init_process_group; mw.fit and mw.train start "
-        "processes: start such a script with meshwright run --ranks N"
+        "emulated ranks support no rendezvous but torch.distributed.init_process_group; start such a script with "
+        "meshwright run --ranks N"
     )
 
 

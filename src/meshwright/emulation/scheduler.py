@@ -53,6 +53,15 @@ class Failure:
     text: str
 
 
+class EmulatedRankThread(threading.Thread):
+    """Operating-system thread in which an emulated rank runs."""
+
+
+def is_emulated_rank() -> bool:
+    """Return True if the calling thread is that of an emulated rank."""
+    return isinstance(threading.current_thread(), EmulatedRankThread)
+
+
 class RankThread:
     """Thread of one emulated rank. index: the rank. state: the rank's process state, which is loaded into the process
     while the rank runs."""
@@ -99,7 +108,9 @@ class Scheduler:
             rank.task, rank.wait, rank.result = task, None, None
             rank.polls = 0
             if rank.thread is None:
-                rank.thread = threading.Thread(target=self._serve, args=(rank,), name=f"rank {rank.index}", daemon=True)
+                rank.thread = EmulatedRankThread(
+                    target=self._serve, args=(rank,), name=f"rank {rank.index}", daemon=True
+                )
                 rank.thread.start()
         self.failure = None
         self._idle.clear()

@@ -6,8 +6,8 @@ import io
 import os
 import pdb  # noqa: T100 - a feature for users
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from meshwright.emulation.debugger import break_before, make_breakpoint_hook, pa
 from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function
 from meshwright.emulation.holdings import Holding, ModuleLog, format_holdings, list_holdings
 from meshwright.emulation.ranks import EmulatedRanks
-from meshwright.emulation.scheduler import EmulationFailed, Failure
+from meshwright.emulation.scheduler import Failure
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.flight_recorder.call_log import format_ranks
 from meshwright.terminal import print_message
@@ -201,7 +201,9 @@ def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[Modul
         torch.set_default_dtype(torch.float64)
         _execute(code, module, "exercise")
         get_function(vars(module), "one_device", str(path))
-        return get_function(vars(module), "distributed", str(path))()
+        distributed = get_function(vars(module), "distributed", str(path))
+        with _ending_with_exit():
+            return distributed()
 
     results = emulated.run_each([partial(run, module) for module in modules])
 
@@ -223,22 +225,30 @@ def make_main_module(path: Path) -> ModuleType:
 
 
 def _execute(code: CodeType, module: ModuleType, name: str) -> None:
-    """Execute a script's code in `module`, with `__name__` set to `name`; `sys.exit(0)` ends it normally. Raises
-    ScriptEnded for another exit code."""
+    """Execute a script's code in `module`, with `__name__` set to `name`. Raises ScriptEnded if it calls `sys.exit`
+    with a non-zero exit code."""
     module.__dict__["__name__"] = name
-    try:
+    with _ending_with_exit():
         exec(code, module.__dict__)
+
+
+@contextmanager
+def _ending_with_exit() -> Iterator[None]:
+    """Context manager in which `sys.exit(0)` ends the script's code normally. Raises ScriptEnded for another exit
+    code."""
+    try:
+        yield
     except SystemExit as end:
         if end.code not in (None, 0):
             raise ScriptEnded(end.code) from None
 
 
 class ScriptEnded(MeshwrightError):
-    """Raised when the script calls `sys.exit` with a non-zero exit code."""
+    """Raised when the script calls `sys.exit` with a non-zero exit code, or with a text."""
 
     def __init__(self, code: object) -> None:
         """Keep the exit code that the script passed to `sys.exit`; 1 if it is not an integer."""
-        super().__init__(f"the script ended with {f'exit code {code}' if isinstance(code, int) else code}")
+        super().__init__(f"the script ended with exit code {code}" if isinstance(code, int) else str(code))
         self.exit_code = code if isinstance(code, int) else 1
 
 
@@ -254,7 +264,7 @@ def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str
     where = "" if failure.rank is None else f"[rank {failure.rank}] "
     if type(error).__name__ == "BdbQuit":
         return f"{where}stopped in the debugger", failure.rank, 1
-    if isinstance(error, EmulationFailed | ScriptEnded):
+    if isinstance(error, MeshwrightError):
         return f"{where}{error}", failure.rank, error.exit_code
     return f"{where}{failure.text.rstrip()}", failure.rank, 1
 

@@ -17,7 +17,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedDataset, PackedExamples, PreparedData, TokenBatch, measure_xz_bits_per_byte, prepare
 from meshwright.errors import UserError
-from meshwright.kernels.choice import choose_instruction_set
+from meshwright.kernels.choice import prepare_kernels
 from meshwright.launcher.device import one_device
 from meshwright.layout import Layout
 from meshwright.model.loss import IGNORED
@@ -73,7 +73,8 @@ def run_evaluation(
         nats, count = _evaluate_on_device(directory, tokens, device, progress)
     else:
         with LocalRanks(reading.world_size, threads=choose_threads(reading.world_size)) as ranks:
-            given = str(directory), str(reading), data, tokens.sequence, tuple(overrides), choose_instruction_set()
+            kernels, _ = prepare_kernels("float32", reading, log)
+            given = str(directory), str(reading), data, tokens.sequence, tuple(overrides), kernels
             shares = ranks.run(_evaluate_on_rank, *given, timeout=24 * 3600.0)
             nats, count = math.fsum(share[0] for share in shares), sum(share[1] for share in shares)
     result: dict[str, Any] = {

@@ -66,9 +66,8 @@ def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
     """Return up to `count` different prompts as token IDs, from the validation split, or from the training split if the
     validation split is empty.
 
-    A prompt is the beginning of a text document, `PROMPT_TOKENS` tokens; or of an SFT or preference example, the tokens
-    before the first one that is a target of the loss. `UserError` if both splits are empty, or if no document is longer
-    than its prompt.
+    A prompt is the first `PROMPT_TOKENS` tokens of a text document, or the tokens of an SFT or preference example
+    before its first loss target. `UserError` if both splits are empty, or if no document is longer than its prompt.
     """
     split = next((found for name in ("validation", "train") if (found := data.split(name)).sequences), None)
     if split is None:

@@ -157,21 +157,26 @@ def draw_data_flow() -> Markup:
         ("mesh", "comm/: process groups", "of every axis", "orange"),
         ("programs", "schedules/, collectives/", "checked, simulated", "green"),
         ("sharded model", "model/, parallel/:", "local tensors, axis by axis", "orange"),
+        ("data", "data/: tokenized, cleaned,", "packed, in sample order", "blue"),
         ("loop", "training/: steps, optimizer,", "metrics", "orange"),
+        ("verification", "verification/: the step", "against one device's", "green"),
         ("checkpoint", "checkpoint/: Hugging Face", "files, any layout reads it", "purple"),
         ("server", "serving/: scheduler,", "KV blocks, HTTP", "purple"),
+        ("evaluation", "evaluation/: loss of texts,", "by the server's engine", "green"),
     ]
     wide, high, across, down = 200, 62, 250, 118
     places = {"recipe": (0, 0), "plan": (1, 0), "layout": (2, 0), "programs": (3, 0), "mesh": (2, 1),
-              "sharded model": (1, 1), "loop": (0, 1), "checkpoint": (0, 2), "server": (1, 2)}  # fmt: skip
+              "sharded model": (1, 1), "data": (0, 2), "loop": (1, 2), "verification": (2, 2), "checkpoint": (1, 3),
+              "server": (2, 3), "evaluation": (3, 3)}  # fmt: skip
     at = {name: (14 + column * across, 44 + line * down) for name, (column, line) in places.items()}
     for name, *lines, colour in boxes:
         assert all(text_width(line, 11) < wide for line in lines), name
         draw_box(picture, at[name], (wide, high), [name, *lines], colour)
     for source, target, words in (
         ("recipe", "plan", ""), ("plan", "layout", ""), ("layout", "programs", ""), ("layout", "mesh", ""),
-        ("mesh", "sharded model", ""), ("sharded model", "loop", ""), ("loop", "checkpoint", "writes"),
-        ("checkpoint", "server", ""),
+        ("mesh", "sharded model", ""), ("sharded model", "loop", ""), ("recipe", "data", "prepares once"),
+        ("data", "loop", ""), ("loop", "verification", ""), ("loop", "checkpoint", "writes"),
+        ("checkpoint", "server", ""), ("server", "evaluation", ""),
     ):  # fmt: skip
         (x1, y1), (x2, y2) = at[source], at[target]
         if y1 == y2:

@@ -160,7 +160,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "activation-memory": Example(
         "Activations of a transformer layer",
-        "sbh (34 + 5 a s / h) bytes a layer; 5as/h = 80 for GPT-3, so that not storing attention saves 70 %.",
+        "sbh (34 + 5 a s / h) bytes a layer; 5as/h = 80 for GPT-3, so that not storing attention saves 70%.",
         "Korthikanti et al. 2022, arXiv:2205.05198, equation 1, Table 2 and section 5",
         memory.explain_activation_memory,
         ("meshwright plan gpt3-175b --cluster 1024xa100-80 --sequence 2048 --batch 128 --layout 'dp2 tp8 pp64 mb64' "
@@ -259,7 +259,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "mfu": Example(
         "Model FLOPs utilisation from tokens per second",
-        "PaLM 540B: 238.3 thousand tokens/s on 6,144 TPU v4 (275 TFLOP/s) is 46.2 % MFU, 45.7 % without attention.",
+        "PaLM 540B: 238.3 thousand tokens/s on 6,144 TPU v4 (275 TFLOP/s) is 46.2% MFU, 45.7% without attention.",
         "Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 4.1, Table 3 and appendix B",
         speed.explain_mfu,
         ("meshwright plan llama-3-8b --cluster 8xh100-sxm --sequence 8192 --batch 64 "
@@ -291,7 +291,7 @@ def explain(name: str) -> Explanation:
         8030261248.0
     """
     if not isinstance(name, str) or name not in EXAMPLES:
-        raise UserError(unknown("example", str(name), EXAMPLES))
+        raise UserError(unknown("example", str(name), EXAMPLES, '"meshwright explain" lists them'))
     found, writer = EXAMPLES[name], ExampleWriter()
     found.run(writer)
     return Explanation(

@@ -66,7 +66,7 @@ class ExampleWriter:
         self.results: dict[str, float] = {}
 
     def text(self, words: str) -> None:
-        """Append the paragraph `words` to the steps."""
+        """Append a paragraph of text, `words`, to the steps."""
         self.steps.append(Text(words))
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

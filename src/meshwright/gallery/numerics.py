@@ -62,8 +62,8 @@ def explain_top_k_sparsification(writer: ExampleWriter) -> None:
         "three of the four steps, never."
     )
     writer.text(
-        "Bytes: 2 values and 2 indices, 4 bytes each, are 16 in place of 32. k = 0.1 % of a large gradient is "
-        "0.2 % of the bytes; ranks choose different entries, so that they all-gather in place of all-reduce."
+        "Bytes: 2 values and 2 indices, 4 bytes each, are 16 in place of 32. k = 0.1% of a large gradient is "
+        "0.2% of the bytes; ranks choose different entries, so that they all-gather in place of all-reduce."
     )
     writer.result("largest error of sent + memory", float(np.abs(sent + memory - total).max()))
     writer.result("sent, entry 5", sent[5])

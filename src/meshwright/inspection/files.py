@@ -4,8 +4,11 @@ its pickle. Only headers are read; every error in them is one line that names th
 from __future__ import annotations
 
 import math
+import mmap
 import os
-from collections.abc import Iterator
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,10 +88,11 @@ class TensorFiles:
 
     def _read_torch_file(self, file: Path) -> Iterator[TensorEntry]:
         """Yield the tensors of a file written by `torch.save`, loaded with `weights_only`, so that no code in the
-        pickle is run. Raises `UserError`."""
+        pickle is run. Raises `UserError` if the file is damaged, or holds anything but dense tensors."""
         import torch
 
         try:
+            records = _check_zip_records(file) if zipfile.is_zipfile(file) else {}
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # pickle, zip and torch's reader raise many types
             reason = " ".join(str(error).split())
@@ -106,9 +110,50 @@ class TensorFiles:
         for name, tensor in tensors.items():
             if tensor.is_sparse or tensor.is_quantized or tensor.dtype not in _map_torch_dtypes():
                 raise UserError(f"{file}: tensor {name} is of an unsupported kind ({tensor.dtype})")
+        storages = {(each.data_ptr(), each.nbytes()) for each in (one.untyped_storage() for one in tensors.values())}
+        if not _are_records({each for each in storages if each[1]}, records):
+            damage = "the file is truncated or damaged (the sizes of tensors are not those of the records)"
+            raise UserError(f"{file}: cannot be read: {damage}; save the model as safetensors")
+        for name, tensor in tensors.items():
             kind = _map_torch_dtypes()[tensor.dtype]
             offset = tensor.storage_offset() * tensor.itemsize
             yield TensorEntry(name, file, kind, tuple(tensor.shape), offset, tensor.numel() * tensor.itemsize)
+
+
+def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> bool:
+    """Return True if each of the storages that torch has mapped from a file is one of its records.
+
+    storages: (address, bytes). records: offset in the file -> bytes. The file is mapped at a page boundary, which is
+    found from the first storage."""
+    if not storages:
+        return True
+    first, size = next(iter(storages))
+    starts = (first - offset for offset, length in records.items() if length == size)
+    return any(
+        all(records.get(address - start) == length for address, length in storages)
+        for start in starts
+        if start % mmap.PAGESIZE == 0
+    )
+
+
+def _check_zip_records(file: Path) -> dict[int, int]:
+    """Check that the records of a zip file written by `torch.save` are where the zip directory says, uncompressed and
+    one after another, and return {offset in the file: bytes}. torch does not check this when it maps them, and would
+    return other bytes. Raises `ValueError` or `BadZipFile`."""
+    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        found: dict[int, int] = {}
+        ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
+        for record, end in zip(records, ends, strict=True):
+            stream.seek(record.header_offset)
+            signature, name_bytes, extra_bytes = struct.unpack("<4s22xHH", stream.read(30).ljust(30))
+            name = stream.read(name_bytes).decode("utf-8" if record.flag_bits & 0x800 else "cp437")
+            offset = record.header_offset + 30 + name_bytes + extra_bytes
+            found[offset], after = record.file_size, end - offset - record.file_size
+            right = signature == b"PK\3\4" and name == record.orig_filename and record.compress_type == 0
+            if not right or after not in (0, 16, 24):  # bytes of the descriptor that may follow a record
+                raise ValueError(f"record {record.filename!r} is not where the zip directory says")
+    return found
 
 
 def read_header(file: Path) -> list[TensorEntry]:

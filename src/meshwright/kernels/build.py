@@ -1,17 +1,21 @@
 """Build cache of the compiled kernels: one shared library per instruction set, named by the sha256 of everything that
 decides its bits. Torch-free.
 
-A file of the cache is trusted only with the checksum beside it; a damaged one is built again.
+A library is loaded only if its checksum file matches; a damaged one is built again. If several processes need a missing
+library, one compiles it and the others wait.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h")))
@@ -36,13 +40,29 @@ FLAGS = (
 )
 
 
-BUILD_ERRORS = (OSError, subprocess.SubprocessError)
-"""Errors of a missing or failing compiler, or of an unusable cache directory."""
+class KernelsUnavailable(Exception):
+    """There are no compiled kernels for this machine. The message is the reason, for the end of a line."""
 
 
-def find_compiler() -> str | None:
-    """Return the path of the C++ compiler: what CXX names, else g++; None if there is none."""
-    return shutil.which(os.environ.get("CXX") or "g++")
+@contextmanager
+def _reporting_errors() -> Iterator[None]:
+    """Convert the errors of a failing compiler and of an unusable cache directory to KernelsUnavailable."""
+    try:
+        yield
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or b"").decode(errors="replace").strip().splitlines() or ["no message"]
+        reason = next((line for line in lines if "error" in line), lines[0])
+        raise KernelsUnavailable(f"{error.cmd[0]} ended with exit code {error.returncode} ({reason})") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelsUnavailable(str(error)) from error
+
+
+def find_compiler() -> str:
+    """Return the path of the C++ compiler: what CXX names, else g++. Raises KernelsUnavailable if there is none."""
+    name = os.environ.get("CXX") or "g++"
+    if (found := shutil.which(name)) is None:
+        raise KernelsUnavailable(f"there is no C++ compiler {name} (CXX names another)")
+    return found
 
 
 def supported_instruction_sets() -> tuple[str, ...]:
@@ -68,31 +88,49 @@ def cache_directory() -> Path:
 
 def compute_version(compiler: str, instruction_set: str) -> str:
     """Return the version of the compiled library for an instruction set: the hex SHA-256 of kernel sources, compiler
-    version and flags. compiler: path of the C++ compiler. Raises `OSError` or `CalledProcessError` if the compiler does
-    not run."""
-    described = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+    version and flags. compiler: path of the C++ compiler. Raises KernelsUnavailable if the compiler does not run."""
+    with _reporting_errors():
+        described = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     digest = hashlib.sha256(described + repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode())
     for path in SOURCES:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def build(instruction_set: str) -> tuple[Path, str] | None:
+def build(instruction_set: str, log: Callable[[str], None] = lambda line: None) -> tuple[Path, str]:
     """Compile the kernels for `instruction_set` to a shared library, unless the cache holds an undamaged one. Return
-    (path of the library, version); None if there is no compiler that can build it. version: hash of sources, compiler
-    and flags."""
+    (path of the library, version), where the version is the hash of sources, compiler and flags.
+
+    log: called with one line before compiling, or waiting for another process that compiles. Raises KernelsUnavailable
+    if there is no compiler that can build the library, or no place for it.
+    """
     compiler = find_compiler()
-    if compiler is None:
-        return None
-    try:
-        version = compute_version(compiler, instruction_set)
-        library = cache_directory() / f"{version}.so"
-        if not _is_intact(library):
+    version = compute_version(compiler, instruction_set)
+    library = cache_directory() / f"{version}.so"
+    if not _is_intact(library):
+        with _reporting_errors():
             library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _compile(compiler, instruction_set, library)
-    except BUILD_ERRORS:
-        return None
+            with _lock(library.with_suffix(".lock"), log):
+                if not _is_intact(library):  # no other process has compiled it meanwhile
+                    log(f"compiling the {instruction_set} kernels, once for this version, in about 10 s of a free core")
+                    _compile(compiler, instruction_set, library)
     return library, version
+
+
+@contextmanager
+def _lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path` inside the context; it ends with the process at the latest. On a file
+    system without locks nothing is locked: several processes may then compile, and each moves complete files into
+    place. log: called with one line before waiting."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log("waiting for another process that compiles the kernels")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
 
 
 def _is_intact(library: Path) -> bool:
@@ -113,9 +151,8 @@ def _checksum_path(library: Path) -> Path:
 
 
 def _compile(compiler: str, instruction_set: str, library: Path) -> None:
-    """Compile the kernels for `instruction_set` into the file `library`, and write the library's SHA-256 into the
-    checksum file beside it. Each file is moved into place complete, so that several processes may compile at once.
-    compiler: path of the C++ compiler."""
+    """Compile the kernels for `instruction_set` into the file `library`, and write the library's SHA-256 into its
+    checksum file. Both are written under temporary names and renamed. compiler: path of the C++ compiler."""
     sources = [str(path) for path in SOURCES if path.suffix == ".cpp"]
     options = [f"-m{option}" for option in INSTRUCTION_SETS[instruction_set]]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:

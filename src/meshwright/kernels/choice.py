@@ -7,7 +7,7 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,15 @@ import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.kernels import build, structures
+from meshwright.kernels.build import KernelsUnavailable
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.operations import Attention, LayerCache, Linear
+from meshwright.layout import Layout
 from meshwright.planner.machine_profile import may_measure, read_measurement, write_measurement
+from meshwright.planner.serving_ledger import KERNEL_DTYPES
 
+PLAIN_TORCH = "torch"
+"""Value in place of an instruction set: plain torch, without compiled kernels."""
 INSTRUCTION_SET_VARIABLE = "MESHWRIGHT_INSTRUCTION_SET"
 """Environment variable that overrides the measured choice of the instruction set."""
 
@@ -28,33 +33,44 @@ _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping
 
 
 def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Load the compiled library for `instruction_set` ("amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest,
-    from `choose_instruction_set`), and build it if necessary. Return None without a C++ compiler, on a processor other
-    than x86-64 with AVX2, or where the system denies AMX.
-
-    Raises `ValueError` for an instruction set that the processor lacks, `UserError` if the one that the environment
-    variable `INSTRUCTION_SET_VARIABLE` names is missing on the processor or cannot be built.
-    """
-    name = choose_instruction_set() if instruction_set is None else instruction_set
-    if name is None:
+    """Load the compiled library as `open_kernels` does; return None if this machine has no compiler, no supported
+    instruction set, or the library cannot be built. instruction_set: its name; None: the best of this processor, or the
+    user's choice."""
+    try:
+        return open_kernels(instruction_set)
+    except KernelsUnavailable:
         return None
+
+
+def open_kernels(instruction_set: str | None = None, log: Callable[[str], None] = lambda line: None) -> Kernels:
+    """Load the compiled library for `instruction_set` ("amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest,
+    from `choose_instruction_set`), and build it if necessary. log: called with one line before compiling.
+
+    Raises `KernelsUnavailable` without a C++ compiler, on a processor other than x86-64 with AVX2, or where the system
+    denies AMX; `ValueError` for an instruction set that the processor lacks; `UserError` if the one that the
+    environment variable `INSTRUCTION_SET_VARIABLE` names is missing on the processor or cannot be built.
+    """
+    name = choose_instruction_set(log) if instruction_set is None else instruction_set
     supported = build.supported_instruction_sets()
     if name not in supported:
         raise ValueError(f"this processor runs {', '.join(supported) or 'none of the kernels'}, not {name}")
-    kernels = _open_library(name)
-    if kernels is None and os.environ.get(INSTRUCTION_SET_VARIABLE) == name:
-        raise UserError(f"{INSTRUCTION_SET_VARIABLE}={name}: these kernels cannot be built or run here; leave it unset")
-    return kernels
+    try:
+        return _open_library(name, log)
+    except KernelsUnavailable as error:
+        if os.environ.get(INSTRUCTION_SET_VARIABLE) == name:
+            reason = f"these kernels cannot be built or run here: {error}; leave it unset"
+            raise UserError(f"{INSTRUCTION_SET_VARIABLE}={name}: {reason}") from None
+        raise
 
 
-def choose_instruction_set() -> str | None:
+def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> str:
     """Return the instruction set whose kernels are the fastest on this processor, "amx", "avx512_bf16", "avx512" or
-    "avx2"; None if no kernels can be built.
+    "avx2". Raises `KernelsUnavailable` if no kernels can be built.
 
     If the processor has several instruction sets, the first call benchmarks their kernels and stores the result on
     disk; with MESHWRIGHT_PROBE=0 nothing is measured, and the most capable instruction set is returned. An instruction
     set named by the environment variable `INSTRUCTION_SET_VARIABLE` is returned instead; `UserError` if the processor
-    lacks the named one.
+    lacks the named one. log: called with one line before compiling.
     """
     supported = build.supported_instruction_sets()
     if named := os.environ.get(INSTRUCTION_SET_VARIABLE):
@@ -62,28 +78,41 @@ def choose_instruction_set() -> str | None:
             runs = ", ".join(supported) or "none of the kernels"
             raise UserError(f"{INSTRUCTION_SET_VARIABLE}={named}: this processor runs {runs}")
         return named
+    if not supported:
+        raise KernelsUnavailable("the processor is no x86-64 with AVX2")
     compiler = build.find_compiler()
-    if len(supported) < 2:
-        return supported[0] if supported and compiler else None
+    if len(supported) == 1:
+        return supported[0]
     if not may_measure():
-        return next((name for name in supported if _open_library(name) is not None), None)
-    try:
-        versions = {name: build.compute_version(compiler, name) for name in supported} if compiler else {}
-    except build.BUILD_ERRORS:
-        versions = {}
-    if not versions:
-        return None
+        return next(_open_libraries(supported, log))[0]
+    versions = {name: build.compute_version(compiler, name) for name in supported}
     key = {"processor": describe_processor(), "system": platform.release(), "versions": versions}
     stored = read_measurement("kernels", key)
     if stored is None or stored.get("instruction_set") not in supported:
-        candidates = {name: kernels for name in supported if (kernels := _open_library(name)) is not None}
-        if not candidates:
-            return None
-        seconds = measure_kernels(candidates)
+        seconds = measure_kernels(dict(_open_libraries(supported, log)))
         stored = {"instruction_set": find_fastest(seconds), "seconds": seconds}
         with suppress(OSError):  # if it cannot be stored, every start measures
             write_measurement("kernels", key, stored)
     return str(stored["instruction_set"])
+
+
+def prepare_kernels(dtype: str, layout: Layout, log: Callable[[str], None]) -> tuple[str, str]:
+    """Compile the kernels that CPU ranks will load, unless they are in the cache, and return (instruction set, ""). If
+    there are no kernels for this machine or dtype, log a warning and return (`PLAIN_TORCH`, reason).
+
+    dtype: of the weights. layout: of the ranks. log: called with each line. Raises UserError if the instruction set
+    that the user has named cannot be used, or the layout needs kernels and there are none.
+    """
+    reason = f"there are no kernels for {dtype}, only for {' and '.join(KERNEL_DTYPES)}"
+    if dtype in KERNEL_DTYPES:
+        try:
+            return open_kernels(log=log).instruction_set, ""
+        except KernelsUnavailable as error:
+            reason = str(error)
+    if layout.expert_parallel:
+        raise UserError(f"ep{layout.ep} needs the compiled kernels, and {reason}; leave ep out")
+    log(f"warning: computing in plain torch, many times slower than with the compiled kernels: {reason}")
+    return PLAIN_TORCH, reason
 
 
 def describe_processor() -> dict[str, str]:
@@ -153,12 +182,25 @@ class _LastTokens:
         self.output_rows = self.positions[:0]
 
 
-def _open_library(instruction_set: str) -> Kernels | None:
-    """Open the compiled library for one instruction set, from the cache or compiled now, and return it. Return None if
-    it cannot be built, or if the system denies the use of AMX."""
-    if (built := build.build(instruction_set)) is None:
-        return None
-    path, version = built
+def _open_libraries(instruction_sets: Sequence[str], log: Callable[[str], None]) -> Iterator[tuple[str, Kernels]]:
+    """Iterate over (instruction set, library) of those that can be opened, in order. Raises `KernelsUnavailable` at the
+    end if there are none. log: as of `open_kernels`."""
+    reasons = []
+    for name in instruction_sets:
+        try:
+            kernels = _open_library(name, log)
+        except KernelsUnavailable as error:
+            reasons.append(error)
+        else:
+            yield name, kernels
+    if len(reasons) == len(instruction_sets):
+        raise reasons[-1]
+
+
+def _open_library(instruction_set: str, log: Callable[[str], None]) -> Kernels:
+    """Open the compiled library for one instruction set, from the cache or compiled now, and return it. Raises
+    `KernelsUnavailable` if it cannot be built, or if the system denies the use of AMX. log: as of `open_kernels`."""
+    path, version = build.build(instruction_set, log)
     library = ctypes.CDLL(str(path))
     library.kernels_new_pool.restype = ctypes.c_void_p
     library.kernels_new_pool.argtypes = [ctypes.c_long]
@@ -167,4 +209,6 @@ def _open_library(instruction_set: str) -> Kernels | None:
     library.kernels_size_of.restype = ctypes.c_long
     for which, structure in enumerate((structures.Op, structures.Step)):
         assert library.kernels_size_of(which) == ctypes.sizeof(structure), structure
-    return Kernels(library, instruction_set, version) if library.kernels_prepare() else None
+    if not library.kernels_prepare():
+        raise KernelsUnavailable("the system denies the use of AMX")
+    return Kernels(library, instruction_set, version)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.kernels import structures
+from meshwright.kernels.memory_pages import map_huge_pages
 from meshwright.kernels.op_list import OpList
 from meshwright.kernels.structures import BFLOAT16, Array, PackedMatrix
 
-_HUGE_PAGE = 2 << 20
 _CHUNK = 64 << 20  # bytes of a block from which small arrays are allocated
 _PACKED_ROWS = 256  # that a thread packs per task
 
@@ -54,7 +53,7 @@ class Kernels:
         size = int(np.prod(shape)) * dtype.itemsize
         rounded = -(-size // 64) * 64
         if rounded > len(self._chunk):
-            chunk = _map_huge_pages(max(rounded, _CHUNK))
+            chunk = map_huge_pages(max(rounded, _CHUNK))
             if rounded >= _CHUNK:
                 return chunk[:size].view(dtype).reshape(shape)
             self._chunk = chunk
@@ -98,7 +97,8 @@ class Kernels:
         return packed
 
     def end_packing(self) -> None:
-        """Free the threads and memory that `pack` uses; its next call allocates them again."""
+        """Free the threads and buffers in which `pack` converts weights; call it when all weights are loaded. A later
+        `pack` allocates them again."""
         if self._packers is not None:
             self._packers.shutdown()
         self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
@@ -134,14 +134,3 @@ def _round_to_bfloat16(values: Array) -> Array:
         return values
     bits = values.view(np.uint32)
     return np.where(np.isnan(values), 0x7FC0, (bits + (0x7FFF + (bits >> 16 & 1))) >> 16)
-
-
-def _map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Map zeroed memory of `size` bytes, aligned to a huge page, in huge pages where the system has them; return uint8
-    [size]."""
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    begin = -whole.ctypes.data % _HUGE_PAGE
-    return whole[begin : begin + size]

@@ -95,8 +95,8 @@ def packed_matrix(weight: PackedMatrix) -> structures.Matrix:
 
 
 def _cache(cache: LayerCache) -> structures.Cache:
-    """Convert a layer's KV cache to its ctypes struct. Raises `ValueError` if keys and values do not have the shapes of
-    `LayerCache.shapes` for the same numbers of blocks and heads."""
+    """Convert a layer's KV cache to its ctypes struct. Raises `ValueError` if keys and values have different numbers of
+    blocks or heads, or other shapes than `LayerCache.shapes` has for these numbers."""
     blocks, kv_heads = cache.keys.shape[:2]
     if (cache.keys.shape, cache.values.shape) != LayerCache.shapes(blocks, kv_heads, cache.head_dim):
         raise ValueError(f"keys {cache.keys.shape} and values {cache.values.shape} are not those of LayerCache.shapes")

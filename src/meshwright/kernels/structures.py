@@ -87,8 +87,9 @@ class Op(ctypes.Structure):
     library.
 
     kind: number of the operation in `op_list.KIND`; each kind reads only the fields that it needs. mode: its variant,
-    such as RMSNorm or LayerNorm. rows: 0 one row per token, 1 per output row, 2 per (token, expert) assignment. out,
-    input: addresses of float32 rows, `out_stride` and `in_stride` elements apart. size: elements of an output row.
+    such as RMSNorm or LayerNorm. rows: which rows it computes: 0: one per token of the step; 1: one per token whose
+    logits are needed; 2: one per (token, expert) assignment. out, input: addresses of float32 rows, `out_stride` and
+    `in_stride` elements apart. size: number of elements that it writes to a row of `out`.
     """
 
     _fields_ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -19,6 +18,7 @@ from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model
 from meshwright.flight_recorder.call_ring import attach_process_writer
 from meshwright.launcher import rendezvous
 from meshwright.launcher.rendezvous import Place
+from meshwright.processes import die_with_parent
 from meshwright.terminal import print_message
 
 
@@ -90,16 +90,10 @@ def _end_process(text: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when the thread that started it ends (Linux)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
 def _end_with_launcher(launcher: int | None) -> None:
     """Make the kernel kill this process when the launcher dies, so that no rank holds memory, ports and the run's lock.
-    launcher: process id of the launcher; this process exits at once if its parent has another id."""
+    launcher: process id of the launcher. If it is not the id of this process's parent, the launcher has died, and this
+    process exits at once."""
     die_with_parent()
 
     def watch() -> None:

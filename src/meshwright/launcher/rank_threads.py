@@ -83,8 +83,8 @@ def same_layout(layout: Layout, saved: object) -> bool:
 
 
 def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Return the mean FLOPs of one transformer layer on one rank for a micro-batch, forward and backward: the whole
-    model's, LM head included, divided by its number of layers. None for a user's own module.
+    """Return the FLOPs that one rank computes for an average layer, forward and backward of one micro-batch: those of
+    the whole model, LM head included, divided by its number of layers and by tp x cp. None for a user's own module.
 
     layout: layout of the ranks; None: the recipe's.
     """

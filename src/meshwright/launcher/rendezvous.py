@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import RankLost, UserError
 from meshwright.launcher.daemon_thread import run_in_daemon_thread
 from meshwright.layout import Layout
@@ -302,8 +303,10 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
     """Connect this rank to the key-value store at its rendezvous URL (`place.method`); return the store. timeout: time
     limit of the connection, and of each wait for a key."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import rendezvous
+    from torch.distributed.distributed_c10d import rendezvous  # type: ignore[attr-defined]
 
+    if is_emulated_rank():
+        return _store_of_this_start(next(rendezvous("env://"))[0], place, timeout.total_seconds())
     if place.method == "env://":
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = _connect_within(
@@ -323,8 +326,9 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _store_of_this_start(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a view of torchrun's key-value store under a random key prefix, equal on all ranks, which only this start
-    of the ranks uses: the store may still have keys of ranks that were killed. Collective: every rank calls it.
+    """Return a view of torchrun's key-value store under a random key prefix, which is the same on all ranks and new
+    each time that the ranks are started. Without it, a restarted rank could read keys of ranks that were killed.
+    Collective: every rank calls it.
 
     place: this rank. Rank 0 chooses the prefix, and sends it to each other rank under a random key that the other rank
     has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts may differ.) `RuntimeError` if a

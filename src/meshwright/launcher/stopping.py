@@ -15,8 +15,8 @@ class StopRequest:
     """Context manager that records SIGTERM and SIGINT as a request to stop, in the attribute `requested`; the caller
     can then save and end after its current step. No effect outside the main thread.
 
-    A second interrupt, over a second later, raises `KeyboardInterrupt`. If the process handles SIGINT in its own way or
-    ignores it, as ranks of a launcher do, SIGINT is not recorded.
+    Another SIGINT, more than 1 s after the first, raises `KeyboardInterrupt`. If the process already handles SIGINT in
+    its own way or ignores it, as ranks of a launcher do, only SIGTERM is recorded.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: set `requested`; on a second interrupt, over a second later, raise `KeyboardInterrupt`.
-        number: signal. frame: ignored."""
+        """Signal handler: set `requested`; on another SIGINT, more than 1 s after the first, raise
+        `KeyboardInterrupt`. number: signal. frame: ignored."""
         self.requested = True
         if number == signal.SIGINT:
             now = time.monotonic()

@@ -24,7 +24,8 @@ class Attention(nn.Module):
 
     Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then
     those of keys and values. Queries and keys may be normalised before the rotary embedding (QK norm: Henry et al.
-    2020, arXiv:2010.04245; Qwen3)."""
+    2020, arXiv:2010.04245; Qwen3). N, K: query and key-value heads on this rank, D: head size, H: hidden size. `axes`:
+    communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()

@@ -5,7 +5,6 @@ Shapes: B sequences, S tokens of a sequence, C of them on this rank (all, withou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,16 +37,6 @@ class Documents:
         begins = torch.arange(1, ids.shape[1], device=ids.device) * changes
         first = torch.zeros_like(begins[:, :1])
         return cls(torch.cummax(torch.cat([first, begins], dim=1), dim=1).values)
-
-    @classmethod
-    def from_starts(cls, starts: Sequence[Sequence[int]], sequence: int) -> Documents:
-        """Build the boundaries from the start indices of documents: one ascending list for each sequence of `sequence`
-        tokens. Index 0 starts a document even if it is not listed."""
-        ids = torch.zeros(len(starts), sequence, dtype=torch.int64)
-        for row, places in enumerate(starts):
-            assert all(0 <= place < sequence for place in places), (row, places, sequence)
-            ids[row, [place for place in places if place]] = 1
-        return cls.from_ids(ids.cumsum(dim=1))
 
     def to(self, device: torch.device | str) -> Documents:
         """Return a copy whose tensors are on `device`."""

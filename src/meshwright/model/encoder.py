@@ -30,7 +30,8 @@ from meshwright.spec.config import ModelConfig
 
 class EncoderBlock(nn.Module):
     """Post-norm transformer block: norm(x + attention(x)), then norm(x + mlp(x)) (Vaswani et al. 2017,
-    arXiv:1706.03762, section 3.1)."""
+    arXiv:1706.03762, section 3.1). `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()

@@ -1,29 +1,40 @@
-"""Initial values of parameters: those of a tensor depend on (seed, its name on disk) alone, not on layout, rank or
-other tensors."""
+"""Initial values of parameters: an element of a tensor depends on (seed, the tensor's name on disk, the element's
+index) alone, not on layout, rank, threads or other tensors."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
+from meshwright.spec.initial_values import draw_normal_values
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable
+
+ReadSlice = Callable[[ParameterEntry, int, int, tuple[int, int, int] | None], torch.Tensor]
+"""Function (entry, start, stop, columns) -> values [stop - start] of the elements [start, stop) of a parameter entry,
+flattened as the model stores it. columns: (first, end, width): `start` and `stop` count only the elements of the
+columns [first, end) of a matrix of `width` columns; None: of all."""
 
 
 def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
     """Return the unsharded initial value of a parameter entry (one tensor of a checkpoint): float32 on the CPU, in its
-    shape on disk. The value depends on `seed` and the entry's name alone."""
-    if entry.initial.kind == "zeros":
-        return torch.zeros(entry.shape)
-    if entry.initial.kind == "ones":
-        return torch.ones(entry.shape)
-    digest = hashlib.sha256(f"{seed}:{entry.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
-    return torch.empty(entry.shape).normal_(std=entry.initial.std, generator=generator)
+    shape on disk."""
+    value = initial_slice(entry, 0, entry.numel, seed=seed).view(entry.model_shape)
+    return value.T if entry.transposed else value.view(entry.shape)
+
+
+def initial_slice(
+    entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None = None, *, seed: int
+) -> torch.Tensor:
+    """Return the initial values of a slice of a parameter entry, as `ReadSlice` says: float32 [stop - start] on the
+    CPU."""
+    if entry.initial.kind == "normal":
+        values = draw_normal_values(seed, entry.name, start, stop, columns, torch.get_num_threads())
+        return torch.from_numpy(values).mul_(entry.initial.std)
+    return torch.full((stop - start,), float(entry.initial.kind == "ones"))
 
 
 def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
@@ -44,15 +55,14 @@ def fill_parameters(
 
 def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
     """Copy the value of one parameter entry (one tensor of a checkpoint) into a model parameter. `value`: in its shape
-    on disk, transposed here if the model stores the transpose; `tensor`: unsharded model parameter of which the entry
-    is a slice (such as fused qkv)."""
-    part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
-    part.copy_(value.T if entry.transposed else value)
+    on disk (before any transposition); `tensor`: unsharded model parameter of which the entry is a slice (such as fused
+    qkv)."""
+    extract_entry(tensor, entry).copy_(value)
 
 
 def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
     """Return one parameter entry (one tensor of a checkpoint) as a view of a model parameter, in its shape on disk.
     `tensor`: the unsharded model parameter of which the entry is a slice (such as fused qkv), or that parameter's
     gradient."""
-    part = tensor[entry.offset : entry.offset + entry.engine_shape[0]]
+    part = tensor[entry.offset : entry.offset + entry.model_shape[0]]
     return part.T if entry.transposed else part

@@ -275,9 +275,9 @@ class Transformer(nn.Module):
         self.compiled, self._loss_backend = True, options.get("backend", "inductor")
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the compiled function `run_block` so that its backward can defer weight gradients: during each call,
-        those of the block's linear layers that have a queue get taps (dummy inputs whose gradients carry dy and x to
-        the queue)."""
+        """Wrap the compiled function `run_block` so that its backward can defer weight gradients. During each call,
+        every linear layer of the block that has a queue of deferred gradients gets taps: dummy inputs, through whose
+        gradients the compiled backward passes dy and x to the queue."""
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:

@@ -18,12 +18,13 @@ class Units:
 
     def enter(self, unit: str, x: X) -> X:
         """Hook called before the first use of the parameters of the FSDP unit named `unit`. `x`: the unit's input (None
-        before the embedding). Return `x`, possibly wrapped."""
+        before the embedding). Return `x`, or the same values as output of an autograd function whose backward runs
+        hooks."""
         return x
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
         """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward. `x`: the unit's
-        output. Return `x`, possibly wrapped."""
+        output. Return `x`, or the same values as output of an autograd function, as `enter` does."""
         return x
 
 

@@ -68,9 +68,10 @@ class WeightGradients:
             self._collects = None
 
     def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
-        """Compute a parameter's gradient and add it to the accumulation buffers: inside `collecting` when `run` is
-        called, otherwise immediately. The gradient is `multiply(*operands)`, reshaped to the parameter's shape;
-        `multiply` None: dyᵀ x of the two operands (dy, x)."""
+        """Add a gradient of `parameter` to the accumulation buffers. It is computed now or, in a `collecting` block,
+        when `run` is called. `multiply`: function of the operands that returns the gradient, in any shape with the
+        parameter's number of elements; None: the gradient is dyᵀ x, where the operands are dy [..., output] and x [...,
+        input]."""
         product = _DeferredGradient(parameter, multiply, operands)
         if self._collects is None:
             self._accumulate(product)
@@ -217,9 +218,10 @@ class _MakeTaps(torch.autograd.Function):
 
 
 class Tapped(Protocol):
-    """Interface of a linear layer whose weight gradient a queue can compute even when the layer is compiled. weight:
-    [Y, X]. weight_gradients: the queue; None: autograd computes the weight gradient. taps: during a compiled call, the
-    two dummy inputs whose gradients will be dy and x; otherwise None."""
+    """Interface of a linear layer y = x weightᵀ whose weight gradient is computed by a queue, also if the layer is
+    compiled. weight: [Y, X], Y outputs and X inputs. weight_gradients: the queue; None: autograd computes the weight
+    gradient. taps: during a compiled call two dummy inputs, by which the backward hands the queue what it needs: it
+    returns dy as gradient of one and x as that of the other. Otherwise None."""
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.checkpoint import Checkpointer
 from meshwright.comm.mesh import Mesh
+from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import Terminated, UserError, error_reason
 from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
 from meshwright.monitoring.memory import release_freed_memory
@@ -79,9 +80,10 @@ class Journal:
         self._figures = {key: [] for key in ("loss", "validation_loss", self.rate_name, *run.metric_names)}
         release_freed_memory()
         kind, count, steps = self.device.type, self.mesh.world_size, recipe.train.steps
-        each = "" if threads is None else f" x {threads} threads"
+        each = "" if threads is None else f" x {threads} thread{'s' * (threads > 1)}"
         self.log(f"model: {run.model}")
-        self.log(f"layout: {layout} on {count} {kind} process{'es' if count > 1 else ''}{each}")
+        ranks = "emulated ranks" if is_emulated_rank() else f"{kind} process{'es' if count > 1 else ''}"
+        self.log(f"layout: {layout} on {count} {ranks}{each}")
         self.log(f"data: {run.data}, {run.units_per_step:,} a step, {steps} steps")
         for line in run.notes:
             self.log(line)
@@ -332,8 +334,9 @@ class Journal:
                 self.log(str(error))
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
-        """Return the stored result document, if it is from a run of exactly `step` steps, with the current checkpoint
-        paths of `checkpointer`. Return None without such a document, and on all ranks except 0."""
+        """Return the result document that an earlier start of the run stored, with its checkpoint paths replaced by the
+        current ones. Return None if there is none, if it is of another number of steps, and on all ranks except 0.
+        step: number of steps that the run has done. checkpointer: knows the newest and best checkpoint."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None

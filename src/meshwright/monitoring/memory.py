@@ -19,7 +19,7 @@ def keep_freed_memory() -> None:
     """Configure glibc to keep freed memory instead of returning it to the kernel after every step. Does nothing without
     glibc.
 
-    Each returned page costs the next step a page fault: some 3 % of the step time at 30 M parameters.
+    Each returned page costs the next step a page fault: some 3% of the step time at 30 M parameters.
     """
     if sys.platform != "linux":
         return

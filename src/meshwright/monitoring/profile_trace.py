@@ -113,20 +113,20 @@ def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[di
 
 
 def merge_rank_traces(
-    parts: Sequence[Mapping[str, Any]], program: PipelineProgram, places: Mapping[int, int]
+    parts: Sequence[Mapping[str, Any]], program: PipelineProgram, pipeline_ranks: Mapping[int, int]
 ) -> dict[str, Any]:
     """Build the Chrome trace document of all ranks, in which each rank is a process.
 
     parts: for each rank the dict of `RankSteps.table`, with its GPU events under "kernels". program: the pipeline
     schedule; if it has several ranks, the trace also shows a simulation of it with the recorded median durations, from
-    the first forward of the last step on. places: global rank -> pipeline rank.
+    the first forward of the last step on. pipeline_ranks: global rank -> pipeline rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
     for rank, part in zip(ranks, parts, strict=True):
         events += [*build_rank_events(rank), *part["kernels"]]
     if program.ranks > 1:
-        events += _simulated_events(ranks, program, places)
+        events += _simulated_events(ranks, program, pipeline_ranks)
     return _chrome_trace(events)
 
 
@@ -163,9 +163,11 @@ def build_rank_events(steps: RankSteps) -> Events:
     return events
 
 
-def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, places: Mapping[int, int]) -> Events:
+def _simulated_events(
+    ranks: Sequence[RankSteps], program: PipelineProgram, pipeline_ranks: Mapping[int, int]
+) -> Events:
     """Simulate the pipeline schedule `program` with the median durations that `ranks` recorded; return the trace events
-    of the simulation, none if it is impossible with these durations. places: global rank -> pipeline rank."""
+    of the simulation, none if it is impossible with these durations. pipeline_ranks: global rank -> pipeline rank."""
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     starts: list[float] = []
     for rank in ranks:
@@ -173,7 +175,7 @@ def _simulated_events(ranks: Sequence[RankSteps], program: PipelineProgram, plac
         for span in rank.spans:
             if "stage" in span.args:
                 seen[span.kind, span.args["replica"], span.args["stage"]].append((span.end - span.start) / 1e9)
-                if span.start >= begun and places[rank.rank] == 0:
+                if span.start >= begun and pipeline_ranks[rank.rank] == 0:
                     starts.append((span.start - rank.zero) / 1e3)
     table = {kind: np.zeros((program.replicas, program.stages)) for kind in COMPUTING}
     for kind, values in table.items():

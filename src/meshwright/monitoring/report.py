@@ -175,7 +175,8 @@ def _compared_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
     ):
         sides = [side.get(key) or {} for side in (predicted, measured)]
         for name in dict.fromkeys(name for side in sides for name in side):
-            if name not in ("process_peak", "allocator_peak") and any(side.get(name) for side in sides):
+            # "peak" is the allocator's peak in a prediction, and measured on a CPU the growth of resident memory.
+            if name not in ("process_peak", "allocator_peak", "peak") and any(side.get(name) for side in sides):
                 rows.append((f"{title}: {name}", *(_format_size(side.get(name)) for side in sides)))
     return [(name, before or "–", after or "–") for name, before, after in rows if before or after]
 

@@ -139,7 +139,8 @@ class _TrackerThread:
             self._news.notify()
 
     def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the thread to end, and log how many lines were lost and why."""
+        """Wait at most `seconds` for the thread to send what is queued and end. If lines were not delivered, or the
+        tracker did not accept the end of the run, log how many and why."""
         self._thread.join(seconds)
         late = self._thread.is_alive()
         with self._news:

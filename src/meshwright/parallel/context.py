@@ -115,9 +115,9 @@ class UlyssesAttention(ContextParallel):
     def visibility(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """Return the attention mask of the unsharded sequences, from `model.scaled_dot_product.visibility`; None for
-        plain causal attention. `documents`: boundaries in packed sequences; `tokens`: tokens of each sequence on this
-        rank; `window`: sliding window in tokens (None: none)."""
+        """Return the attention mask of the unsharded sequences, of S tokens; None for plain causal attention. On a CPU
+        it is the index of the first key that each token may attend to, [B or 1, S]; elsewhere boolean, [B or 1, 1, S,
+        S]. `documents`: boundaries in packed sequences; `tokens`: S / cp; `window`: sliding window in tokens."""
         return visibility(documents, self.size * tokens, window, device)
 
     def attend(
@@ -328,9 +328,9 @@ def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str
 def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None, key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ring attention without autograd; return the output [B, N, C, D] and each query's log-sum-exp [B, N, C].
-    `first_BC`: index of the first key that each query attends to (None: 0); `key`: `Axis.key` of axis cp, a string by
-    which `find_axis` finds it."""
+    """Compute ring attention without autograd: keys and values pass from rank to rank. Return the output [B, N, C, D]
+    and each query's log-sum-exp [B, N, C] (letters: docstring of this module). `first_BC`: index of the first key that
+    each query attends to (None: 0). `key`: `Axis.key` of axis cp, which operators get in place of the axis."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)

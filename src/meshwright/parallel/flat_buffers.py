@@ -1,7 +1,8 @@
 """Flat buffers: the offsets of parameter entries in them, the slices that a rank holds, and a pool of gradient buffers.
 
 Every FSDP unit is one flat buffer (FSDP's FlatParameter): this rank's slices of its decayed tensors first, then of the
-rest, each row-major in engine orientation, then padding. ZeRO, optimizer and checkpoint use index ranges of it.
+rest, each row-major as the model stores it ([output, input]), then padding. ZeRO, optimizer and checkpoint use index
+ranges of it.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from meshwright.layout import Layout
+from meshwright.model.initialise import ReadSlice
 from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
-from meshwright.spec.parameters import EngineTensor, ParameterEntry, ParameterTable
+from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
 
 class Columns(NamedTuple):
     """Range [start, stop) of the columns of a matrix that has `of` columns in all. The matrix is a parameter entry (one
-    tensor of a checkpoint) in engine orientation, [output, input]."""
+    tensor of a checkpoint) as the model stores it, [output, input]."""
 
     start: int
     stop: int
@@ -42,15 +43,32 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
     return values.unflatten(-1, (-1, columns.of))[..., columns.start : columns.stop].flatten(-2)
 
 
+def slice_entries(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
+    """Return a function that reads slices of parameter entries of which only whole values can be had. `value_of`:
+    returns an entry's unsharded value in its shape on disk (before any transposition); called once for consecutive
+    slices of an entry."""
+    known: dict[str, torch.Tensor] = {}  # the last entry's value, flattened
+
+    def read_slice(entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None) -> torch.Tensor:
+        """Return the values of a slice of `entry`."""
+        if entry.name not in known:
+            known.clear()
+            value = value_of(entry)
+            known[entry.name] = (value.t() if entry.transposed else value).reshape(-1)
+        return select_columns(known[entry.name], columns and Columns(*columns))[start:stop]
+
+    return read_slice
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
     """Slice of one tensor of a checkpoint: a range of the elements of a parameter entry, with a 1-D view `tensor` of
     their values, which saving reads and loading overwrites.
 
     `kind`: quantity in `tensor`: "master" (weights) or an optimizer state such as "exp_avg"; `name`: name of the entry.
-    `start`, `stop`: element range [start, stop) of the flattened entry, row-major in engine orientation [output, input]
-    (the checkpoint file may hold the transpose). `columns`: the range counts only the elements of these matrix columns
-    (None: all columns)."""
+    `start`, `stop`: element range [start, stop) of the flattened entry, row-major as the model stores it, [output,
+    input] (the checkpoint file may hold the transpose). `columns`: the range counts only the elements of these matrix
+    columns (None: all columns)."""
 
     kind: str
     name: str
@@ -60,13 +78,13 @@ class TensorSlice:
     columns: Columns | None = None
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this slice's elements of `values` [..., n], the flattened unsharded entry in engine orientation (or
-        any tensor with one value for each of its n elements): [..., stop - start]."""
+        """Return this slice's elements of `values` [..., n], which has one value for each of the n elements of the
+        unsharded entry, row-major as the model stores it: [..., stop - start]."""
         return select_columns(values, self.columns)[..., self.start : self.stop]
 
     def write_into(self, values: torch.Tensor) -> None:
-        """Write this slice's elements into `values` [entry.numel], the flattened unsharded entry in engine orientation,
-        in place."""
+        """Write this slice's elements into `values` [entry.numel], the flattened unsharded entry as the model stores
+        it, in place."""
         if self.columns is None:
             values[self.start : self.stop] = self.tensor
         else:
@@ -90,18 +108,12 @@ class EntrySlice:
     copies: int
     partial: bool
 
-    def select(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this slice's elements, [numel], of `values`, the flattened unsharded entry in engine orientation
-        ([output, input])."""
-        return select_columns(values, self.columns)[self.begin : self.begin + self.numel]
-
 
 class PlacedTensor(NamedTuple):
-    """An engine tensor (a parameter as the model computes with it, such as fused qkv) and its position in a flat
-    buffer. `offset`: index in the buffer of its first element; `shape`: shape of this rank's tp or ep shard of the
-    tensor."""
+    """A model parameter (such as fused qkv) and its position in a flat buffer. `offset`: index in the buffer of its
+    first element; `shape`: shape of this rank's tp or ep shard of the tensor."""
 
-    tensor: EngineTensor
+    tensor: ModelParameter
     offset: int
     shape: tuple[int, ...]
 
@@ -172,16 +184,12 @@ class FlatLayout:
             bound.append(parameter)
         return bound
 
-    def fill(self, shard: torch.Tensor, start: int, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
+    def fill(self, shard: torch.Tensor, start: int, read_slice: ReadSlice) -> None:
         """Write parameter values into the 1-D `shard` of the buffer, whose first element is the buffer element `start`.
-        `value_of`: function that returns a parameter entry's unsharded value in its shape on disk (before any
-        transposition); called once for each entry in the shard."""
-        for entry, found in groupby(self.slices_within(start, start + shard.numel()), key=lambda each: each[0].entry):
-            value = value_of(entry)
-            flat = (value.t() if entry.transposed else value).reshape(-1)
-            for part, first, last in found:
-                mine = part.select(flat)[first - part.offset : last - part.offset]
-                shard[first - start : last - start].copy_(mine)
+        `read_slice`: function that returns the values of a slice of a parameter entry."""
+        for part, first, last in self.slices_within(start, start + shard.numel()):
+            shift = part.begin - part.offset
+            shard[first - start : last - start].copy_(read_slice(part.entry, first + shift, last + shift, part.columns))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
         """Write the current values of the model's parameters (before `bind`) into the 1-D `shard` of the buffer, whose
@@ -233,7 +241,7 @@ def _entry_slices(
     copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
     for box in table.local_slices(entry, layout, coordinates):
-        whole = entry.engine_shape
+        whole = entry.model_shape
         assert box.shape[1:] == placed.shape[1:], f"{entry.name}: a box that is not contiguous in its tensor"
         cut = [dim for dim in range(1, len(whole)) if box.shape[dim] != whole[dim]]
         assert len(cut) <= 1, f"{entry.name}: cut along dims {cut}"

@@ -110,9 +110,9 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume a paused split pass, so that `accumulate` can add its remaining gradients and `end` can end it.
-        Gradients that were stored before the pause are not added to a unit's buffer until the unit's next gradient
-        arrives, so that few buffers exist at a time."""
+        """Resume a backward pass that was paused between its input gradients and its weight gradients. `accumulate` can
+        then add the remaining gradients, and `end` end the pass. Gradients stored before the pause are added to the
+        buffer of their FSDP unit when the unit's next gradient arrives, so that few buffers exist at a time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
@@ -164,7 +164,8 @@ class GradientAccumulator:
         self._mark_accumulated(running, parameter)
 
     def _take_from_autograd(self, parameter: Any) -> None:
-        """Move `parameter.grad`, if autograd set it, to the unit's buffer (post-accumulate hook)."""
+        """Post-accumulate-grad hook: add `parameter.grad`, if autograd set it, to the gradient buffer of the
+        parameter's FSDP unit, and clear it."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:  # else a queue accumulates it (model/weight_gradients.py)
             self.accumulate(parameter, gradient)
@@ -194,8 +195,8 @@ class GradientAccumulator:
             self._end_unit(running.order.pop(0))
 
     def _end_unit(self, name: str) -> None:
-        """End the running pass for the FSDP unit `name`. Its gradient is reduced after each pass (ZeRO-2 and 3) or
-        after the last pass of the step (ZeRO-0 and 1)."""
+        """Record that the running backward pass has computed all gradients of the FSDP unit `name`. With ZeRO-2 and 3
+        start the reduction of its gradient now; with ZeRO-0 and 1 only if this was the step's last pass."""
         self._passes[name] -= 1
         last = self._passes[name] == 0
         assert self._passes[name] >= 0, f"{name}: more passes than expected"

@@ -80,9 +80,9 @@ def check_same_everywhere(program: PipelineProgram, mesh: Mesh) -> None:
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One compute step of a pipeline program. `kind`: forward, backward, B or W pass. `key`: (stage, replica,
-    micro-batch). `reads`: activation or gradient of another stage that the step needs; `makes`: the one that it returns
-    for another stage; None: none. `answers`: earlier sends of this rank that the receivers must have used before they
-    could produce `reads`; their memory is released when `reads` has arrived."""
+    micro-batch). `reads`: activation or gradient of another stage that the step needs; `makes`: the one that it
+    computes for another stage; None: none. `answers`: values that this rank sent earlier, on which `reads` depends:
+    once `reads` has arrived, their receivers have used them, so that their memory can be released."""
 
     kind: Kind
     key: Key

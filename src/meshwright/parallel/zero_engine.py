@@ -6,7 +6,7 @@ ledgers read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Axis, Mesh
-from meshwright.model.initialise import initial_value
+from meshwright.model.initialise import ReadSlice, initial_slice
 from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cut_slices, flat_layout, split_evenly
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
 from meshwright.planner.states import flats_of, states
 from meshwright.spec.parameter_entries import BufferKind
-from meshwright.spec.parameters import ParameterEntry, ParameterTable
+from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
 from meshwright.spec.stages import Stage
 
@@ -69,7 +69,7 @@ class ZeroEngine:
                 if seed is None:
                     unit.flat.fill_from_model(unit.master, unit.start, model)
                 else:
-                    unit.flat.fill(unit.master, unit.start, partial(initial_value, seed=seed))
+                    unit.flat.fill(unit.master, unit.start, partial(initial_slice, seed=seed))
                 self._units[unit.flat.name] = unit
                 self._units_of[name].append(unit)
                 parameters[unit.flat.name] = unit.flat.bind(model, unit.parameters)
@@ -180,13 +180,13 @@ class ZeroEngine:
 
     def initialise(self, seed: int) -> None:
         """Initialise the parameters from `seed`; values depend on (seed, parameter name) alone."""
-        self.load(partial(initial_value, seed=seed))
+        self.load(partial(initial_slice, seed=seed))
 
-    def load(self, value_of: Callable[[ParameterEntry], torch.Tensor]) -> None:
-        """Load parameter values into master weights and parameters. `value_of`: function that returns the unsharded
-        value of a parameter entry (one tensor of a checkpoint) in its shape on disk (before any transposition)."""
+    def load(self, read_slice: ReadSlice) -> None:
+        """Load parameter values into master weights and parameters. `read_slice`: returns the values of a slice of a
+        parameter entry (one tensor of a checkpoint)."""
         for unit in self._units.values():
-            unit.flat.fill(unit.master, unit.start, value_of)
+            unit.flat.fill(unit.master, unit.start, read_slice)
         self.all_gather_parameters()
 
     def all_gather_parameters(self) -> None:

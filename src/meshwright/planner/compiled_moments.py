@@ -76,11 +76,11 @@ def spread_backward(
         block = block_of(at, layer, x)
         again += sum(block.bytes(name) for name in block.kept())
     gradient = Extra("activations", "gradient of the layer's output", stream * (2 if at.layout.tp > 1 else 1))
-    more = [gradient, Extra("activations", "computed again", again)]
+    more = [gradient, Extra("activations", "recomputed", again)]
     for name, extras in mixture_backward(at, mlp, kept[0], x, False):
         yield f".mlp{name}", [*more, *extras]
     for name, extras in front:
-        yield name, [*extras, Extra("activations", f"{mlp}: used already", -here)]
+        yield name, [*extras, Extra("activations", f"{mlp}: freed", -here)]
 
 
 def alike(at: Local, layer: int) -> int:
@@ -98,7 +98,7 @@ def extras_of(held: Held, unit: str) -> Iterator[Extra]:
         yield Extra(each.category, f"{unit}.{name}", each.bytes)
     yield from held.inside
     if held.gone:
-        yield Extra("activations", f"{unit}: used already", -held.gone)
+        yield Extra("activations", f"{unit}: freed", -held.gone)
 
 
 @lru_cache(maxsize=64)

@@ -9,11 +9,18 @@ import math
 from dataclasses import replace
 
 from meshwright.layout import Layout
-from meshwright.planner.serving_ledger import ITEM_BYTES, RankLedger, ServingLedger, ServingSizes, serving_ledger
+from meshwright.planner.serving_ledger import (
+    ITEM_BYTES,
+    RankLedger,
+    ServingLedger,
+    ServingSizes,
+    serving_ledger,
+    stage_tensors,
+    unpadded_kv_block,
+)
 from meshwright.spec.block_tables import block_tables, count_blocks, serving_stages
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.parameters import parameter_table
-from meshwright.spec.stages import Stage, units_of
+from meshwright.spec.stages import Stage
 
 CONTEXT_BYTES = 2**30
 """Of each GPU, estimated and not measured yet: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL, what the
@@ -41,14 +48,10 @@ def _rank_ledger(
     config: ModelConfig, layout: Layout, stage: Stage, on_host: RankLedger, sizes: ServingSizes
 ) -> RankLedger:
     """Return the ledger of a rank of one pipeline stage. layout: of one replica. on_host: that of a CPU."""
-    item, table = ITEM_BYTES[sizes.dtype], parameter_table(config)
-    needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
-    tensors = [tensor for unit in needed for tensor in table.unit_tensors(unit)]
-    padded = -(-config.head_dim // 16) * 16  # of the values in a CPU's block
-    kv_block = on_host.kv_block * 2 * config.head_dim // (config.head_dim + padded)
+    item, kv_block = ITEM_BYTES[sizes.dtype], unpadded_kv_block(config, on_host)
     gathered = layout.tp * sizes.token_budget * config.hidden * item if layout.tp > 1 else 0
     return RankLedger(
-        weights=item * sum(math.prod(tensor.local_shape(layout)) for tensor in tensors),
+        weights=item * sum(math.prod(tensor.local_shape(layout)) for tensor in stage_tensors(config, stage)),
         packed=0,
         workspace=_workspace_bytes(config, layout, sizes) + kv_block,  # the last block is the padding's
         logits=_logits_bytes(config, layout, sizes) if stage.last else 0,

@@ -61,6 +61,7 @@ WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "qu
 # As plain numbers: programs have tens of thousands of steps, and members of an enumeration are slow to come by.
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
 _COMPUTING, _ARRIVING = frozenset(map(int, COMPUTING)), frozenset(map(int, ARRIVING))
+_SENT, _RECEIVED = "pipeline tensor to send", "received pipeline tensor"
 
 REPEATING = (
     "1f1b", "interleaved", "interleaved-zb", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v",
@@ -304,7 +305,7 @@ class _Step:
             if kind not in _COMPUTING:
                 value = compute_carried_value(kind, stage, replica, micro_batch)
                 if kind in _ARRIVING:
-                    change("communication", "arriving", value[2], stream)
+                    change("communication", _RECEIVED, value[2], stream)
                 else:
                     leaving[value] = stream
                 continue
@@ -312,10 +313,10 @@ class _Step:
             part = self.stage(stage, followed)
             what = compute_read_value(last, kind, stage, replica, micro_batch)
             for value in answers.get(at, ()):
-                change("communication", "made", value[2], -leaving.pop(value))
+                change("communication", _SENT, value[2], -leaving.pop(value))
             if what is not None:  # it becomes the stage's input, or the gradient that its moments count
                 here = placement[what[1]][what[2]] == rank
-                change("communication", "made" if here else "arriving", what[2], -stream)
+                change("communication", _SENT if here else _RECEIVED, what[2], -stream)
             kept = FOLLOWED if followed else WAITING
             if kind in (_BACKWARD, _INPUT_GRADIENT):
                 left[stage] -= 1
@@ -330,7 +331,7 @@ class _Step:
             under_way = highest.leaves
             makes = kind == _FORWARD and stage < last
             if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
-                change("communication", "made", stage, stream)
+                change("communication", _SENT, stage, stream)
 
     def _highest(
         self, part: StageMoments, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]

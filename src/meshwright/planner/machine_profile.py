@@ -106,6 +106,34 @@ def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) 
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class FailedMeasurement:
+    """Record of a measurement that failed. file: name of the file that it would have written. line: the error. busy:
+    fraction of the machine's CPU time that other programs used just after it."""
+
+    file: str
+    line: str
+    busy: float
+
+    @classmethod
+    def read(cls, measurement: Path) -> FailedMeasurement | None:
+        """Return the record for the measurement with the file `measurement`; None if there is none."""
+        found = read_measurement("failed", {"file": measurement.name})
+        try:
+            return None if found is None else cls(str(found["file"]), str(found["line"]), float(found["busy"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @property
+    def path(self) -> Path:
+        """Path of the record's file."""
+        return measurement_file("failed", {"file": self.file})
+
+    def write(self) -> None:
+        """Store the record. `OSError` where the directory is not writable."""
+        write_measurement("failed", {"file": self.file}, asdict(self))
+
+
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return (key, tables) of a measurement's file; None where it is damaged or of another version."""
     try:

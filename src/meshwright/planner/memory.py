@@ -33,7 +33,7 @@ CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """The parts of the peak in an answer; communication and logits are part of the workspace there."""
 
 SLACK = 0.05
-"""Of the peak, on CUDA: what the allocator holds beyond it, in pieces that fit nothing (3 to 7 % as others report)."""
+"""Of the peak, on CUDA: what the allocator holds beyond it, in pieces that fit nothing (3 to 7% as others report)."""
 
 
 def slack(cluster: Cluster) -> float:
@@ -199,12 +199,12 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         logits = tokens * -(-config.vocabulary // layout.tp) * (x + engine.loss_holds)
     # The loss is through when a layer is computed again: the larger of the two counts.
     if again * x / 2 > logits:
-        yield _line("activations", "a layer computed again", again * x / 2)
+        yield _line("activations", "a recomputed layer", again * x / 2)
     elif logits:
         yield _line("logits", "logits", logits)
     if layout.zero == 3 and level_in_time(layout.zero, layout.pp, engine) < 3:
         yield _line("communication", "gathered parameters", (dense + spread) * x)
-        yield _line("gradients", "whole gradients", (dense + spread) * each.gradients)
+        yield _line("gradients", "unsharded gradients", (dense + spread) * each.gradients)
     elif layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))
         yield _line("communication", "gathered layers", 2 * layer * x)

@@ -139,7 +139,7 @@ class StageMoments:
         if self._known(unit) and not self._spread(unit):
             yield from forward_extras(self.at, int(unit.split(".")[1]), self.x)
             return
-        yield Extra("activations", f"{unit} as it is computed", max(self.of_whole[place], self.of_unit[place]))
+        yield Extra("activations", f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
         yield Extra("workspace", f"{unit} product and sums", 2 * self.stream)
         if self.at.config.has_experts(int(unit.split(".")[1])):  # what is sent, what comes back, and that times weights
             copies = self.at.routed * self.at.config.experts_per_token * self.at.config.hidden * self.x
@@ -149,7 +149,7 @@ class StageMoments:
         """Return (snapshot name, tensors) of the loss at its last chunk's logits, and as it adds to the gradient of the
         head's weight. again: in the backward, as the forward kept neither gradient."""
         config, at = self.at.config, self.at
-        states = [Extra("activations", "what the last layer gave", self.stream)] if config.encoder else []
+        states = [Extra("activations", "output of the last layer", self.stream)] if config.encoder else []
         if config.head not in ("next", "masked"):
             return [("", states)]
         width = min(-(-config.vocabulary // at.layout.tp), config.vocabulary)
@@ -165,7 +165,7 @@ class StageMoments:
             both.append(Extra("activations", "head.hidden.gradient", hidden))
         summed = Extra("activations", "head.weight.gradient", weight * (self.wide if several else self.x))
         at_once = longest if at.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
-        wide = Extra("workspace", "logits in the type of sums", 2 * at_once * width * self.wide)
+        wide = Extra("workspace", "upcast logits", 2 * at_once * width * self.wide)
         fused = [] if self.compiled else [wide]
         so_far = summed._replace(bytes=weight * (self.wide if len(chunks) > 2 else self.x))  # of all but the last chunk
         found = [(".statistics", [*both, *fused, *([so_far] if forms and several else [])])]
@@ -223,7 +223,7 @@ class StageMoments:
         unit = self.units[place]
         if unit == "head":
             if self.at.config.encoder:
-                yield ".rows", [Extra("activations", "gradient of what the last layer gave", self.stream)]
+                yield ".rows", [Extra("activations", "gradient of the last layer's output", self.stream)]
             if self.at.config.head not in ("next", "masked"):
                 return
             yield "", [*self._loss_backward()]
@@ -242,7 +242,7 @@ class StageMoments:
                 yield from backward_extras(self.at, layer, self.x, arrived)
         elif unit.startswith("layers."):
             again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
-            more = [Extra("activations", "computed again", again)] if again > 0 else []
+            more = [Extra("activations", "recomputed", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP:
@@ -271,7 +271,7 @@ class StageMoments:
         weight = next((each for each in self.saved if each.name == "head.weight.gradient"), None)
         yield Extra("gradients", "head weight gradient", width * config.hidden * self.x)
         if weight is not None and weight.dtype != self._dtype and self.at.device == "cpu":  # elsewhere number by number
-            yield Extra("workspace", "head weight gradient, wide", weight.bytes)
+            yield Extra("workspace", "upcast head weight gradient", weight.bytes)
         if weight is None:  # made now, for a moment
             yield Extra("gradients", "head weight gradient, unscaled", width * config.hidden * self.x)
             yield Extra("activations", "gradient of the head's input, unscaled", hidden * self.x)
@@ -283,9 +283,9 @@ class StageMoments:
         rows = tables.get(unit, -(-config.vocabulary // self.at.layout.tp))
         yield Extra("activations", "gradient of the rows", self.tokens * config.hidden * self.x)
         if self.x < self.wide:
-            yield Extra("workspace", "gradient of the rows, wide", self.tokens * config.hidden * self.wide)
+            yield Extra("workspace", "upcast gradient of the rows", self.tokens * config.hidden * self.wide)
             yield Extra("gradients", f"{unit} gradient", rows * config.hidden * self.x)
-        yield Extra("gradients", f"{unit} gradient, wide", rows * config.hidden * self.wide)
+        yield Extra("gradients", f"{unit} upcast gradient", rows * config.hidden * self.wide)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[tuple[str, list[Extra]]]:
         """Yield (snapshot name, tensors) of an eager layer's backward. unit: "layers.N"; split: only its input
@@ -313,7 +313,7 @@ class StageMoments:
                 extra = Extra("activations", "gradient of up's output", columns + (columns if split else 0))
                 yield ".mlp", [*around, extra, Extra("workspace", "weight gradient", product)]
         if config.norm == "rmsnorm" and not (split or after):
-            sums = Extra("workspace", "gradients inside of a norm", 4 * (self.stream // x) * self.wide)
+            sums = Extra("workspace", "gradients inside a norm", 4 * (self.stream // x) * self.wide)
             yield ".mlp_norm", [gradient._replace(bytes=self.stream), *self._used([f"{unit}.mlp."]), sums]
         # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
         gone = [f"{unit}.mlp.", f"{unit}.mlp_norm.", *([] if at.ring or split else [f"{unit}.attention.output."])]
@@ -339,7 +339,7 @@ class StageMoments:
         units = {".".join(name.split(".")[:2]) for name in begin}
         freed = sum(each.bytes for unit in units for each in self._of(unit) if each.name.startswith(begin))
         if freed:
-            yield Extra("activations", "used already", -freed)
+            yield Extra("activations", "freed", -freed)
 
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that the queued weight gradients of a layer keep. unit: such as "layers.3"."""
@@ -364,7 +364,7 @@ class StageMoments:
         ]
 
     def _reductions(self, place: int, ways: Ways, split: bool, later: bool = False) -> list[Extra]:
-        """Return the tensors of reductions in flight, and whole gradient buffers, during unit `place`'s backward.
+        """Return the tensors of reductions in flight, and unsharded gradient buffers, during unit `place`'s backward.
         split: of the first half, which posts at its end; later: the unit's own buffers open afterwards."""
         if split:
             return self.under_way(ways.before)
@@ -372,7 +372,7 @@ class StageMoments:
         return [*self.under_way(posted), *([] if later else self._opened(place))]
 
     def _opened(self, place: int) -> list[Extra]:
-        """Return the whole gradient buffers of the unit with index `place` (and of a tied embedding)."""
+        """Return the unsharded gradient buffers of the unit with index `place` (and of a tied embedding)."""
         now = list(self.flats.get(self.units[place], ())) if place < len(self.units) else []
         opened = list(now)
         if self.tied and self.stage.first and self.stage.last:  # the head's part of it is there from the beginning
@@ -409,10 +409,10 @@ class StageMoments:
         return found
 
     def _whole(self, flat: Flat) -> list[Extra]:
-        """Return the whole gradient of a flat buffer under ZeRO-2 and 3, unless a pool keeps it."""
+        """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless a pool keeps it."""
         if flat.zero < 2 or flat.padded in self.pooled:
             return []
-        return [Extra("gradients", f"{flat.name} whole gradient", flat.padded * self.master)]
+        return [Extra("gradients", f"{flat.name} unsharded gradient", flat.padded * self.master)]
 
     def reduced(self, ways: Ways, weights: bool | None = None) -> list[Reduction]:
         """Return the reductions a backward posts. weights: of its weight pass only, or of its input pass; None: all."""

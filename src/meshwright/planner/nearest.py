@@ -20,7 +20,7 @@ from meshwright.planner.space import Problem, layout_of
 from meshwright.spec.refuse import refuse
 
 MOST_ASKED = 8
-"""Layouts of which the ledger is asked: by closed forms, which err by 8 % in the middle, those that need the least."""
+"""Layouts of which the ledger is asked: by closed forms, which err by 8% in the middle, those that need the least."""
 
 MOST_DOUBLINGS = 6
 """Of the devices, after the fewest that could do."""

@@ -26,6 +26,7 @@ from meshwright.planner.text import (
     communication_text,
     headline,
     marked_reasons,
+    memory_text,
     nearest_line,
     shape_text,
     there,
@@ -112,6 +113,7 @@ def _layout(one: Estimate) -> Iterator[Markup]:
         f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
         f"{one.tokens_per_second_per_device:,.0f} tokens/s per device, MFU {one.mfu:.1%}"
     )
+    yield paragraph(f"Memory of a device: {memory_text(one)}")
     for line in one.warnings:
         yield paragraph(f"warning: {line}")
     if one.fits and not problem.only_planned:

@@ -1,13 +1,14 @@
 """Memory of a server, item by item, before it starts: what each rank allocates, and how many KV blocks fit.
 
 The items are those of the CPU kernels (`serving/lowering.py`): matrices packed in panels of 16 output columns, all
-buffers float32, one copy of a tied matrix. Plain torch needs less workspace.
+buffers float32, one copy of a tied matrix. `torch_ledger.py` has those of plain torch, `device_ledger.py` those of
+GPUs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,14 +25,16 @@ from meshwright.spec.block_tables import (
     serving_stages,
 )
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.parameter_entries import EngineTensor
-from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.spec.parameter_entries import ModelParameter
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.stages import LOOKED_UP, Stage, units_of
 
 SCORED_ROWS = 256
 """Rows of logits of a step that scores prompts."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of a parameter and of a key or value, by dtype."""
+KERNEL_DTYPES = ("float32", "bfloat16")
+"""Dtypes of parameters that the CPU kernels support; others are computed in plain torch."""
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Short names of dtypes, as layouts write precisions."""
 FRONT_BYTES = 320 * 2**20
@@ -176,20 +179,29 @@ def parse_dtype(name: str | None) -> str:
 
 def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
     """Return the ledger of a server without KV blocks. layout: as `spec.refuse.serving_layout` returns it."""
-    replica, table = layout.with_(dp=1), parameter_table(config)
-    ranks = (_rank_ledger(config, table, replica, stage, sizes) for stage in serving_stages(config, layout.pp))
+    replica = layout.with_(dp=1)
+    ranks = (_rank_ledger(config, replica, stage, sizes) for stage in serving_stages(config, layout.pp))
     return ServingLedger(layout, sizes, tuple(ranks), block_tables(config, layout.pp))
 
 
-def _rank_ledger(
-    config: ModelConfig, table: ParameterTable, layout: Layout, stage: Stage, sizes: ServingSizes
-) -> RankLedger:
+def stage_tensors(config: ModelConfig, stage: Stage) -> Iterator[ModelParameter]:
+    """Iterate over the model parameters that a rank of a pipeline stage holds, in forward order."""
+    table = parameter_table(config)
+    needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
+    return (tensor for unit in needed for tensor in table.unit_tensors(unit))
+
+
+def unpadded_kv_block(config: ModelConfig, rank: RankLedger) -> int:
+    """Return the bytes of a KV block of the size of `rank`'s without the kernels' padding of the values."""
+    return rank.kv_block * 2 * config.head_dim // (config.head_dim + _round_up(config.head_dim))
+
+
+def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: ServingSizes) -> RankLedger:
     """Return the ledger of a rank of one pipeline stage. layout: of one replica."""
     item, rows, tokens = ITEM_BYTES[sizes.dtype], sizes.logit_rows, sizes.token_budget
-    needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
     weights = packed = transit = 0
     # From the tensor that is loaded last: `packed` is then what those after it take.
-    for tensor in reversed([tensor for unit in needed for tensor in table.unit_tensors(unit)]):
+    for tensor in reversed(list(stage_tensors(config, stage))):
         numel = math.prod(tensor.local_shape(layout))
         as_table, as_matrix = _forms(config, tensor, stage)
         transit = max(transit, numel * item - packed)
@@ -219,8 +231,8 @@ def _rank_ledger(
     )
 
 
-def _forms(config: ModelConfig, tensor: EngineTensor, stage: Stage) -> tuple[bool, bool]:
-    """Return whether a rank of a stage holds an engine tensor as a table or vector, and as a packed matrix."""
+def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[bool, bool]:
+    """Return whether a rank of a stage holds a model parameter as a table or vector, and as a packed matrix."""
     if tensor.name == "embedding.weight":
         shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
         return stage.first and not shared, shared
@@ -228,8 +240,8 @@ def _forms(config: ModelConfig, tensor: EngineTensor, stage: Stage) -> tuple[boo
     return not matrix, matrix
 
 
-def _packed_bytes(config: ModelConfig, layout: Layout, tensor: EngineTensor, item: int) -> int:
-    """Return the bytes of an engine tensor's local matrices: rows in whole panels, columns of 2-byte items in whole
+def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, item: int) -> int:
+    """Return the bytes of a model parameter's local matrices: rows in whole panels, columns of 2-byte items in whole
     tiles; routers stay float32."""
     rows, columns = tensor.local_shape(layout)
     count = config.experts // layout.ep if ".experts." in tensor.name else 1

@@ -91,9 +91,12 @@ def attention_backward(at: Local, window: int | None, x: int) -> Iterator[tuple[
         inside = list(fused_backward(at, heads, kv_heads, window, x))
     yield "", [result, gradients, *inside]
     if at.layout.cp > 1:  # what travels, what is sent of it and what comes, before it is put together
-        yield ".tokens traded", [result, Extra("communication", "result's gradient, traded", 3 * heads * of_head * x)]
-        freed = Extra("activations", "traded queries, keys and values, freed", -three)
-        yield ".heads traded", [gradients, freed, Extra("communication", "gradients, traded", 3 * three)]
+        yield (
+            ".tokens traded",
+            [result, Extra("communication", "gradient of the result after the all-to-all", 3 * heads * of_head * x)],
+        )
+        freed = Extra("activations", "queries, keys and values after the all-to-all, freed", -three)
+        yield ".heads traded", [gradients, freed, Extra("communication", "gradients after the all-to-all", 3 * three)]
 
 
 def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: int) -> Iterator[Extra]:
@@ -108,13 +111,13 @@ def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
     if narrow and not masked(at, window):
         lines = at.rows * heads * (-(-length // 128) * 128)
         yield Extra("workspace", "result times its gradient", lines * 4)
-        yield Extra("workspace", "gradient of queries, wide", lines * (-(-size // 32) * 32) * 4)
+        yield Extra("workspace", "upcast gradient of queries", lines * (-(-size // 32) * 32) * 4)
         if kv_heads < heads:
             each_head = 2 * at.rows * length * heads * size * x
             yield Extra("workspace", "gradients of keys and values of every query head", each_head)
         return
     yield Extra("workspace", "result times its gradient", at.rows * heads * (-(-length // 32) * 32) * 4)
-    wide = "gradient of queries, wide" if narrow else "elements of result times its gradient"
+    wide = "upcast gradient of queries" if narrow else "elements of result times its gradient"
     yield Extra("workspace", wide, at.rows * heads * length * size * 4)
 
 
@@ -132,9 +135,9 @@ def tiled_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
     lies = Lies(turned, apart=at.layout.cp > 1)
     found = backward_bytes(whole, lies, window, x, wide, at.starts, at.masked and at.starts is None)
     if found.masks:
-        yield Extra("workspace", "masks of tiles", found.masks)
-    yield Extra("workspace", "tiles of attention", found.tiles)
-    yield Extra("workspace", "keys and values of tiles", found.keys_and_values)
+        yield Extra("workspace", "tile masks", found.masks)
+    yield Extra("workspace", "attention tiles", found.tiles)
+    yield Extra("workspace", "tile keys and values", found.keys_and_values)
 
 
 def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[Extra]:
@@ -145,8 +148,8 @@ def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[
     heads, kv_heads, size, ranks = at.heads, at.kv_heads, at.config.head_dim, at.layout.cp
     of_head = at.rows * at.tokens * size
     yield Extra("workspace", "result times its gradient", at.rows * heads * at.tokens * wide)
-    yield Extra("workspace", "gradient of queries, wide", heads * of_head * wide)
-    yield Extra("communication", "gradients of keys and values, wide", 6 * kv_heads * of_head * wide)
+    yield Extra("workspace", "upcast gradient of queries", heads * of_head * wide)
+    yield Extra("communication", "upcast gradients of keys and values", 6 * kv_heads * of_head * wide)
     passing = 2 * kv_heads * of_head * x * (1 + min(2, ranks - 1))
     results = (heads + 2 * kv_heads) * of_head * x  # once all have gone round
     if at.device == "cuda" and x < wide and not masked(at, window) and size % 8 == 0 and size <= 256:
@@ -161,8 +164,8 @@ def ring_backward(at: Local, window: int | None, x: int, wide: int) -> Iterator[
         if x < wide:
             work += cut.rows * cut.kv_heads * at.tokens * size * wide
     if passing + work >= results:
-        yield Extra("communication", "keys and values on their way", passing)
-        yield Extra("workspace", "tiles of attention", work)
+        yield Extra("communication", "keys and values in transfer", passing)
+        yield Extra("workspace", "attention tiles", work)
     else:
         yield Extra("activations", "gradients of queries, keys and values", results)
 
@@ -181,7 +184,7 @@ def mixture_backward(
 
     def freed(*names: str) -> Extra:
         found = sum(each.bytes for title, each in sizes.items() if title.startswith(names))
-        return Extra("activations", "used already", 0 if split else -found)
+        return Extra("activations", "freed", 0 if split else -found)
 
     hidden = config.hidden * x
     used: tuple[str, ...] = ()

@@ -153,8 +153,7 @@ def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
 def estimate_text(one: Estimate, width: int = WIDE) -> str:
     """Format one estimate: time by part, memory by category and by item, lines at most `width` characters long if
     possible."""
-    time, memory, room = one.time, one.memory, one.problem.room
-    unit = Unit.of(memory.device_bytes)
+    time, unit = one.time, Unit.of(one.memory.device_bytes)
     parts = ", ".join(
         f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
         for part, seconds in time.breakdown.items()
@@ -169,21 +168,23 @@ def estimate_text(one: Estimate, width: int = WIDE) -> str:
     )
     lines += wrapped(f"  time: {parts}", width, "    ")
     lines += wrapped(f"  communication: {communication_text(one)}", width, "    ") if one.layout.world_size > 1 else []
-    over = memory.device_bytes - room
-    verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
-    where = f" on pipeline rank {memory.pp_rank}" if one.layout.pp > 1 else ""
-    lines += wrapped(
-        f"  memory: {unit.say(memory.device_bytes)} of {Unit.of(room).say(room)}, {verdict}; "
-        f"peak{where} at {memory.moment}",
-        width,
-        "    ",
-    )
+    lines += wrapped(f"  memory: {memory_text(one)}", width, "    ")
     figures = table([row[:2] for row in _bill(one, unit)])
     for line, (*_, what) in zip(figures, _bill(one, unit), strict=True):
         lines += wrapped(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
     for said in one.warnings:
         lines += wrapped(f"  warning: {said}", width, "    ")
     return "\n".join(lines)
+
+
+def memory_text(one: Estimate) -> str:
+    """Format an estimate's bytes per device beside the limit, whether it fits, and when the peak is."""
+    memory, room = one.memory, one.problem.room
+    over = memory.device_bytes - room
+    verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
+    where = f" on pipeline rank {memory.pp_rank}" if one.layout.pp > 1 else ""
+    used = Unit.of(memory.device_bytes).say(memory.device_bytes)
+    return f"{used} of {Unit.of(room).say(room)}, {verdict}; peak{where} at {memory.moment}"
 
 
 def communication_text(one: Estimate) -> str:
@@ -202,7 +203,7 @@ def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
 
 
 def share_text(share: float) -> str:
-    """Format a fraction as a percentage, `<1%` below 0.5 %."""
+    """Format a fraction as a percentage, `<1%` below 0.5%."""
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 

@@ -85,7 +85,7 @@ def slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> floa
 
     by_rank: seconds per call, [rank][batch]. waits: the part of these seconds in which the rank waited for a CPU core,
     [rank][batch]. If the waits of a batch, summed over ranks, exceed half of the slowest rank's time, they are
-    subtracted from it (at most 90 % of it).
+    subtracted from it (at most 90% of it).
     """
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):

@@ -29,7 +29,7 @@ from meshwright.planner.measured_rates import (
     attention_name,
     attention_scores,
 )
-from meshwright.probe.points import DTYPES, MeasurementPlan, MeasurementPoint
+from meshwright.probe.points import DTYPES, MeasurementPlan, MeasurementPoint, start_backward
 
 HIDDEN, WIDTH, HEAD_SIZE = 256, 512, 64
 VOCABULARY = 2048
@@ -113,7 +113,8 @@ def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: 
         if not back:
             return partial(_run_forward, forward)
         out = forward()
-    return partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
+        loss = start_backward(out, torch.randn_like(out))
+    return partial(torch.autograd.grad, loss, inputs, retain_graph=True)
 
 
 def _run_forward(forward: Callable[[], Any]) -> None:

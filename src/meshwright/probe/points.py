@@ -114,7 +114,7 @@ class MeasurementPlan:
             disk_bytes=0,
             point_seconds=0.012,
             kernel_sizes=(2**14, 2**17, 2**20),
-            steps=4,
+            steps=3,
             rounds=1,
             axes=axes,
             single_rank=False,
@@ -153,11 +153,11 @@ class ReferenceKernel:
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Time the product now; return the median of five calls in seconds. On other devices than CPUs, return 1.0."""
+        """Time the product now; return the median of three calls in seconds. On other devices than CPUs, return 1.0."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
-            return statistics.median(_time_batch(self._call, torch.device("cpu"), 1) for _ in range(5))
+            return statistics.median(_time_batch(self._call, torch.device("cpu"), 1) for _ in range(3))
 
 
 def _cross(tokens: Sequence[int], sides: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
@@ -169,6 +169,14 @@ def _cross(tokens: Sequence[int], sides: Sequence[tuple[int, int]]) -> tuple[tup
 def _list_powers(first: int, last: int, step: int) -> tuple[int, ...]:
     """Return the powers of two 2^`first`, 2^(`first` + `step`), ..., up to at most 2^`last`."""
     return tuple(2**exponent for exponent in range(first, last + 1, step))
+
+
+_PRODUCTS: dict[str, tuple[Any, str, str]] = {
+    "forward": (torch.nn.functional.linear, "x", "weight"),
+    "input-gradient": (torch.matmul, "gradient", "weight"),
+    "weight-gradient": (lambda gradient, x: torch.matmul(gradient.t(), x), "gradient", "x"),
+}
+"""Form of a matrix product -> (function, names of its two operands)."""
 
 
 def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any]:
@@ -184,14 +192,9 @@ def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any
             return partial(torch.add, x, x.clone())
         return partial(torch.nn.functional.silu, x)
     tokens, out, inner = point.sizes
-    x = torch.randn(tokens, inner, device=device).to(dtype)
-    weight = torch.randn(out, inner, device=device).to(dtype)
-    gradient = torch.randn(tokens, out, device=device).to(dtype)
-    if point.name == "forward":
-        return partial(torch.nn.functional.linear, x, weight)
-    if point.name == "input-gradient":
-        return partial(torch.matmul, gradient, weight)
-    return partial(torch.matmul, gradient.t(), x)
+    shapes = {"x": (tokens, inner), "weight": (out, inner), "gradient": (tokens, out)}
+    call, *operands = _PRODUCTS[point.name]
+    return partial(call, *(torch.randn(shapes[name], device=device).to(dtype) for name in operands))
 
 
 @contextmanager
@@ -209,15 +212,23 @@ def use_precision(precision: str) -> Iterator[None]:
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
     """Time a measurement point by `time_call`; return the seconds of one run or, for a layer operation that launches
     several device kernels, the mean per kernel. seconds: approximate time for measuring."""
+    cold = point.kind == "product" and device.type == "cpu"
     with torch.no_grad(), use_precision(point.precision):
-        return time_call(make_call(point, device), device, seconds) / point.kernels
+        return time_call(make_call(point, device), device, seconds, cold) / point.kernels
 
 
-def time_call(call: Callable[[], Any], device: torch.device, seconds: float) -> float:
+LONG = 4
+"""Multiple of the time for a point from which the first call of a CPU's matrix product is its measurement."""
+
+
+def time_call(call: Callable[[], Any], device: torch.device, seconds: float, cold: bool = False) -> float:
     """Time `call()`, in about `seconds`; return the seconds of one call: the median over at least three batches, each
     of which repeats the call between two synchronizations with `device`. If a single call takes longer than `seconds`,
-    it is timed only once."""
-    call()  # warm-up: chooses kernels and packs weights
+    it is timed only once, after a warm-up. cold: the warm-up itself is returned if it takes longer than `LONG` times
+    `seconds`, since what a first call does more is short beside that."""
+    first = _time_batch(call, device, 1)  # warm-up: chooses kernels and packs weights
+    if cold and first > LONG * seconds:
+        return first
     once = _time_batch(call, device, 1)
     if once > seconds:
         return once
@@ -234,6 +245,28 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
         call()
     synchronize(device)
     return watch.seconds() / calls
+
+
+class _Seed(torch.autograd.Function):
+    """Scalar whose gradient with respect to a tensor is a given one."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return 0, with the shape and dtype of a loss."""
+        ctx.gradient = gradient
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the given gradient."""
+        return ctx.gradient, None
+
+
+def start_backward(out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a scalar whose `backward()` gives `out` the gradient `gradient`, as `out.backward(gradient)` would. That
+    makes torch import sympy, which takes half a second."""
+    found: torch.Tensor = _Seed.apply(out, gradient)
+    return found
 
 
 def synchronize(device: torch.device) -> None:

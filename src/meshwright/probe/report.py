@@ -142,8 +142,8 @@ def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str
 
 
 def format_failure(found: Mapping[str, Any]) -> str:
-    """Format the failure of reference training steps as one line: rank, host and error. found: result of
-    `probe.ranks.probe`."""
+    """Format the error that ended the timing of training steps of a small reference model, as one line: rank, host and
+    error. found: result of `probe.ranks.probe`, which has such an error."""
     rank, line = found["failed"]["rank"], found["failed"]["line"]
     return (
         f"training steps of the reference model failed on rank {rank} (on {found['hosts'][rank]}), so predicted times "

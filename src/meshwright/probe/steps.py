@@ -21,6 +21,9 @@ from meshwright.probe.points import DTYPES, MeasurementPlan, ReferenceKernel, sy
 from meshwright.probe.stopwatch import DISTURBED, Stopwatch
 
 _SITE = "probe"
+LONGEST_SECONDS = 5.0
+"""Duration of a layout's steps in one round, without waits for cores, after which no further step begins if one was
+timed: a CPU without instructions for a precision takes several seconds for each."""
 
 
 def measure_reference_steps(
@@ -74,17 +77,21 @@ class _ReferenceRun:
         return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, kernel: ReferenceKernel, usual_seconds: float) -> list[float]:
-        """Train one warm-up step and `steps` more; return the seconds that each of these took on the slowest rank,
-        [steps].
+        """Train one warm-up step and up to `steps` more, as many as begin within `LONGEST_SECONDS` and at least one;
+        return the seconds that each of these took on the slowest rank, [steps].
 
         Time in which ranks waited for a CPU core is subtracted if it exceeds the fraction `DISTURBED` of the step. The
         rest is scaled to the CPU's usual speed, at which the reference matrix product `kernel` takes `usual_seconds`.
         world: mesh of all ranks.
         """
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
-        times, local = [], [kernel.seconds()]
-        for _ in range(1 + steps):
-            collectives.barrier(world.world, _SITE)
+        times, local = list[tuple[float, float]](), [kernel.seconds()]
+        for at in range(1 + steps):
+            passed = torch.tensor([sum(taken - waited for taken, waited in times)], dtype=torch.float64)
+            passed = passed.to(world.device)
+            collectives.all_reduce(passed, world.world, _SITE, op="max").wait()  # all ranks start together
+            if at > 1 and float(passed) > LONGEST_SECONDS:
+                break
             synchronize(world.device)
             watch = Stopwatch()
             self.passes.train(self.batch, targets)

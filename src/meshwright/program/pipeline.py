@@ -165,11 +165,12 @@ class PipelineProgram(StepProgram):
 
 
 def find_placement_error(placement: Sequence[Sequence[int]], ranks: int, first: int = 0) -> tuple[int, str] | None:
-    """Return (rank, reason) of the first violation of the rules for placements, or None: stages are on existing ranks,
-    replicas have equally many stages, and all ranks hold equally many stages of each replica.
+    """Check a placement of pipeline stages; return (rank, reason) of its first error, or None if it has none. Each
+    stage must be on an existing rank, all replicas must have equally many stages, and all ranks must hold equally many
+    stages of each replica.
 
-    placement: rank of each stage, by replica and stage. first: replica to begin with, if those before it are known to
-    follow the rules.
+    placement: [replica][stage], rank of each stage. ranks: number of ranks. first: replica at which to start, because
+    those before it have been checked.
     """
     for replica in range(first, len(placement)):
         homes = placement[replica]
@@ -204,9 +205,10 @@ def place_in_v_shape(ranks: int) -> tuple[int, ...]:
 class RankBuilder:
     """Builder of one rank's steps of a pipeline schedule, in execution order.
 
-    rank: number of the rank. stages: stages on this rank, by replica. rows: appended steps, as (group, kind, stage,
-    replica, micro-batch, component), where the steps of a group run together. In all methods `stage` may be omitted if
-    the rank has one stage of the replica.
+    rank: number of the rank. stages: stages on this rank, for each replica of the model (bidirectional schedules have
+    two, others one). rows: appended steps, as (group, kind, stage, replica, micro-batch, component); the steps of a
+    group run overlapped; component: part of the layer, 0 for the whole. In all methods `stage` may be omitted if this
+    rank has only one stage of that replica.
     """
 
     rank: int

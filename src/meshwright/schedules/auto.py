@@ -63,12 +63,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of the search for schedule `auto`; times are in the unit of the durations.
+    """Result of the search for schedule `auto`. Times are in the unit in which the durations of steps were given.
 
     winner: best candidate. program: its schedule, renamed `auto`. candidates: all of them, first those within the
     memory limits, then the others, each by increasing makespan. refused: named schedule -> reason why it does not
-    accept these sizes. lower_bound: lower bound of the makespan of any schedule with the searched placements and memory
-    limits; None if some candidates are not subject to it (two replicas, or overlap that saves time).
+    accept these sizes. lower_bound: no schedule with the searched placements and memory limits has a shorter makespan;
+    None if this does not hold for some candidates: those with two replicas, or with steps that take less time
+    overlapped than one after the other.
     """
 
     program: PipelineProgram
@@ -84,13 +85,13 @@ class SearchResult:
 
     @property
     def gap(self) -> float | None:
-        """Distance of the winner's makespan from the lower bound, as a fraction of the bound (0.01: 1 % above it); None
+        """Distance of the winner's makespan from the lower bound, as a fraction of the bound (0.01: 1% above it); None
         without a bound."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else None
 
     def explain(self) -> str:
-        """Return text on the search: one line per candidate, one per schedule that does not accept the sizes, and a
-        last line that compares the winner with the others."""
+        """Return text on the search: one line per candidate, one per named schedule that does not accept these numbers
+        of ranks and micro-batches, and a last line that compares the winner with the others."""
         lines = [f"{'candidate':<24} {'makespan':>12} {'peak':>8}"]
         for one in self.candidates:
             note = "" if one.fits else "  over the memory limit"
@@ -102,7 +103,7 @@ class SearchResult:
             ratio = others[0].makespan / self.makespan if self.makespan else 1.0
             won += f", {ratio:.4f} times as fast as the best other named schedule, {others[0].name}"
         if self.gap is not None:
-            won += f"; at most {100 * self.gap:.2f} % above the lower bound ({self.lower_bound:.6g})"
+            won += f"; at most {100 * self.gap:.2f}% above the lower bound ({self.lower_bound:.6g})"
         return "\n".join([*lines, won])
 
 
@@ -190,7 +191,7 @@ def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
     """Return {stages per rank: durations} for all numbers of stages per rank that the search tries: `chunks` if given;
-    else the number for which durations are listed by stage; else 1 and 2.
+    else, if `durations` has one number per stage, their count divided by `ranks`; else 1 and 2.
 
     durations: `Durations` whose fields each have one number, one per rank or one per stage; or a function that returns
     the `Durations` for a number of stages. Raises UserError for invalid or contradictory numbers.
@@ -272,8 +273,9 @@ def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str,
 def _simulate_candidate(
     name: str, program: PipelineProgram, durations: Durations, limits: tuple[float, ...]
 ) -> Candidate:
-    """Simulate a pipeline schedule; return it as the candidate `name`. durations: of its steps. limits: [ranks], memory
-    limits in micro-batches on all stages of the rank."""
+    """Simulate a pipeline schedule; return it as the candidate `name`. durations: of its steps. limits: [ranks],
+    maximum saved activations of each rank; the unit is what one micro-batch saves on all stages of the rank
+    together."""
     timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))

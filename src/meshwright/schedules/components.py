@@ -105,9 +105,10 @@ class ComponentDurations:
         """Convert to the `Durations` that `simulate_pipeline` takes, for whole steps and for steps split into
         components.
 
-        A whole forward or backward takes the sum of its components' times, and an overlapped pair takes
-        `self.overlapped`. `parts` of the result: [4, 4], fraction of the time of each pass (rows: forward, backward,
-        input gradient, weight gradient) that each component takes (columns: attention, dispatch, MLP, combine).
+        A whole forward or backward takes the sum of its components' times; a forward and a backward that run overlapped
+        take `self.overlapped` together. `parts` of the result: [4, 4], fraction of the time of each pass (rows:
+        forward, backward, input gradient, weight gradient) that each component takes (columns: attention, dispatch,
+        MLP, combine).
         """
         table = self.tabulate()
         whole = table.sum(axis=1)

@@ -95,8 +95,8 @@ class Problem:
 
     @cached_property
     def predecessor(self) -> tuple[int, ...]:
-        """Task that produces the input of each task (one pass on one stage) for the same micro-batch: [tasks], task
-        numbers. For the first stage's forward, which has no predecessor: 3 x stages."""
+        """Predecessor of each task (one pass on one stage): number of the task whose result it reads, [tasks]. The
+        first stage's forward has none; its entry is 3 x stages, which is no task."""
         s = self.stages
         forwards = [3 * s, *range(s - 1)]
         return (*forwards, *range(s + 1, 2 * s), s - 1, *range(s, 2 * s))
@@ -268,10 +268,11 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
 
 
 def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) -> PipelineProgram:
-    """Build the pipeline schedule called `name` from task orders. A task is one pass on one stage.
+    """Build the pipeline schedule called `name` from task orders. A task is one pass on one stage; its number is kind x
+    stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient.
 
-    problem: gives the placement of stages on ranks. orders: for each rank, its task numbers in execution order. Task
-    number: kind x stages + stage with kinds 0 forward, 1 input gradient, 2 weight gradient.
+    problem: gives the placement of stages on ranks. orders: for each rank, its task numbers in execution order; where a
+    number comes for the n-th time, the task runs micro-batch n.
     """
     rows = []
     for rank, order in enumerate(orders):

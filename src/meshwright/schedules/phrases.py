@@ -47,10 +47,11 @@ class PhraseWriter:
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:
-        """Assign micro-batches to all written steps and append them to the rank's builder; to be called once, at the
-        end.
+        """Number the micro-batches of all steps written so far, in execution order, and append the steps to the rank's
+        builder. To be called once, at the end.
 
-        Asserts that either all weight gradients or none have a chunk number.
+        Asserts that either all weight gradients or none were written with the number of their chunk (stage of the
+        rank).
         """
         kind, chunk, joined = np.concatenate(self._written).T
         micro_batch = np.full(len(kind), -1)

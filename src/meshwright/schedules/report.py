@@ -23,12 +23,13 @@ from meshwright.schedules.transfers import with_transfers
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """Result of `meshwright schedule`: a checked pipeline schedule with its simulation. Times are in the unit of the
-    durations.
+    """Result of `meshwright schedule`: a checked pipeline schedule with its simulation. Times are in the unit in which
+    the durations of steps were given.
 
-    program: compute steps only, as generated or loaded. complete: the same steps with sends and receives. timing:
-    simulated times. parts: simulation by layer component (attention, dispatch, MLP, combine), None if not requested.
-    found: search result of `auto`, else None.
+    program: the schedule as generated or loaded, compute steps only. complete: the same steps with sends and receives
+    between them. timing: simulated start and end of each step. parts: a second simulation in which each step is divided
+    into attention, dispatch, MLP and combine; None if it was not requested. found: candidates of the search, if the
+    schedule is `auto`; else None.
     """
 
     program: PipelineProgram  # as generated or loaded
@@ -113,12 +114,12 @@ class ScheduleReport:
         replicas = f", {program.replicas} replicas in opposite directions" if program.replicas > 1 else ""
         lines = [
             f"{program.name}: {program.ranks} ranks, {program.micro_batches} micro-batches{chunks}{replicas}; checked",
-            f"makespan {timing.makespan:.6g}; bubble {100 * timing.bubble_fraction:.1f} % of it, "
-            f"{100 * timing.bubble_to_ideal:.1f} % of the mean busy time of a rank ({float(timing.busy.mean()):.6g})",
+            f"makespan {timing.makespan:.6g}; bubble {100 * timing.bubble_fraction:.1f}% of it, "
+            f"{100 * timing.bubble_to_ideal:.1f}% of the mean busy time of a rank ({float(timing.busy.mean()):.6g})",
         ]
         if program.asynchronous:
             steady = 100 * timing.steady_bubble_fraction
-            lines.append(f"asynchronous weight updates: bubble {steady:.1f} % while the pipeline is full")
+            lines.append(f"asynchronous weight updates: bubble {steady:.1f}% while the pipeline is full")
         if self.parts is not None:
             lines.append(
                 f"all-to-all per rank {_format_range(self.parts.all_to_all.tolist())}, exposed "

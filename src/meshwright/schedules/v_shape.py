@@ -50,8 +50,8 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the V-Min pipeline schedule: a third of 1F1B's activations, two thirds of its bubble; two stages per
     rank in a V shape.
 
-    arXiv 2405.15362, section 3. A micro-batch takes one time slot (of one step) per rank in both directions: no shorter
-    activation lifetime is possible.
+    arXiv 2405.15362, section 3. A micro-batch moves on to the next stage in every time slot, forward and backward, so
+    that its activations are freed as early as possible.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 a chunk) and free transfers:
     - bubble: 2 x ranks - 5/2, or 2 x ranks - 7/2 if 3 divides ranks (2 ranks: 1), for at least 2 x ranks micro-batches;
@@ -68,12 +68,13 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a pipeline schedule by repeating one pattern of steps for every micro-batch, each a fixed number of time
-    slots (equal time units) after the previous one. Idle slots are then removed as far as memory allows.
+    """Build a pipeline schedule from the steps of one micro-batch. Every micro-batch runs them six time slots after the
+    one before it (a rank has six steps per micro-batch: two forward, two B and two W passes, one per slot). W passes
+    fill slots that are left, and steps then move earlier into idle slots, as far as memory allows.
 
-    name: name of the schedule. block: the pattern: [ranks], the four time slots in which micro-batch 0 runs its two
-    forwards and two input gradients on each rank. most_held: maximum saved activations of a rank, in stages; the
-    pattern itself must not need more. Each rank runs at most one step per slot.
+    name: name of the schedule. block: [ranks], the four slots in which micro-batch 0 runs its two forwards and its two
+    B passes (input gradients) on each rank. most_held: limit on the saved activations of a rank, in activations of one
+    micro-batch on one stage; `block` itself must keep to it.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))

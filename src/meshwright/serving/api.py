@@ -205,7 +205,8 @@ def load(
             the ranks and loads the model on them.
         dtype: Dtype of weights and KV cache, a name such as `"bfloat16"` or a torch dtype; default float32.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.
-        log: Called with one line of text for each newer checkpoint that is skipped because it is damaged.
+        log: Called with one line of text for each newer checkpoint that is skipped because it is damaged, before the
+            CPU kernels are compiled, and if there are none for this machine or dtype.
 
     Returns:
         The model, with `generate` and `stream`.
@@ -227,9 +228,11 @@ def load(
     config = config_from_path(directory)
     reading = serving_layout("" if layout is None else str(layout), config)
     from meshwright.comm.mesh import Mesh
+    from meshwright.kernels.choice import prepare_kernels
     from meshwright.serving.offline import build_offline_engine, run_on_ranks, run_requests
 
+    kernels = prepare_kernels(name, reading, log)[0] if device == "cpu" else None
     if reading.world_size > 1:
-        return Model(directory, config, partial(run_on_ranks, directory, reading, name), reading)
-    engine = build_offline_engine(directory, Mesh.single(device=device), name)
+        return Model(directory, config, partial(run_on_ranks, directory, reading, name, kernels), reading)
+    engine = build_offline_engine(directory, Mesh.single(device=device), name, instruction_set=kernels)
     return Model(directory, config, partial(run_requests, engine))

@@ -61,8 +61,8 @@ class Piece(NamedTuple):
 class Choice:
     """One answer to one prompt (a choice of the OpenAI API), built from the engine's outputs.
 
-    prompts: tokenizer. stop: stop strings of the request. echo: text of the prompt, with which the choice's text
-    begins; None: the text is the answer alone.
+    prompts: converts between text and tokens. stop: stop strings of the request. echo: text of the prompt, to put
+    before the answer; None: the answer alone.
 
     Attributes:
         index: Index in the response's `choices`.
@@ -107,9 +107,7 @@ class Choice:
         if output.prompt_results is not None:
             self.prompt_results = output.prompt_results
         if self._unsent_echo is not None:
-            text = self._unsent_echo + text
-            tokens = self._place_prompt() + tokens
-            self._unsent_echo = None
+            text, tokens, self._unsent_echo = self._unsent_echo + text, self._place_prompt() + tokens, None
         return Piece(text, tokens, self.finish_reason)
 
     def _extend(self, output: Output) -> tuple[str, list[PlacedToken]]:

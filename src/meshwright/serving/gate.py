@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,15 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     if not keys:
         raise UserError(f"API keys: {path} has no key; write one per line")
     return keys
+
+
+def check_origins(origins: Sequence[str]) -> Sequence[str]:
+    """Return the origins of `HttpSettings.cors_origins` after a check. Raises UserError for one that no browser sends,
+    which would never match."""
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+            raise UserError(f'--cors-origin {origin}: should be an origin such as https://example.org:8443, or "*"')
+    return origins
 
 
 class ApiKeys:

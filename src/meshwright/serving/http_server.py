@@ -317,7 +317,8 @@ class _Server(uvicorn.Server):
                     await asyncio.sleep(PAUSE_SECONDS)
 
     def _make_protocol(self) -> asyncio.Protocol:
-        """Return the protocol object for a new connection, which refuses it if the limit is reached."""
+        """Return the protocol object for a new connection. If the server already serves its maximum number of
+        connections, the object refuses all requests but health checks."""
         count, place = len(self._accepted), (self.config, self.server_state, self.lifespan.state)
         refuse, group = (self._refuse, self._refused) if count >= self._limit else (None, self._accepted)
         return _LimitedProtocol(*place, crowded=2 * count >= self._limit, refuse=refuse, group=group)

@@ -17,6 +17,7 @@ from torch import nn
 from meshwright.comm.mesh import Mesh
 from meshwright.kernels import operations as op
 from meshwright.kernels.library import Kernels
+from meshwright.kernels.memory_pages import reserve_pool
 from meshwright.kernels.op_list import OpList
 from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
@@ -27,7 +28,7 @@ from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Block, Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
-from meshwright.serving.step_limits import StepLimits, reserve_pool
+from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
@@ -12,17 +13,28 @@ from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
 from meshwright.limits import limit_of, shorten_repr
 from meshwright.planner.device_ledger import device_ledger
-from meshwright.planner.serving_ledger import ServingLedger, ServingSizes, fill_memory, serving_ledger
+from meshwright.planner.serving_ledger import KERNEL_DTYPES, ServingLedger, ServingSizes, fill_memory, serving_ledger
+from meshwright.planner.torch_ledger import torch_ledger
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.config import ModelConfig
 
-TOKEN_BUDGET = 512
-"""Default of the most tokens of a step."""
-MAX_SEQUENCES = 64
-"""Default of the most sequences of a step."""
 DEFAULT_FRACTION = 0.9
 DEFAULT_POOL = 4 * 2**30
 """Most bytes of KV blocks without `--memory`, so that by default a server does not fill a machine."""
+
+
+class Steps(NamedTuple):
+    """Limits of one step of the engine (one forward pass of the batch), and what computes it on a CPU.
+
+    tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True: the
+    compiled kernels, if they support the dtype; False: plain torch.
+    """
+
+    tokens: int = 512
+    sequences: int = 64
+    compiled: bool = True
+
+
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -55,7 +67,7 @@ def parse_memory(text: str, host: HostMemory) -> int:
 
 def plan_memory(
     config: ModelConfig, layout: Layout, dtype: str, memory: str | None = None, max_length: int | None = None, *,
-    steps: tuple[int, int] = (TOKEN_BUDGET, MAX_SEQUENCES), hosts: Sequence[HostMemory] | None = None,
+    steps: Steps | None = None, hosts: Sequence[HostMemory] | None = None,
 ) -> ServingLedger:  # fmt: skip
     """Return the predicted memory of a server by item (a ledger), with as many KV blocks as fit.
 
@@ -65,27 +77,28 @@ def plan_memory(
         dtype: Dtype of parameters and KV cache.
         memory: Value of `--memory`; None: 0.9, with at most `DEFAULT_POOL` bytes of KV blocks.
         max_length: Most tokens of a sequence; None: the model's positions, or fewer if they do not fit.
-        steps: (most tokens, most sequences) of a step.
+        steps: Size of the steps, and what computes them; None: the defaults.
         hosts: Memory of each machine, or of each rank's GPU; None: this machine.
 
     Raises:
         UserError: One request of `max_length` tokens does not fit, or a number is out of range.
     """
-    hosts = hosts or [HostMemory.read()]
+    steps, hosts = steps or Steps(), hosts or [HostMemory.read()]
     budgets = [parse_memory(str(DEFAULT_FRACTION) if memory is None else memory, host) for host in hosts]
     budget = sum(budgets)
-    for option, number in zip(("--token-budget", "--max-sequences"), steps, strict=True):
+    for option, number in (("--token-budget", steps.tokens), ("--max-sequences", steps.sequences)):
         if number < 1:
             raise UserError(f"{option} {number}: should be 1 or more")
-    if steps[1] > steps[0]:
-        raise UserError(f"--max-sequences {steps[1]}: should be at most the --token-budget of {steps[0]}")
-    if steps[1] < layout.pp:
-        raise UserError(f"--max-sequences {steps[1]}: should be at least pp{layout.pp}, a sequence for each stage")
+    if steps.sequences > steps.tokens:
+        raise UserError(f"--max-sequences {steps.sequences}: should be at most the --token-budget of {steps.tokens}")
+    if steps.sequences < layout.pp:
+        raise UserError(f"--max-sequences {steps.sequences}: should be at least pp{layout.pp}, a sequence per stage")
     if max_length is not None and not 1 <= max_length <= config.max_positions:
         raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
-    sizes = ServingSizes(steps[0], steps[1], max_length or config.max_positions, dtype)
+    sizes = ServingSizes(steps.tokens, steps.sequences, max_length or config.max_positions, dtype)
     on_gpus = all(host.source == GPU for host in hosts)
-    predict = device_ledger if on_gpus else serving_ledger
+    on_cpu = serving_ledger if steps.compiled and dtype in KERNEL_DTYPES else torch_ledger
+    predict = device_ledger if on_gpus else on_cpu
     ledger = predict(config, layout, sizes)
     # More than twice what all sequences of a step can hold would be of little use even as a prefix cache.
     most = 2 * sizes.max_sequences * ledger.blocks_of_longest

@@ -79,7 +79,8 @@ class Channel:
         return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
     def send(self, data: bytes) -> None:
-        """Send one message, encoded by `encode`: the same bytes can go to several ranks."""
+        """Send one message. data: the message as encoded by `encode`, which is separate so that the same bytes can be
+        sent to several ranks."""
         try:
             self._socket.sendall(data)
         except OSError as error:

@@ -14,13 +14,12 @@ from pathlib import Path
 from meshwright.comm.local import find_socket_parent
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.kernels.choice import choose_instruction_set
 from meshwright.launcher.device import current_device_memory
 from meshwright.layout import Layout
 from meshwright.serving.engine import Engine
 from meshwright.serving.memory import make_step_limits, plan_memory
 from meshwright.serving.pipeline_engine import build_engine
-from meshwright.serving.rank_starter import PLAIN_TORCH, LocalStarter, RankPlan
+from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import InvalidLogits
@@ -90,19 +89,21 @@ def _raise_error(output: Output) -> Output:
 
 
 def run_on_ranks(
-    directory: Path, layout: Layout, dtype: str, requests: Sequence[Request], has_ended: Callable[[str], bool]
-) -> Iterator[Output]:
+    directory: Path, layout: Layout, dtype: str, instruction_set: str | None, requests: Sequence[Request],
+    has_ended: Callable[[str], bool],
+) -> Iterator[Output]:  # fmt: skip
     """Run `requests` on several rank processes of this machine, which this call starts, and yield their outputs,
     interleaved, until every request has finished. Closing the iterator ends the processes. `has_ended`: returns True
     for the ID of a request that needs no more tokens, which is cancelled; called in another thread.
 
     `layout`: from `spec.refuse.serving_layout`; with dp > 1, requests are distributed over the replicas.
+    `instruction_set`: of the kernels, from `kernels.choice.prepare_kernels`.
     """
     if not requests:
         return
     outputs = queue.SimpleQueue[Output | None]()
     loop = asyncio.new_event_loop()  # of a thread, as the caller may have a running one
-    work = loop.create_task(_start_and_run(directory, layout, dtype, requests, has_ended, outputs.put))
+    work = loop.create_task(_start_and_run(directory, layout, dtype, instruction_set, requests, has_ended, outputs.put))
     with closing(loop), ThreadPoolExecutor(1, "ranks") as thread:
         end = thread.submit(loop.run_until_complete, work)
         end.add_done_callback(lambda _: outputs.put(None))
@@ -115,8 +116,8 @@ def run_on_ranks(
 
 
 async def _start_and_run(
-    directory: Path, layout: Layout, dtype: str, requests: Sequence[Request], has_ended: Callable[[str], bool],
-    put: Callable[[Output], None],
+    directory: Path, layout: Layout, dtype: str, instruction_set: str | None, requests: Sequence[Request],
+    has_ended: Callable[[str], bool], put: Callable[[Output], None],
 ) -> None:  # fmt: skip
     """Start the rank processes, run all requests, and call `put` with each output; end the processes afterwards."""
 
@@ -134,7 +135,7 @@ async def _start_and_run(
     with tempfile.TemporaryDirectory(prefix="meshwright-ranks-", dir=find_socket_parent()) as sockets:
         plan = RankPlan(
             str(directory.resolve()), str(layout), dtype, limits, choose_threads(layout.world_size), sockets,
-            _STEP_SECONDS, instruction_set=choose_instruction_set() or PLAIN_TORCH,
+            _STEP_SECONDS, instruction_set=instruction_set,
         )  # fmt: skip
         replicas = Replicas(plan, LocalStarter())
         try:

@@ -23,13 +23,13 @@ from meshwright.comm.mesh import Mesh
 from meshwright.comm.transport import Message
 from meshwright.errors import UserError
 from meshwright.kernels.build import supported_instruction_sets
-from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE
+from meshwright.kernels.choice import INSTRUCTION_SET_VARIABLE, PLAIN_TORCH
 from meshwright.program.check_pipeline import check_pipeline
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.synchronous import one_f_one_b
 from meshwright.schedules.transfers import with_transfers
 from meshwright.serving.engine import Engine, build_scheduler
-from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.request import Output
 from meshwright.serving.runner import Runner, build_runner
 from meshwright.serving.sampling import TokenResult
@@ -101,8 +101,7 @@ class PipelineEngine(Engine):
         for group in self._order:
             for kind, offset in group:
                 number = slot + offset
-                batch = self._batches.get(number)
-                if batch is None:
+                if (batch := self._batches.get(number)) is None:
                     continue
                 if kind == Kind.FORWARD:
                     self._compute(number, batch)
@@ -127,7 +126,9 @@ class PipelineEngine(Engine):
             self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
 
     def _publish(self, number: int, batch: StepBatch) -> list[Output]:
-        """Record the sampled tokens of the batch of slot `number` in the scheduler, and return the batch's outputs."""
+        """Report the sampled tokens of `batch` to this stage's scheduler, and return the batch's outputs. All stages
+        but the last receive the tokens from there first. number: slot of the pipeline in which the batch runs; batches
+        of different slots are computed by different stages at the same time."""
         if self._stage < self._stages - 1 and len(batch.output_rows):
             self._results[number] = self._receive_results(number)
         results = self._results.get(number, [])

@@ -26,6 +26,10 @@ from meshwright.spec.config import ModelConfig
 from meshwright.untrusted import parse_json, read_file, read_json
 
 
+class PromptTooLong(UserError):
+    """Error: a prompt has more tokens than the model's maximum length."""
+
+
 class Prompts:
     """Tokenizer and chat template of a served model: converts prompts to token IDs and back. directory: Hugging Face
     directory of the tokenizer, for its special tokens and chat template.
@@ -102,11 +106,11 @@ class Prompts:
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def encode_chat(self, messages: Sequence[Message], header: bool = True) -> list[int]:
-        """Return the token IDs of a conversation in the model's chat template, with the header of the assistant's next
-        turn if `header`.
+        """Return the token IDs of a conversation, formatted by the model's chat template. header: True: append what
+        begins the assistant's next turn, as for a prompt.
 
-        Raises UserError if there is no template, if it refuses the conversation, or for a text that must be longer than
-        `max_length` tokens.
+        Raises UserError if the model has no template, if the template refuses the conversation, or if its text is so
+        long that it has more than `max_length` tokens.
         """
         self._check_characters(sum(len(message.content) for message in messages))
         return self.check(self._require_chat().encode_prompt(messages, header))
@@ -153,10 +157,10 @@ class Prompts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _check_characters(self, count: int) -> None:
-        """Raise UserError if a text of `count` characters must have more than `max_length` tokens, even if all were of
-        the longest kind."""
+        """Raise PromptTooLong if a text of `count` characters must have more than `max_length` tokens, even if all were
+        of the longest kind."""
         if count > self.max_length * self._longest_token:
-            raise UserError(
+            raise PromptTooLong(
                 f"the prompt has {count:,} characters, more than the maximum length of {self.max_length:,} tokens can "
                 "hold"
             )

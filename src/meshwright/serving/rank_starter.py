@@ -23,8 +23,6 @@ from meshwright.threads import build_child_environment
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Backends of torch.distributed by device; pipeline stages exchange host tensors, by gloo."""
-PLAIN_TORCH = "torch"
-"""Value in place of an instruction set: plain torch, without compiled kernels."""
 SERVE_RANK = "meshwright.serving.ranks:serve_rank"
 
 
@@ -36,20 +34,21 @@ class RankPlan:
         checkpoint: Directory of the model.
         layout: Layout over all ranks, as text; a replica is the ranks of one dp coordinate.
         dtype: Dtype of parameters and KV cache.
-        limits: Sizes for which each rank allocates its KV pool and buffers.
+        limits: Largest step (tokens, sequences) and KV pool, for which each rank allocates memory.
         threads: Kernel threads of each rank.
         directory: Private directory for Unix sockets; None: TCP instead.
-        step_seconds: Most seconds of a step, above which the replica counts as lost, unless its steps are predicted to
-            be long.
+        step_seconds: Time limit of a step in seconds, after which the replica counts as lost; higher for steps that are
+            predicted to be long.
         device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks that torchrun or SLURM started
             agree on one.
         batch_invariant: On GPUs, make the bits of a sequence's results independent of the batch; on a CPU they always
             are.
         instruction_set: Instruction set of the kernels on all ranks, or `PLAIN_TORCH`; None: the fastest measured on
             this machine. Without effect on GPUs.
+        plain_torch: Reason for `PLAIN_TORCH`, as text for users; "" with compiled kernels.
         secret: Shared secret by which front and ranks recognise each other.
         front: Address at which the front listens; "" until it listens.
-        start: Number of earlier starts of the replica's ranks.
+        start: How often the replica's ranks have been started before; 0 at first.
         engine: Function that builds a rank's engine, as `package.module:function`.
     """
 
@@ -63,6 +62,7 @@ class RankPlan:
     device: str = "cpu"
     batch_invariant: bool = False
     instruction_set: str | None = None
+    plain_torch: str = ""
     secret: str = field(default_factory=partial(secrets.token_hex, 32))
     front: str = ""
     start: int = 0

@@ -118,6 +118,7 @@ class Replica:
         answers: Predictor of answer lengths.
         starts: Number of starts of its ranks that have ended.
         hangs: Number of times that a step exceeded its time limit since the last completed step.
+        lost_since: Time of its last loss, in seconds of `time.monotonic`; inf before.
         ready_since: Time at which it became ready, in seconds of `time.monotonic`; inf before.
         lost: Future that gets the reason when the replica is lost; None before its first start.
     """
@@ -125,7 +126,7 @@ class Replica:
     def __init__(self, index: int, places: int, groups: int = 1) -> None:
         self.index, self.places, self.groups, self.starts, self.hangs = index, places, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
-        self.speed, self.answers = StepTimes(), AnswerLengthRatio()
+        self.speed, self.answers, self.lost_since = StepTimes(), AnswerLengthRatio(), math.inf
         self._clear()
 
     def _clear(self) -> None:
@@ -153,7 +154,7 @@ class Replica:
             writer.close()
         for name in COUNTERS:
             self.totals[name] += self.report.get(name, 0)
-        streams = list(self.streams.values())
+        streams, self.lost_since = list(self.streams.values()), time.monotonic()
         self._clear()
         return streams
 

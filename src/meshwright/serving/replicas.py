@@ -82,14 +82,14 @@ class Replicas:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """Facts about the engine as JSON: layout, dtype, threads, sizes, instruction set and kernel version, rank
-        processes."""
+        """Facts about the engine as JSON: layout, dtype, threads, sizes, instruction set and kernel version, reason for
+        plain torch in their place, rank processes."""
         plan, limits, first = self.plan, self.plan.limits, next(iter(self.hellos.values()), {})
         return {
             "layout": plan.layout.replace(":nosp", ""),  # a step's tokens are never split over tp
             "dtype": plan.dtype, "threads": plan.threads, "kv_blocks": limits.blocks, "max_length": limits.max_length,
             "max_sequences": limits.max_sequences, "token_budget": limits.token_budget, "ranks": self.rank_processes,
-            **{name: first.get(name) for name in SAME_ON_ALL_RANKS},
+            **{name: first.get(name) for name in SAME_ON_ALL_RANKS}, "plain_torch": plan.plain_torch or None,
         }  # fmt: skip
 
     @property
@@ -164,8 +164,8 @@ class Replicas:
     # --- start and end
 
     async def start(self) -> None:
-        """Start all ranks and wait until every replica is ready. Raises the error (UserError ...) if one cannot start;
-        call `close` even then."""
+        """Start all ranks and wait until every replica is ready. If a replica cannot start, raises its error, such as
+        `UserError`; call `close` in that case, too."""
         listener = messages.Listener(self.plan.directory, "front", self.plan.secret, self._host)
         self._server = await listener.serve(self._listen_to_rank)
         self.plan = replace(self.plan, front=listener.address)
@@ -291,7 +291,7 @@ class Replicas:
                 if replica.starts > start:
                     break  # from ranks that have been replaced
                 if "ready" in message:
-                    self._make_ready(replica)
+                    self._make_ready(replica, message["ready"])
                 else:
                     self._take_step(replica, message)
         finally:
@@ -320,9 +320,11 @@ class Replicas:
                 if rank:
                     follower.write(messages.encode({"leader": replica.leader}))
 
-    def _make_ready(self, replica: Replica) -> None:
-        """Mark a replica as ready, and send it the requests that waited for one."""
-        replica.ready, replica.ready_since = True, time.monotonic()
+    def _make_ready(self, replica: Replica, report: dict[str, Any]) -> None:
+        """Mark a replica as ready, and send it the requests that waited for one. report: figures of its idle engine."""
+        replica.ready, replica.ready_since, replica.report = True, time.monotonic(), report
+        if replica.starts:
+            self._log(f"replica {replica.index} is ready again, {replica.ready_since - replica.lost_since:.2f} s later")
         parked, self._parked = self._parked, []
         for stream in parked:
             self._dispatch(stream)

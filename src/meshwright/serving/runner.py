@@ -11,16 +11,14 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
-from meshwright.kernels.choice import load_kernels
+from meshwright.kernels.choice import PLAIN_TORCH, load_kernels
+from meshwright.planner.serving_ledger import KERNEL_DTYPES
 from meshwright.serving.native_runner import NativeRunner
-from meshwright.serving.rank_starter import PLAIN_TORCH, RankPlan
+from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.torch_runner import TorchRunner
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.config import ModelConfig
-
-KERNEL_DTYPES = ("float32", "bfloat16")
-"""Dtypes of weights that the compiled kernels support; others run in plain torch."""
 
 
 class Runner(Protocol):

@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import signal
 import tempfile
@@ -11,7 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
 
@@ -19,7 +21,7 @@ from meshwright.checkpoint import find_checkpoint
 from meshwright.collectives.quantities import GIB
 from meshwright.comm.local import PRELOADED_TO_SERVE, find_socket_parent, start_server
 from meshwright.errors import Terminated, UserError
-from meshwright.kernels.choice import choose_instruction_set
+from meshwright.kernels.choice import prepare_kernels
 from meshwright.launcher import rendezvous
 from meshwright.launcher.daemon_thread import run_in_daemon_thread
 from meshwright.launcher.device import devices_of_ranks
@@ -28,8 +30,8 @@ from meshwright.launcher.signals import StopSignals
 from meshwright.layout import Layout
 from meshwright.names import check_options
 from meshwright.planner.serving_ledger import ServingLedger, bill_text, parse_dtype
-from meshwright.serving.memory import DEFAULT_FRACTION, MAX_SEQUENCES, TOKEN_BUDGET, make_step_limits, plan_memory
-from meshwright.serving.rank_starter import PLAIN_TORCH, JoinedStarter, LocalStarter, RankPlan
+from meshwright.serving.memory import DEFAULT_FRACTION, Steps, make_step_limits, plan_memory
+from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.waiting_line import QueueLimits
 from meshwright.spec.config import ModelConfig
@@ -135,16 +137,19 @@ def serve(
     model = _check_model(Path(path), str(layout), place, options, log)
     import uvloop
 
-    from meshwright.serving.gate import HttpSettings, read_api_keys
+    from meshwright.serving.gate import HttpSettings, check_origins, read_api_keys
     from meshwright.serving.http import HttpApp
     from meshwright.serving.http_server import allow_connections, open_socket, serve_http, wait_for_signals
 
     file = options.get("api_key_file")
     keys = [] if file is None else read_api_keys(Path(file))
+    origins = check_origins(options.get("cors_origins", ()))
+    listener = open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))
+    model = _prepare_kernels(model, phases)  # it may compile, which signals end as long as none is deferred
     name = options.get("served_model_name") or Path(path).resolve().name
     with (
         StopSignals() as signals,
-        closing(open_socket(options.get("host", "127.0.0.1"), options.get("port", 8000))) as listener,
+        closing(listener),
         tempfile.TemporaryDirectory(prefix="meshwright-serve-", dir=find_socket_parent()) as directory,
     ):
         replicas = _make_replicas(model, directory, options, log)
@@ -160,11 +165,12 @@ def serve(
                 prompts = starting.result()
                 connections = max(1024, 2 * replicas.most_requests)
                 allow_connections(connections, log)
-                settings = HttpSettings(name, keys, options.get("cors_origins", ()), connections=connections)
+                settings = HttpSettings(name, keys, origins, connections=connections)
                 app = HttpApp(replicas, prompts, settings)
                 host, port = listener.getsockname()[:2]
                 url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
                 seconds = time.perf_counter() - phases.began
+                gc.freeze()  # a full collection would look through all modules, for 0.1 s without an answer
                 phases.end("HTTP started")
                 log(f"ready at {url} after {seconds:.2f} s")
                 on_ready(
@@ -203,7 +209,8 @@ class _Phases:
 class _Settings:
     """Checked settings of a server: checkpoint, layout and dtype. ledger: predicted memory, with the number of KV
     blocks that fit. place: rank of this process if torchrun or SLURM started one process per rank, else None. device:
-    "cpu" or "cuda"."""
+    "cpu" or "cuda". plan: predicts the memory for given `steps`. kernels: (instruction set, reason for plain torch) of
+    CPU ranks, from `prepare_kernels`."""
 
     checkpoint: Path
     config: ModelConfig
@@ -212,6 +219,8 @@ class _Settings:
     ledger: ServingLedger
     place: rendezvous.Place | None
     device: str
+    plan: partial[ServingLedger]
+    kernels: tuple[str | None, str] = (None, "")
 
 
 def _check_model(
@@ -227,19 +236,31 @@ def _check_model(
     if place is not None:
         rendezvous.check_world_size(place, reading)
         hosts = place.ranks // (place.host_ranks or place.ranks)
-    budget, sequences = options.get("token_budget") or TOKEN_BUDGET, options.get("max_sequences")
-    steps = budget, min(MAX_SEQUENCES, budget) if sequences is None else sequences
+    budget, sequences = options.get("token_budget") or Steps().tokens, options.get("max_sequences")
+    steps = Steps(budget, min(Steps().sequences, budget) if sequences is None else sequences)
     memory, longest = options.get("memory"), options.get("max_length")
     gpus = devices_of_ranks(options.get("device", "auto"), reading.world_size // hosts)
     if gpus and memory is None:
         memory = str(DEFAULT_FRACTION)
     machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
-    ledger = plan_memory(config, reading, dtype, memory, longest, steps=steps, hosts=machines)
+    plan = partial(plan_memory, config, reading, dtype, memory, longest, steps=steps, hosts=machines)
+    ledger = plan()
     if place is not None:
         log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
     if gpus and options.get("device", "auto") == "auto":
         log("warning: --device auto has found a GPU; serving has not run on real GPUs yet (--device cpu is tested)")
-    return _Settings(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu")
+    return _Settings(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu", plan)
+
+
+def _prepare_kernels(model: _Settings, phases: _Phases) -> _Settings:
+    """Compile the kernels of CPU ranks if necessary, and return the settings with them; without kernels the predicted
+    memory becomes that of plain torch. Raises UserError if the layout needs kernels."""
+    if model.device != "cpu":
+        return model
+    instruction_set, reason = prepare_kernels(model.dtype, model.layout, phases.log)
+    phases.end("settings checked" if reason else f"settings checked, {instruction_set} kernels ready")
+    ledger = model.plan(steps=model.plan.keywords["steps"]._replace(compiled=False)) if reason else model.ledger
+    return replace(model, ledger=ledger, kernels=(instruction_set, reason))
 
 
 def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
@@ -250,8 +271,7 @@ def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log:
         str(model.checkpoint.resolve()), str(layout), model.dtype, make_step_limits(model.ledger),
         options.get("threads") or choose_threads(here), directory if place is None else None,
         options.get("step_seconds", 60.0), model.device if place is None else options.get("device", "auto"),
-        options.get("batch_invariant", False),
-        choose_instruction_set() or PLAIN_TORCH if model.device == "cpu" else None,
+        options.get("batch_invariant", False), *model.kernels,
     )  # fmt: skip
     given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
     limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})

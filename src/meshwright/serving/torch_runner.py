@@ -18,15 +18,12 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.tensor import TensorParallel
+from meshwright.planner.torch_ledger import TILE_TOKENS
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import BlockTables, block_tables
 from meshwright.spec.config import ModelConfig
-
-TILE_TOKENS = 16
-"""Rows of every product on a CPU. torch chooses kernels by shape, so a fixed shape makes a token's result independent
-of the number of tokens."""
 
 
 class OrderedTensorParallel(TensorParallel):
@@ -152,10 +149,10 @@ class TorchRunner:
         if limits.touched:
             self._cache.touch()
         self._tile = 1 if self.config.experts else TILE_TOKENS
-        self._logit_rows = limits.logits
+        self._logit_rows = limits.logits if self._stage.last else 0
 
     def memory(self) -> dict[str, int]:
-        """Return {kind: bytes}: `weights`, `kv` (cache), `logits`."""
+        """Return {kind: bytes}: `weights`, `kv` (cache), `logits` (of a step; a last stage's only)."""
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
             "kv": self._cache.nbytes,

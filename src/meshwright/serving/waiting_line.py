@@ -125,12 +125,13 @@ class WaitingLine:
         return len(self._expected) + len(self._late)
 
     def admit(self, ticket: Ticket, requests: int, tokens: int, queue: Queue) -> Refusal | None:
-        """Admit an HTTP request or refuse it. Return None if it is admitted, which ends its place in the line, if it
-        had one; else the refusal, after which it has a place (if `ticket` has a key and the line is not full).
+        """Admit an HTTP request or refuse it. If it is admitted, return None; its place in the line, if it had one, is
+        given up. Otherwise return the refusal; the request then keeps its place or gets one, if `ticket` has a key and
+        the line is not full.
 
         ticket: identity of the request. requests: number of the engine's requests (choices) that the HTTP request
-        makes; 0: only ask for a refusal, without ending the place. tokens: number of prompt tokens of these requests,
-        or an estimate. queue: present state of the queue.
+        makes; 0: only find out whether it would be refused; an admitted request keeps its place. tokens: number of
+        prompt tokens of these requests, or an estimate. queue: present state of the queue.
         """
         now = self._clock()
         self._expire(now)

@@ -1,13 +1,11 @@
-"""Weights of a serving rank, read one engine tensor at a time from a memory-mapped checkpoint, whose pages are dropped
-after use, so that memory never holds much more than the converted weights and one tensor.
+"""Weights of a serving rank, read one model parameter at a time from a memory-mapped checkpoint, whose pages are
+dropped after use, so that memory never holds much more than the converted weights and one tensor.
 
-An engine tensor is a parameter of the model as it runs here; it may combine several of the checkpoint's tensors, such
-as query, key and value.
+A model parameter is one in memory; it may combine several of the checkpoint's tensors, such as query, key and value.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +13,9 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
+from meshwright.kernels.memory_pages import release_pages
 from meshwright.model.huggingface import CheckpointFiles, match_entries, read_entry
-from meshwright.parallel.flat_buffers import FlatLayout, flat_layout
-from meshwright.serving.step_limits import MADVISE
+from meshwright.parallel.flat_buffers import FlatLayout, flat_layout, slice_entries
 from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -37,8 +35,8 @@ def read_decoder_config(directory: Path) -> ModelConfig:
 
 
 class RankWeights:
-    """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one engine tensor (parameter
-    of the model, such as fused query, key and value) at a time.
+    """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one model parameter (such as
+    fused query, key and value) at a time.
 
     directory: Hugging Face directory or checkpoint. mesh: gives the rank's coordinates. Raises UserError, naming file
     and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
@@ -56,7 +54,7 @@ class RankWeights:
         table = parameter_table(self.config)
         self._files = CheckpointFiles(directory)
         self._names = match_entries(self._files, table, self.config)
-        self._buffers: dict[str, tuple[FlatLayout, int]] = {}  # of each engine tensor, and its index there
+        self._buffers: dict[str, tuple[FlatLayout, int]] = {}  # of each model parameter, and its index there
         coordinates = mesh.layout.coordinates(mesh.rank)
         needed = {name for unit in units_of(table, self.stage) for name in table.needed_by(unit)}
         for unit in (unit for unit in table.units if unit in needed):
@@ -65,19 +63,19 @@ class RankWeights:
                 self._buffers |= {placed.tensor.name: (flat, at) for at, placed in enumerate(flat.tensors)}
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the engine tensors, in forward order."""
+        """Iterate over the names of the model parameters, in forward order."""
         return iter(self._buffers)
 
     def is_bfloat16(self, name: str) -> bool:
-        """Return True if the checkpoint's files have the engine tensor (parameter of the model) `name` in bfloat16."""
+        """Return True if the checkpoint's files have the model parameter `name` in bfloat16."""
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
         parts = flat.slices_within(placed.offset, placed.offset + placed.numel)
         return all(self._files.dtype(self._names[part.entry.name]) == "BF16" for part, _, _ in parts)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's shard of the engine tensor (parameter of the model) `name` in `dtype`, valid until the
-        next call; vocabulary padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
+        """Return this rank's shard of the model parameter `name` in `dtype`, valid until the next call; vocabulary
+        padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
         self._drop()
         flat, at = self._buffers[name]
         placed = flat.tensors[at]
@@ -90,7 +88,7 @@ class RankWeights:
             values = self._make_scratch(placed.numel, dtype)
             if sum(last - first for _, first, last in found) < placed.numel:
                 values.zero_()
-            flat.fill(values, placed.offset, self._read_entry)
+            flat.fill(values, placed.offset, slice_entries(self._read_entry))
         return values.view(placed.shape)
 
     def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -117,14 +115,5 @@ class RankWeights:
     def _drop(self) -> None:
         """Release the memory pages of the entry read last; if needed again, they are read from the file."""
         if self._mapped is not None:
-            _drop_pages(self._mapped)
+            release_pages(self._mapped.data_ptr(), self._mapped.nbytes)
             self._mapped = None
-
-
-def _drop_pages(values: torch.Tensor) -> None:
-    """Release the memory pages that lie entirely inside the tensor `values`, a view of a memory-mapped file."""
-    page = mmap.PAGESIZE
-    start = -(-values.data_ptr() // page) * page
-    stop = (values.data_ptr() + values.numel() * values.element_size()) // page * page
-    if stop > start:
-        MADVISE(start, stop - start, mmap.MADV_DONTNEED)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.spec.parameter_entries import EngineTensor, Initial, ParameterEntry
+from meshwright.spec.parameter_entries import Initial, ModelParameter, ParameterEntry
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
 from meshwright.spec.stages import Stage
@@ -95,11 +95,11 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
         )
 
 
-def _foreign_tensor(parameter: ForeignParameter) -> EngineTensor:
-    """Return the `EngineTensor` for a parameter of a user's module: a single entry (tensor on disk), not sharded over
+def _foreign_tensor(parameter: ForeignParameter) -> ModelParameter:
+    """Return the `ModelParameter` for a parameter of a user's module: a single entry (tensor on disk), not sharded over
     tp."""
     entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
-    return EngineTensor(parameter.name, parameter.unit, (entry,))
+    return ModelParameter(parameter.name, parameter.unit, (entry,))
 
 
 def _replicated_entry(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> ParameterEntry:

@@ -66,8 +66,7 @@ class Initial:
 class Box:
     """Contiguous block of a parameter entry (one tensor of a checkpoint) on one rank. start: index, in each dim, of its
     first element in the unsharded entry. shape: shape of the block. local_start: index, in each dim, of its first
-    element in the rank's shard of the engine tensor (the model's parameter that contains the entry, such as fused
-    qkv)."""
+    element in the rank's shard of the model parameter that contains the entry, such as fused qkv."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -80,7 +79,7 @@ class Box:
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        """Index of the block in the rank's shard of the engine tensor: one slice for each dim."""
+        """Index of the block in the rank's shard of the model parameter: one slice for each dim."""
         return tuple(slice(start, start + size) for start, size in zip(self.local_start, self.shape, strict=True))
 
 
@@ -88,11 +87,11 @@ class Box:
 class ParameterEntry:
     """Entry of the parameter table, which describes one tensor of a checkpoint. ``name``, ``shape``: name and shape on
     disk. ``initial``: initial values. ``decay``: True if weight decay applies. ``transposed``: True if the disk holds
-    the transpose (GPT-2's Conv1D) of the engine's orientation, [output, input]. All other fields are in the engine's
-    orientation.
+    the transpose (GPT-2's Conv1D) of the matrix in memory, which is [output, input] as in `nn.Linear`. All other fields
+    describe the matrix in memory.
 
-    ``tensor``: name of the engine tensor (the model's parameter, such as fused qkv) of which the entry is a slice along
-    dim 0, starting at index ``offset``. ``unit``: name of its FSDP unit.
+    ``tensor``: name of the model parameter (such as fused qkv) of which the entry is a slice along dim 0, starting at
+    index ``offset``. ``unit``: name of its FSDP unit.
 
     ``split``: {axis: dim along which the axis shards the entry}: {"tp": 0} for column-parallel and vocabulary-parallel
     weights, {"tp": 1} for row-parallel ones, {} if replicated. ``blocks``: sizes along that dim of consecutive blocks,
@@ -135,8 +134,8 @@ class ParameterEntry:
     kept: str | None = None
 
     @property
-    def engine_shape(self) -> tuple[int, ...]:
-        """Unsharded shape in the engine's orientation; (1,) for a scalar."""
+    def model_shape(self) -> tuple[int, ...]:
+        """Unsharded shape of this entry in memory: that on disk, reversed if `transposed`; (1,) for a scalar."""
         return (self.shape[::-1] if self.transposed else self.shape) or (1,)
 
     @property
@@ -173,7 +172,7 @@ class ParameterEntry:
             return 1
         if "tp" not in self.split:
             return layout.tp
-        pieces = self.engine_shape[self.split["tp"]] // self.granularity
+        pieces = self.model_shape[self.split["tp"]] // self.granularity
         return layout.tp // pieces if self.remainder == "replicate" and pieces < layout.tp else 1
 
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
@@ -195,7 +194,7 @@ class ParameterEntry:
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
         """Return the shape of a rank's shard of the entry under this layout, vocabulary padding included. It is equal
         on all ranks that hold a shard."""
-        shape = list(self.engine_shape)
+        shape = list(self.model_shape)
         for axis, dim in self.cut_dims(layout).items():
             parts = getattr(layout, axis)
             shape[dim] = sum(self._local_block_size(block, parts) for block in self.blocks)
@@ -219,7 +218,7 @@ class ParameterEntry:
             return []
         axis = next((axis for axis, at in self.cut_dims(layout).items() if at == dim), None)
         if axis is None:
-            return [(0, self.engine_shape[dim], 0)]
+            return [(0, self.model_shape[dim], 0)]
         parts, position = getattr(layout, axis), coordinates[axis]
         found, begin, local = [], 0, 0
         for block in self.blocks:
@@ -235,7 +234,7 @@ class ParameterEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineTensor:
+class ModelParameter:
     """Parameter of the model in memory, such as fused qkv: the concatenation along dim 0 of the parameter entries
     (tensors on disk) in `entries`. unit: name of its FSDP unit."""
 
@@ -245,9 +244,9 @@ class EngineTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Unsharded shape, in the engine's orientation ([output, input] for matrices)."""
-        first = self.entries[0].engine_shape
-        return (sum(entry.engine_shape[0] for entry in self.entries), *first[1:])
+        """Unsharded shape; [output, input] for matrices."""
+        first = self.entries[0].model_shape
+        return (sum(entry.model_shape[0] for entry in self.entries), *first[1:])
 
     @property
     def numel(self) -> int:

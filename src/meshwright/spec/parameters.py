@@ -1,8 +1,8 @@
 """The parameter table: one entry for every tensor of a model, with its shape, sharding and place in the flat buffers.
 
-A `ParameterEntry` is a tensor as Hugging Face names and shapes it on disk. Entries are concatenated to engine tensors
-(query, key and value are one matrix here), engine tensors to FSDP units (the flat buffers of ZeRO). Model builder,
-planner, checkpoint, gradient reduction and server read the same table.
+A `ParameterEntry` is a tensor as Hugging Face names and shapes it on disk. Entries are concatenated to model parameters
+in memory (query, key and value are one matrix there), model parameters to FSDP units (the flat buffers of ZeRO). Model
+builder, planner, checkpoint, gradient reduction and server read the same table.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal
 from meshwright.layout import Layout
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.disk_names import DISK_NAMES
-from meshwright.spec.parameter_entries import Box, BufferKind, EngineTensor, Initial, ParameterEntry, SplitAxis
+from meshwright.spec.parameter_entries import Box, BufferKind, Initial, ModelParameter, ParameterEntry, SplitAxis
 
-__all__ = ["Box", "Initial", "ParameterTable", "ParameterEntry", "EngineTensor", "parameter_table"]
+__all__ = ["Box", "Initial", "ParameterTable", "ParameterEntry", "ModelParameter", "parameter_table"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class ParameterTable:
     """Table of all parameters of a model, in the forward order of its FSDP units (the embedding, each layer, the head)
     and, within a unit, in the order of its flat buffer.
 
-    entries: one for each tensor on disk. tensors: the parameters of the model in memory ("engine tensors"), each a
-    concatenation of entries (such as query, key and value, or all experts). units: names of the FSDP units. tied: True
-    if the head uses the embedding matrix.
+    entries: one for each tensor on disk. tensors: the parameters of the model in memory, each a concatenation of
+    entries (such as query, key and value, or all experts). units: names of the FSDP units. tied: True if the head uses
+    the embedding matrix.
     """
 
     entries: tuple[ParameterEntry, ...]
-    tensors: tuple[EngineTensor, ...]
+    tensors: tuple[ModelParameter, ...]
     units: tuple[str, ...]
     tied: bool = False
 
@@ -43,14 +43,14 @@ class ParameterTable:
         return {entry.name: entry for entry in self.entries}
 
     @cached_property
-    def _tensor_by_name(self) -> dict[str, EngineTensor]:
-        """The engine tensors by name."""
+    def _tensor_by_name(self) -> dict[str, ModelParameter]:
+        """The model parameters by name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     @cached_property
-    def _tensors_by_unit(self) -> dict[str, tuple[EngineTensor, ...]]:
-        """The engine tensors of each FSDP unit."""
-        found: dict[str, list[EngineTensor]] = {unit: [] for unit in self.units}
+    def _tensors_by_unit(self) -> dict[str, tuple[ModelParameter, ...]]:
+        """The model parameters of each FSDP unit."""
+        found: dict[str, list[ModelParameter]] = {unit: [] for unit in self.units}
         for tensor in self.tensors:
             found[tensor.unit].append(tensor)
         return {unit: tuple(tensors) for unit, tensors in found.items()}
@@ -59,16 +59,17 @@ class ParameterTable:
         """Return the parameter entry with this name on disk."""
         return self._entry_by_name[name]
 
-    def tensor(self, name: str) -> EngineTensor:
-        """Return the engine tensor of this name."""
+    def tensor(self, name: str) -> ModelParameter:
+        """Return the model parameter of this name, such as "layers.0.attention.qkv.weight"; `KeyError` if there is
+        none."""
         return self._tensor_by_name[name]
 
     def unit_tensors(
         self, unit: str, layout: Layout | None = None, buffer: BufferKind | None = None
-    ) -> tuple[EngineTensor, ...]:
-        """Return the engine tensors (parameters of the model in memory) of the FSDP unit called `unit` in the order of
-        its flat buffers: those with weight decay first. `buffer`: "dense" or "experts", to select the tensors in this
-        flat buffer under `layout`; None: all."""
+    ) -> tuple[ModelParameter, ...]:
+        """Return the model parameters of the FSDP unit called `unit` in the order of its flat buffers: those with
+        weight decay first. `buffer`: "dense" or "experts", to select the tensors in this flat buffer under `layout`;
+        None: all."""
         tensors = self._tensors_by_unit[unit]
         if buffer is None:
             return tensors
@@ -104,7 +105,7 @@ class ParameterTable:
         expert under expert parallelism is covered once by each block of ep x etp ranks.
         """
         offset = self.tensor(entry.tensor).local_offset(entry, layout)
-        dims = range(len(entry.engine_shape))
+        dims = range(len(entry.model_shape))
         boxes = []
         for intervals in itertools.product(*(entry.intervals(layout, coordinates, dim) for dim in dims)):
             starts, sizes, local = (tuple(part) for part in zip(*intervals, strict=True))
@@ -117,7 +118,7 @@ class ParameterTable:
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
-    def tensor_range(self, tensor: EngineTensor, layout: Layout | None = None) -> tuple[int, int]:
+    def tensor_range(self, tensor: ModelParameter, layout: Layout | None = None) -> tuple[int, int]:
         """Return the range [start, stop) of elements of its FSDP unit's flat buffer that a rank's shard of an engine
         tensor (the model's parameter, such as fused qkv) occupies. layout: None: one device."""
         layout = layout or Layout()
@@ -145,7 +146,7 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
         units.setdefault(entry.unit, {}).setdefault(entry.tensor, []).append(entry)
     tensors = []
     for unit, grouped in units.items():
-        found = [EngineTensor(name, unit, tuple(parts)) for name, parts in grouped.items()]
+        found = [ModelParameter(name, unit, tuple(parts)) for name, parts in grouped.items()]
         tensors += sorted(found, key=lambda tensor: not tensor.decay)
     entries = tuple(entry for tensor in tensors for entry in tensor.entries)
     return ParameterTable(entries, tuple(tensors), tuple(units), config.tied_head)
@@ -288,8 +289,8 @@ class _Builder:
 
     def mixture(self, unit: str, mlp: str, layer: int) -> None:
         """Append the router, the experts and the shared expert of the layer with index `layer`. The up and gate
-        projections of all experts form one engine tensor (parameter in memory), their down projections another. `unit`:
-        FSDP unit; `mlp`: start of the engine tensors' names."""
+        projections of all experts form one model parameter, their down projections another. `unit`: FSDP unit; `mlp`:
+        start of the model parameters' names."""
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
         # The router's gradient is partial over tp: ranks hold columns of every expert, or route different tokens.
@@ -341,9 +342,10 @@ class _Builder:
         initial: Initial | None = None,
         balances: bool = False,
     ) -> None:
-        """Append one entry at `place`. `shape`: its shape in engine orientation, [output, input]; `cut`: its sharding;
-        `suffix`: "weight" or "bias"; `disk_suffix`: suffix on disk, if it is another; `initial`: initial values (None:
-        the default for its number of dims); `balances`: True for a router bias that balances the experts' load."""
+        """Append one entry at `place`. `shape`: its shape as `nn.Linear` stores it, [output, input]; `cut`: its
+        sharding; `suffix`: "weight" or "bias"; `disk_suffix`: suffix on disk, if it is another; `initial`: initial
+        values (None: the default for its number of dims); `balances`: True for a router bias that balances the experts'
+        load."""
         transposed = self.config.family == "gpt2" and place.layer is not None and len(shape) == 2
         expert = place.expert
         self.entries.append(

@@ -93,7 +93,7 @@ class Annotation:
         return tuple(label for label in LABELS if label in held)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that are set as a JSON object, the form in which records store annotations."""
+        """Return a JSON object of all fields that are not None, the form in which records store annotations."""
         fields = {**dataclasses.asdict(self), "tool": dict(self.tool) or None}
         return {
             key: list(value) if isinstance(value, tuple) else value
@@ -177,8 +177,9 @@ def parse_spans(items: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the standard name of a speech act. word: any of its names in the literature, in any case. where: position
-    of the word, for the `UserError` for an unknown name.
+    """Return the name in `ACTS` of the speech act that `word` names. word: that name or a synonym listed in
+    `ALSO_KNOWN`, in upper or lower case. where: file and line of the word, for the error message. Raises `UserError`
+    for an unknown name.
     """
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name

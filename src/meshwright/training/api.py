@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import to_json_dict
-from meshwright.errors import ignore_model_warnings
-from meshwright.launcher.rendezvous import is_started_by_others, read_place
+from meshwright.emulation.scheduler import is_emulated_rank
+from meshwright.errors import UserError, ignore_model_warnings
+from meshwright.launcher.rendezvous import check_port_free, is_started_by_others, read_place
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe, resolve_recipe
 from meshwright.terminal import print_message
@@ -73,8 +74,8 @@ def train(
 ) -> Result:
     """Train a recipe, or resume it from its newest complete checkpoint; missing data are prepared first.
 
-    Ranks are started as processes of this machine. In a process that torchrun, Kubernetes or SLURM started, every rank
-    calls this and joins the others.
+    Ranks are started as processes of this machine. In a process that torchrun, Kubernetes or SLURM started, and on
+    emulated ranks (`meshwright run --emulate`, `mw.emulate`), every rank calls this and joins the others.
 
     Args:
         recipe: Path of a recipe, its tables as nested dictionaries, or a `Recipe`.
@@ -82,7 +83,8 @@ def train(
             Strings as on the command line, `["train.steps=20"]`, are accepted, too.
         layout: Layout in place of the recipe's: notation such as `"dp2 zero1"`, `"auto"`, or a `Layout`.
         restarts: Maximum number of restarts after a rank was lost.
-        probe: Measure this machine first (10 to 20 seconds) if predictions need it and it was never measured.
+        probe: Measure this machine first (10 to 20 seconds) if predictions need it and it was never measured; emulated
+            ranks measure nothing.
         trust: Allow the recipe to run code that it names, such as a tracker's class.
 
     Returns:
@@ -110,9 +112,13 @@ def train(
     if started is not None and started.rank > 0:
         ignore_model_warnings()
     if resolved.layout == "auto":
+        if is_emulated_rank():
+            raise UserError('layout = "auto" is not emulated: give a layout, such as "dp2 tp2"')
         from meshwright.launcher.rank_threads import share_this_host
         from meshwright.training.automatic import search_fastest_layout
 
+        if started is None:
+            check_port_free(resolved.run.rendezvous or "")  # before the search, which may measure this machine
         log = print_message if started is None or started.rank == 0 else lambda line: None
         measure = probe and (started is None or share_this_host(started))
         chosen = search_fastest_layout(resolved, None if started is None else started.ranks, log, probe=measure)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from meshwright.checkpoint import newest
@@ -20,6 +21,7 @@ from meshwright.planner.cluster import Cluster, cluster, this_machine
 from meshwright.planner.machine_profile import (
     LOCK_SECONDS,
     PROBE_VARIABLE,
+    FailedMeasurement,
     HardwareProfile,
     HardwareProfileKey,
     has_bf16_instructions,
@@ -45,7 +47,8 @@ MEMORY_SECONDS, MEMORY_SECONDS_COMPILED = 5, 37
 """About the duration of the measurement of process memory, of all precisions at once; with compiled blocks."""
 
 BUSY_SHARE = 0.25
-"""Share of a machine's CPU time used by other programs above which a hardware profile is not measured again."""
+"""Share of a machine's CPU time used by other programs above which a measurement that other programs disturbed, or
+that failed, is not repeated."""
 
 SYNCHRONOUS_AXES = ("tp", "cp")
 """Mesh axes with a collective in every layer, whose synchronization cost is measured; expert parallelism has that of
@@ -84,14 +87,24 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     return None if profile is None else _parse_cluster(profile, key.path)
 
 
-def measurement_advice(device: str) -> str:
-    """Return the end of an error message about a missing hardware profile: what the user must do to have it measured,
-    such as "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
+def measurement_advice(device: str, measurement: Path) -> str:
+    """Return the end of an error message about a missing measurement of this machine: what the user must do to have it
+    measured, such as "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or "cuda").
+    measurement: path of the missing file."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
     if not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
         return "start once with run.device=cpu"
+    if (failed := FailedMeasurement.read(measurement)) is not None:
+        return _describe_repetition(failed)
     return "start once without --no-probe"
+
+
+def _describe_repetition(failed: FailedMeasurement) -> str:
+    """Return when a failed measurement is repeated, as the end of a sentence."""
+    if failed.busy > BUSY_SHARE:
+        return f"the next start while other programs use less than {BUSY_SHARE:.0%} of the cores measures again"
+    return f"after {failed.path} is deleted, the next start measures again"
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
@@ -136,13 +149,28 @@ def measure_first_start(
         if profile_known() and not unmeasured():
             return
         with measurement_lock(log):
-            profile, memory = not profile_known(), unmeasured()  # another process may have measured in the meantime
+            # Another process may have measured in the meantime.
+            profile = not profile_known() and _may_repeat(key.path, log)
+            memory = unmeasured()
+            if memory and not _may_repeat(memory[0].path, log):
+                memory = []
             if profile or memory:
                 _measure_and_store(key if profile else None, precisions, axes, memory, log)
 
 
+def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
+    """Return True if this machine's measurement should be tried, False if it failed at an earlier start and would
+    probably fail again; `log` then receives one line about that. A failed measurement is repeated only if other
+    programs used the processor then and do not now. measurement: path of its result file."""
+    failed = FailedMeasurement.read(measurement)
+    if failed is None or (failed.busy > BUSY_SHARE and measure_busy_share() <= BUSY_SHARE):
+        return True
+    log(f"{failed.line} (at an earlier start); {_describe_repetition(failed)}")
+    return False
+
+
 @contextmanager
-def _log_failure(what: str, log: Callable[[str], None]) -> Iterator[None]:
+def _log_failure(what: str, log: Callable[[str], object]) -> Iterator[None]:
     """Context manager that suppresses an exception and logs it as one line that begins with the text `what`.
     `Terminated` is re-raised. log: called with the line."""
     try:
@@ -180,25 +208,33 @@ def _measure_and_store(
         seconds += MEMORY_SECONDS_COMPILED if processes[0].compiled else MEMORY_SECONDS
     whole = f"about {seconds} s, once (stored in {' and '.join(paths)}; skip with --no-probe)"
     log(f"measuring {' and '.join(what)}: {whole}")
-    begun, failures = time.monotonic(), list[str]()
+    begun = time.monotonic()
+    failures: dict[Path, str] = {}
     if key is not None:
-        with _log_failure("hardware measurement failed, so step time is not predicted", failures.append):
+        with _log_failure(
+            "hardware measurement failed, so step time is not predicted", partial(failures.setdefault, key.path)
+        ):
             _measure_profile(key, precisions, axes, log)
     if processes:
-        with _log_failure("process memory overhead could not be measured", failures.append):
+        with _log_failure(
+            "process memory overhead could not be measured", partial(failures.setdefault, processes[0].path)
+        ):
             for each, constants in zip(processes, measure_process_memory(processes, log), strict=True):
                 each.write(constants)
-    for line in failures:
-        log(f"{line}; the next start measures again")
+    for path, line in failures.items():
+        failed = FailedMeasurement(path.name, line, measure_busy_share())
+        log(f"{line}; {_describe_repetition(failed)}")
+        failed.write()
     if not failures:
         log(f"measured in {time.monotonic() - begun:.1f} s")
 
 
 def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None]) -> list[ProcessConstants]:
-    """Measure the memory of a rank process beyond its tensors, under the conditions of each of `keys` (precision,
-    compiled; all with the same number of threads). Each measurement runs in its own process, started like a rank; they
-    run all at once, because the resident memory of one does not depend on the others. log: called with each line for
-    the user. Raises `RankLost` after `LIMIT_SECONDS`, and `Terminated`."""
+    """Measure the memory that a rank process takes besides its tensors; return one result for each of `keys`, in order.
+    Each measurement runs in its own process, started like a rank; they run all at once, because the resident memory of
+    one does not depend on the others. keys: precision, number of threads (the same in all) and whether blocks are
+    compiled. log: called with each line for the user. Raises `RankLost` after `LIMIT_SECONDS`, `Terminated` after
+    SIGTERM."""
     from meshwright.launcher.launcher import LaunchSpec, launch
 
     command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")

@@ -21,7 +21,7 @@ from meshwright.model.huggingface import CheckpointFiles, match_entries, read_en
 from meshwright.model.preference import make_preference
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
-from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.flat_buffers import TensorSlice, slice_entries
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward
@@ -194,7 +194,7 @@ class LanguageModelTask:
         """Load the weights of a Hugging Face model directory into the parameters, in place of initial values."""
         files = CheckpointFiles(directory)
         names = match_entries(files, self.table, self.config)
-        self.parallel.load(lambda entry: read_entry(files, entry, names))
+        self.parallel.load(slice_entries(lambda entry: read_entry(files, entry, names)))
 
     def state(self) -> dict[str, Any]:
         """Return this task's entries of a checkpoint's `state.json`: checksums that identify the data and, for

@@ -33,8 +33,8 @@ class Policy(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Checksums that identify what the reference log-probabilities depend on besides the weights, by name: sha256
-        of the data and of the model configuration, and the precision."""
+        """What the reference log-probabilities depend on besides the weights, as {name: value}: the SHA-256 of the
+        data, the SHA-256 of the model configuration, and the precision. Stored ones are used only if all are equal."""
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
         """Compute the log-probabilities of the responses in the first `sequences` sequences of a split ("train" or

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import UserError
 from meshwright.monitoring.comparison import Prediction, ProcessMemory
 from meshwright.monitoring.step_memory import STEPS, StepMemory
@@ -16,9 +17,11 @@ from meshwright.planner.attention_tiles import Starts
 from meshwright.planner.cluster import Cluster, cluster, this_machine
 from meshwright.planner.devices import find_device
 from meshwright.planner.ledger import Ledger, ledger
+from meshwright.planner.machine_profile import HardwareProfileKey
 from meshwright.planner.process_constants import ProcessKey
 from meshwright.planner.reference_step import in_place
 from meshwright.planner.step_time import StepTime, default_precision, step_time
+from meshwright.threads import count_available_cores
 from meshwright.training.first_start import find_hardware_profile, measurement_advice
 from meshwright.training.process_memory import language_model_of, predict_process_memory
 from meshwright.training.trainer import Trainer
@@ -48,7 +51,7 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     found = try_predict("memory", lambda: _predict_ledger(trainer, machine, notes))
     share = _unexplained_share(machine)
     process = None
-    if found is not None and memory is not None and trainer.device.type == "cpu":
+    if found is not None and memory is not None and trainer.device.type == "cpu" and not is_emulated_rank():
         process = try_predict("process memory", lambda: _predict_process_memory(trainer, found, memory, share))
     axes = try_predict("traffic", trainer.task.predicted_traffic_by_axis)
     tensors = None if found is None else _bytes_by_category(found, share)
@@ -63,12 +66,15 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
     if device.type == "cuda":
         known = find_device(torch.cuda.get_device_name(device))
     if device.type == "cpu":
+        if is_emulated_rank():
+            raise UserError("emulated ranks run one at a time")
         threads = torch.get_num_threads()
         processors = find_hardware_profile(ranks, threads)
         if processors is not None:
             return _select_devices(processors, ranks)
         each = f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}"
-        advice = measurement_advice(trainer.recipe.run.device)
+        path = HardwareProfileKey.here(count_available_cores(), ranks, threads).path
+        advice = measurement_advice(trainer.recipe.run.device, path)
         raise UserError(f'no hardware profile for {each}; run "meshwright probe", or {advice}')
     if this_machine().exists():
         found = cluster("this")
@@ -152,7 +158,7 @@ def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory,
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:
-        advice = measurement_advice(trainer.recipe.run.device)
+        advice = measurement_advice(trainer.recipe.run.device, key.path)
         raise UserError(f"no process-memory profile for this precision and thread count; {advice}")
     return predict_process_memory(trainer, found, memory.resident_before, constants, share)
 

@@ -37,7 +37,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import PARAMETER_DTYPES
 
-STEPS = 3
+STEPS = 2  # the first allocates the optimizer's state, the second has it from its beginning
 KERNELS = 24
 """Number of matmuls with distinct shapes, whose kernels' memory is measured."""
 

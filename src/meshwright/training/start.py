@@ -13,6 +13,7 @@ from meshwright.launcher.host_memory import machine_memory
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_threads import local_threads
 from meshwright.launcher.recipe_checks import check_memory, check_recipe, check_vocabulary
+from meshwright.launcher.rendezvous import check_port_free
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
@@ -37,7 +38,8 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     # All checks run before a process is started, and data are prepared while no rank waits.
     check_recipe(recipe)
     load_named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
-    RunDirectory(recipe.run_directory).create()
+    with RunDirectory(recipe.run_directory):  # locked first: a second start of the same run reports the lock
+        check_port_free(recipe.run.rendezvous or "")
     check_resume(recipe)
     data = prepare(recipe.data, recipe.run.seed, log=print_message)
     check_resume(recipe, data.sha256)

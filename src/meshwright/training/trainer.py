@@ -12,6 +12,7 @@ from meshwright.comm import collectives
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.records import Metrics, Validation
 from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.spec.initial_values import INITIAL_VALUES_VERSION
 from meshwright.training.learning_rate import learning_rate
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import Optimizer
@@ -57,6 +58,7 @@ class Trainer:
         self.skipped = self.skipped_in_a_row = 0
         """Number of skipped steps, whose loss or gradient was not finite; in a row: without those after which the loss
         scale was halved."""
+        self.initial_values = INITIAL_VALUES_VERSION
 
     def step(self, *, stop: bool = False, save_failed: bool = False) -> StepOutcome:
         """Run one training step: forward and backward of every micro-batch, one all-reduce of the outcome, one update.
@@ -102,7 +104,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's `state.json` that a bitwise resume needs in addition to tensors:
-        counters, loss scale, seed, layout, recipe."""
+        counters, loss scale, seed, version of the initial values, layout, recipe."""
         return {
             "step": self.steps_done,
             "samples": self.steps_done * self.recipe.train.batch,
@@ -111,6 +113,7 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "loss_scale": self.loss_scale.state(),
             "seed": self.recipe.run.seed,
+            "initial_values": self.initial_values,
             "threads": self.threads,
             **self.task.state(),
             "layout": str(self.layout),
@@ -122,6 +125,7 @@ class Trainer:
         the parameters. Called after the checkpoint's tensors were loaded into `slices(owned=False)`. Collective."""
         self.steps_done, self.skipped = state["step"], state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.initial_values = state.get("initial_values", 1)
         self.loss_scale.restore(state.get("loss_scale"))
         self.optimizer.restore_step_count(state["optimizer_steps"])
         self.parallel.all_gather_parameters()

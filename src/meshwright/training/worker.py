@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import RankLost, UserError
 from meshwright.launcher import rendezvous
 from meshwright.launcher.device import agree_on_device, choose_device
@@ -56,9 +57,9 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
     """Train a recipe in this process, which torchrun, Kubernetes or SLURM started as one of the ranks, and return the
     result document (JSON dict of figures, complete only on rank 0). Rank 0 locks the run directory. Collective.
 
-    probe: let rank 0 measure this machine first if predictions need it and all ranks share the host; skipped if
-    `run.collective_timeout`, which limits the other ranks' wait, is too short. options: keyword arguments of
-    `meshwright.training.loop.train` (`show_progress`)."""
+    probe: True: if predictions need a measurement of this machine, rank 0 makes it before training, while the other
+    ranks wait. It is left out on emulated ranks, on several hosts, and if `run.collective_timeout`, which limits that
+    wait, is too short. options: keyword arguments of `meshwright.training.loop.train` (`show_progress`)."""
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
     start = rendezvous.read_place(recipe.run.rendezvous)
@@ -73,8 +74,9 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
             print_message(f"meshwright: warning: {warning}")
     directory = RunDirectory(recipe.run_directory)
     patient = recipe.run.collective_timeout > LONGEST_SECONDS
-    if probe and start.rank == 0 and patient and share_this_host(start):
-        with suppress(UserError), directory:  # an error here is raised again on all ranks after the rendezvous
+    if probe and start.rank == 0 and patient and share_this_host(start) and not is_emulated_rank():
+        with suppress(UserError), directory:  # an error here is raised again, on this rank or all, after this block
+            rendezvous.check_port_free(start.method)
             measure_run(recipe, local_threads(recipe, start.ranks).count, print_message)
     return _run_as_rank(recipe, start, directory, None, options, lock=True)
 
@@ -125,11 +127,12 @@ def _run_as_rank(
         device = agree_on_device(recipe.run.device, start, store)
     else:
         device = choose_device(recipe.run.device, start.local_rank or 0)
+    joined = is_emulated_rank() and dist.is_initialized()  # by `mw.emulate`, or by the script before
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     elif start.ranks > 1:
         separate_compile_caches(start.rank if start.local_rank is None else start.local_rank)
-    if start.ranks > 1:
+    if start.ranks > 1 and not joined:
         store = store or rendezvous.connect_to_store(start, timeout)
         rendezvous.initialise(start, store, device, timeout)
     _set_threads(recipe, start, store if lock else None, threads, note=not device.startswith("cuda"))
@@ -138,10 +141,12 @@ def _run_as_rank(
         if lock:
             _lock_run_directory(directory, start, store)
             _write_process_ids(directory, start, store)
-            if store is not None and start.started_by != rendezvous.LAUNCHER:
+            if store is not None and start.started_by != rendezvous.LAUNCHER and not is_emulated_rank():
                 calls = HostCalls.create(directory, start, store)
         layout = recipe.parsed_layout
         programs = load_named_programs(recipe.collectives, layout, recipe.where)
+        if is_emulated_rank():
+            _check_emulated(recipe, bool(programs))
         mesh = Mesh.create(layout, device, timeout, programs)
         with watch_device_calls(mesh.communicator, calls):
             return work(recipe, mesh, directory, **options)
@@ -154,7 +159,7 @@ def _run_as_rank(
             calls.close()
         if start.rank == 0:
             directory.unlock()
-        if start.ranks > 1 and sys.exc_info()[0] is None:
+        if start.ranks > 1 and not joined and sys.exc_info()[0] is None:
             dist.destroy_process_group()
 
 
@@ -179,6 +184,15 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
         print_message(found.note)
     check_local_threads(start.host_ranks or 1, found.count)
     torch.set_num_threads(found.count)  # set in any case: MKL might otherwise start fewer threads
+
+
+def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
+    """Raise `UserError` if the recipe uses what emulated ranks, threads of one process, lack. has_programs: True if
+    collective programs replace the backend's calls."""
+    if has_programs:
+        raise UserError("[collectives] is not emulated: a rank runs collective programs on a thread of their own")
+    if recipe.train.profile:
+        raise UserError("train.profile is not emulated: PyTorch's profiler records a process, not one of its ranks")
 
 
 def separate_compile_caches(rank: int) -> None:

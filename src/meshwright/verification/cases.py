@@ -102,8 +102,8 @@ class CaseBuilder:
         return self._make_one_step(wanted, self._scale_down(2))
 
     def make_loss_chunks(self) -> Problem:
-        """Return a problem of one step with a vocabulary so large that the loss of a micro-batch is computed in several
-        chunks."""
+        """Return a `Problem` (model, data, optimizer) of one training step. Its vocabulary is so large that the loss of
+        a micro-batch is computed in several chunks."""
         tokens = 4 * TILE_QUERIES + 45
         vocabulary = CHUNK_LOGITS["cpu"] // tokens + 11
         config = dataclasses.replace(self._scale_down(1), vocabulary=vocabulary * self.layout.tp)

@@ -98,8 +98,8 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield a difference (description, None) for each checkpoint counter, such as the number of samples, whose
-        value after `steps` steps differs from the reference."""
+        """Yield a difference for each checkpoint counter, such as the number of samples, whose value after `steps`
+        steps is not that of the reference: (description, None), None because a counter has no relative error."""
         for name, right in self.reference.expect_counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:

@@ -246,8 +246,9 @@ def _read_samples_from(offset: Callable[[LanguageModelTask, int], int]) -> Fault
 
 
 def _repeat_first_epoch(counter: FaultCounter, original: FaultyFunction, self: SampleOrder, numbers: Any) -> Any:
-    """Buggy stand-in for `SampleOrder.sample` (`original`): every epoch repeats the permutation of the first epoch.
-    `counter` counts the results that this changes."""
+    """Planted fault in place of `SampleOrder.sample` (`original`): every epoch repeats the permutation of the first
+    epoch. `numbers`: global sample numbers, one or an array of any shape. `counter`: counts the calls whose result this
+    changes."""
     wanted = np.asarray(numbers)
     counter.record_if(bool((wanted >= self.sequences).any()))
     return original(self, wanted % self.sequences)

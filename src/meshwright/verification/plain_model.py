@@ -1,6 +1,6 @@
 """Reference transformer on one device: plain float64 tensor operations and autograd, no kernels shared with the engine.
 
-It shares with the engine's model the configuration, the names of the engine tensors and the table of rotary
+It shares with the engine's model the configuration, the names of the model parameters and the table of rotary
 frequencies; no module, kernel, chunk, tile, mask or autograd function.
 
 Shapes: B sequences, S tokens of each, H hidden, N query heads, K key-value heads, D head size, E experts.
@@ -19,7 +19,7 @@ from meshwright.model.rope import inverse_frequencies
 from meshwright.spec.config import ModelConfig
 from meshwright.verification.samples import IGNORED, Batch
 
-Weights = Mapping[str, torch.Tensor]  # engine tensor -> its values, [output, input] for matrices
+Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, input] for matrices
 
 
 class BatchLoss(NamedTuple):

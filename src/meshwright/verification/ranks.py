@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from meshwright.training.trainer import StepOutcome, Trainer
 from meshwright.verification.local_faults import LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.samples import MOST_PAIRS, SyntheticData
+from meshwright.verification.tensor_pickle import pickle_with_tensors
 
 COMPILING_SECONDS = 600.0
 """Time limit of a collective while other ranks may be compiling, on a busy machine."""
@@ -74,6 +76,15 @@ class RankResult:
     struck: int = 0
     refused: str | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to rebuild the result from a pickle: its tensors are pickled as NumPy arrays."""
+        return _unpickle_result, (pickle_with_tensors(vars(self)),)
+
+
+def _unpickle_result(data: bytes) -> RankResult:
+    """Rebuild a result from its pickled fields."""
+    return RankResult(**pickle.loads(data))
+
 
 @dataclass(frozen=True)
 class StepRange:
@@ -96,11 +107,12 @@ def run_rank(
     directory: str | None = None,
     span: StepRange = WHOLE,
 ) -> list[RankResult]:
-    """Train on this rank once for each of `faults` (None: without fault), all in one mesh; return one result for each.
+    """Train on this rank once for each of `faults`, all in one mesh; return one result for each.
 
     problem: model, data and optimizer. layout_text: layout notation. collectives: the recipe's choice of collective
-    algorithms. directory: directory for checkpoints; required if the problem or `span` saves or loads one. span: range
-    of steps to run.
+    algorithms. faults: deliberate bug to plant in each run; None: none. directory: directory for checkpoints; required
+    if the problem is resumed in the middle, or `span` ends with a save or begins with a load. span: training steps to
+    run.
     """
     layout = Layout.parse(layout_text)
     programs = load_named_programs(collectives or CollectivesRecipe(), layout)

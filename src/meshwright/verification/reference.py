@@ -17,7 +17,7 @@ from meshwright.verification.plain_model import run_batch
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, TrainingSettings
 from meshwright.verification.samples import Batch, make_sequences
 
-ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, 1-D, engine orientation, entry-major
+ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, flattened as the model stores them
 SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one forward pass
 
 
@@ -146,9 +146,7 @@ class Reference:
             gradient = excess_loads.get(tensor.name, tensors[tensor.name].grad)
             assert gradient is not None, f"{tensor.name} does not contribute to the loss"
             for entry in tensor.entries:
-                gradients[entry.name] = (
-                    gradient[entry.offset : entry.offset + entry.engine_shape[0]].reshape(-1).clone()
-                )
+                gradients[entry.name] = gradient[entry.offset : entry.offset + entry.model_shape[0]].reshape(-1).clone()
         return loss, gradients
 
     @torch.no_grad()

@@ -143,8 +143,8 @@ def _render_characters(characters: Mapping[str, Mapping[str, int]]) -> Markup:
 
 
 def _render_sources(sources: Iterable[Mapping[str, Any]]) -> Markup:
-    """Return a table of documents and megabytes of each source before and after. sources: the report's `sources`,
-    [{source, before: {documents, bytes}, after: {documents, bytes}}].
+    """Return an HTML table with the number of documents and the megabytes of each source before and after cleaning.
+    sources: the report's `sources`, [{source, before: {documents, bytes}, after: {documents, bytes}}].
     """
     listed = list(sources)
     most = max((source["before"]["bytes"] for source in listed), default=0) or 1

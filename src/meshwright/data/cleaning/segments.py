@@ -53,7 +53,8 @@ class SegmentWriter:
     """Collects the cleaning results of consecutive documents and writes them to one file, a segment.
 
     first: number of the first document. minhash: computes the keys for near duplicates; None: near duplicates are not
-    searched. rewrites: True if texts are masked or their lines filtered. documents, characters: totals added so far.
+    searched. rewrites: True if the rules change texts (replace personal data, remove lines). documents, characters:
+    totals added so far.
     """
 
     def __init__(self, first: int, minhash: MinHash | None, rewrites: bool) -> None:
@@ -65,8 +66,9 @@ class SegmentWriter:
         self._columns = {name: bytearray() for name in list_column_types(0, rewrites)}
 
     def add(self, file: int, name: str, raw: str | None, verdict: Verdict) -> None:
-        """Append the result for the next document. file: index of its source file. name: the document's name. raw: its
-        text before masking, None if it did not decode. verdict: the rules' result.
+        """Append the cleaning result of the next document. file: index of its source file. name: the document's name.
+        raw: its text as read, before personal data were replaced and lines removed; None if it was not valid UTF-8.
+        verdict: its text after that, and the rule that removes the document, if one does.
         """
         code = KEPT if verdict.rule is None else 1 + RULES.index(verdict.rule)
         text = raw or ""

@@ -68,8 +68,8 @@ class Survey:
     def iterate_texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """Yield (document number, masked text) of the documents of `split` ("train" or "validation") in order, from
-        number `first` on. files, reader: those of the cleaning pass.
+        """Yield (document number, text after cleaning, in which placeholders replace personal data) of the documents of
+        `split` ("train" or "validation") in order, from number `first` on. files, reader: those of the cleaning pass.
         """
         return (
             (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)

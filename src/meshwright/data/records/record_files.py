@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
-from meshwright.data.sources.parquet import bound_batch_rows, open_parquet
+from meshwright.data.sources.parquet import bound_batch_rows, find_leaves, open_parquet
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
@@ -209,7 +209,7 @@ def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | Non
             raise UserError(f"{file.path}: none of the columns {wanted} (it has {names}); set data.record_keys")
         try:
             for group in range(table.num_row_groups):
-                rows = min(_ROWS, bound_batch_rows(file, stream, table, group, there))
+                rows = min(_ROWS, bound_batch_rows(file, stream, table, group, find_leaves(table, group, there)))
                 for batch in table.iter_batches(rows, row_groups=[group], columns=there, use_threads=False):
                     for row in batch.to_pylist():
                         number += 1

@@ -46,8 +46,9 @@ def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = (), 
             source, metadata=metadata, read_dictionary=list(encoded), pre_buffer=False, buffer_size=_READ,
             page_checksum_verification=True,
         )  # fmt: skip
-    except (arrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
+    except (arrow.ArrowException, OSError, KeyError, UnicodeDecodeError) as error:
+        # pyarrow's KeyError: a name that only one of the file's two schemas has.
+        reason = f"no column {error}" if type(error) is KeyError else " ".join(str(error).split())
         raise UserError(
             f"{file.path}: not a complete Parquet file ({reason[:200]}); if it was cut short, fetch or write it again"
         ) from None
@@ -70,8 +71,9 @@ def iterate_parquet_texts(
         columns = [".".join(path), *_find_required_columns(required, table.schema_arrow)]
         row = 0
         for group in range(table.num_row_groups):
-            rows = _choose_batch_rows(table.metadata.row_group(group), ".".join(path))
-            rows = min(rows, bound_batch_rows(file, stream, table, group, columns))
+            leaves = find_leaves(table, group, columns)
+            rows = _choose_batch_rows(leaves, table.metadata.row_group(group).num_rows, ".".join(path))
+            rows = min(rows, bound_batch_rows(file, stream, table, group, leaves))
             for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
                 column = _select_field(batch, path)
                 problems = _find_problems(batch, column, key, required) if required else itertools.repeat(None)
@@ -131,31 +133,35 @@ def _is_text(kind: Any, arrow: Any) -> bool:
     return bool(strings or _is_bytes(kind, arrow))
 
 
-def _choose_batch_rows(group: Any, path: str) -> int:
-    """Return how many rows of a row group to read at a time, so that they contain about `_BATCH` bytes of text. group:
-    metadata of the row group. path: name of the text column.
+def find_leaves(table: Any, group: int, columns: Sequence[str]) -> list[Any]:
+    """Return pyarrow's metadata (`ColumnChunkMetaData`) of the leaf columns of `columns` in row group `group`. table:
+    the open `ParquetFile`. Raises pyarrow's errors for a damaged file.
     """
-    columns = (group.column(number) for number in range(group.num_columns))
-    size: int = next((column.total_uncompressed_size for column in columns if column.path_in_schema == path), _BATCH)
-    rows: int = group.num_rows
+    # pyarrow ends the process if it is asked for damaged metadata of a column; its reader raises an error instead.
+    next(table.iter_batches(1, row_groups=[group], columns=list(columns), use_threads=False), None)
+    held, schema = table.metadata.row_group(group), table.schema
+    numbers = range(min(held.num_columns, len(schema)))
+    named = [n for n in numbers if any(f"{schema.column(n).path}.".startswith(f"{name}.") for name in columns)]
+    return [held.column(number) for number in named]
+
+
+def _choose_batch_rows(leaves: Sequence[Any], rows: int, path: str) -> int:
+    """Return how many rows of a row group to read at a time, so that they contain about `_BATCH` bytes of text. leaves:
+    metadata of its leaf columns, from `find_leaves`. rows: number of its rows. path: name of the text column.
+    """
+    size: int = next((leaf.total_uncompressed_size for leaf in leaves if leaf.path_in_schema == path), _BATCH)
     return max(1, min(_MOST_ROWS, _BATCH * max(1, rows) // max(1, size)))
 
 
-def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, columns: Sequence[str]) -> int:
+def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, leaves: Sequence[Any]) -> int:
     """Return the number of rows of row group `group`, at least 1, that may be decoded at once so that no column takes
     more than `_MOST_BYTES`, even if every row holds the column's longest value.
 
     A dictionary-encoded value is stored once, however many rows repeat it: some hundred bytes may decode to many GiB.
-    table: the open `ParquetFile`. columns: names of the columns to be read, as in `iter_batches`. Raises `UserError`
-    for a value of more than `LONGEST_VALUE` bytes.
+    table: the open `ParquetFile`. leaves: metadata of the leaf columns to be read, from `find_leaves`. Raises
+    `UserError` for a value of more than `LONGEST_VALUE` bytes.
     """
-    held = table.metadata.row_group(group)
-    leaves = [
-        leaf
-        for leaf in map(held.column, range(held.num_columns))
-        if leaf.physical_type == "BYTE_ARRAY"
-        and any(f"{leaf.path_in_schema}.".startswith(f"{name}.") for name in columns)
-    ]
+    leaves = [leaf for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     encoded = [leaf.path_in_schema for leaf in leaves if any("DICTIONARY" in each for each in leaf.encodings)]
     # Shared prefixes are stored once, too, but no value is longer than its column; 16 times `_MOST_BYTES` is bounded.
     prefixed = [leaf.total_uncompressed_size // 16 for leaf in leaves if "DELTA_BYTE_ARRAY" in leaf.encodings]

@@ -43,7 +43,8 @@ class SourceFile:
 
     @property
     def key_setting(self) -> str:
-        """Name of the recipe key that sets the key of a record's text, for error messages."""
+        """Recipe key, for error messages, in which the user sets which field of a record is its text: "data.text_key",
+        or `text_key` of this file's source."""
         return "data.text_key" if self.text_key is None else f'text_key of "{self.counted_as}" in data.sources'
 
 

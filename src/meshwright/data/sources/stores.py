@@ -384,7 +384,8 @@ def _find_status(error: Exception) -> int | None:
 
 
 def _suggest_fix(url: str, error: Exception) -> str:
-    """Return advice to append to the error message for `url`, such as "; there is no such file or directory", or ""."""
+    """Return what the user can do about a failed read, to append to its error message; "" if nothing is known. Missing
+    files and refused S3 credentials are recognised. url: what was read. error: exception of the store's library."""
     kind, status = type(error).__name__, _find_status(error)
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == 404:
         return "; there is no such file or directory"

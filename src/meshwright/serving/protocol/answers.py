@@ -35,7 +35,7 @@ class AnswerFormatter:
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
         """Return the event, as bytes, for a new piece of `choice` in a streamed response; empty bytes if the piece
-        needs no event. choices: all choices of the response, for its usage."""
+        needs no event. choices: all choices of the response, from which the token counts of `usage` are computed."""
         raise NotImplementedError
 
     def close_stream(self, choices: Sequence[Choice]) -> bytes:

@@ -5,6 +5,7 @@ Names and meanings are those of OpenAI's API, vLLM and llama.cpp. Free of torch.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
@@ -14,13 +15,15 @@ from pydantic_core import PydanticCustomError, from_json
 
 from meshwright.data.records.conversations import Message
 from meshwright.errors import UserError
-from meshwright.serving.prompts import Prompts
+from meshwright.serving.prompts import Prompts, PromptTooLong
 from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.unsupported import UNSUPPORTED, UNSUPPORTED_IN_MESSAGES
 from meshwright.serving.sampling import Sampling
 from meshwright.untrusted import check_nesting
 
 MOST_SEQUENCES = 1024  # prompts x n of one HTTP request
+
+_SUBJECT = re.compile("(Input|List|String|Dictionary|Tuple) should")
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -84,6 +87,14 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, values: Any) -> Any:
+        """Refuse parts of other types."""
+        if isinstance(values, dict) and isinstance(kind := values.get("type"), str) and kind != "text":
+            raise PydanticCustomError("unsupported_parameter", "only parts of type text are supported")
+        return values
 
 
 class ChatMessage(Body):
@@ -343,8 +354,7 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 def parse_body(model: type[_Body], data: bytes) -> _Body:
-    """Parse and validate a JSON body as a `model`. Raises ApiError (400) that names the first wrong or unsupported
-    field."""
+    """Parse and validate a JSON body as a `model`. Raises ApiError (400), which names the first wrong field."""
     try:
         values = from_json(data, allow_inf_nan=False)
         check_nesting(values)
@@ -360,8 +370,8 @@ def parse_body(model: type[_Body], data: bytes) -> _Body:
 
 def _field_error(error: ValidationError) -> ApiError:
     """Convert a pydantic error to an ApiError (400) about the first wrong field. If the field may have several types,
-    the message says what each of them requires. It does not quote the value."""
-    first, wanted = "", []
+    the message is about that of which most is right, else about all. It does not quote the value."""
+    first, code, wanted, mismatched = "", None, list[str](), list[str]()
     for each in error.errors(include_url=False, include_input=False):
         place, inner = ["", ""], 0
         for part in (*each["loc"], *([each["ctx"]["field"]] if "field" in each.get("ctx", {}) else [])):
@@ -371,14 +381,20 @@ def _field_error(error: ValidationError) -> ApiError:
                 place[inner] += f"[{part}]" if isinstance(part, int) else f".{part}" if place[inner] else part
         first = first or place[0]
         if place[0] == first:
-            wanted.append(f"{place[1]} {each['msg'].replace('Input should', 'should')}".strip())
-    code = "unsupported_parameter" if error.errors()[0]["type"] == "unsupported_parameter" else None
-    return ApiError(400, f"{first}: {', or '.join(dict.fromkeys(wanted))}", param=first, code=code)
+            # The value is not of this type of the union, or it is and something in it is wrong.
+            found = mismatched if not place[1] and each["type"].endswith("_type") else wanted
+            found.append(f"{place[1]} {_SUBJECT.sub('should', each['msg'])}".strip().replace(" after validation", ""))
+            code = each["type"] if each["type"] == "unsupported_parameter" else code
+    wanted = [max(wanted, key=lambda text: text.partition(" ")[0].count("["))] if wanted else mismatched
+    return ApiError(400, f"{first}: {', or '.join(wanted)}", param=first, code=code)
 
 
 def option_error(error: UserError, model: type[Body]) -> ApiError:
     """Convert an error raised after the body was parsed to an ApiError (400). If its message begins with the name of a
     field of `model`, that becomes the error's `param`."""
     message = str(error)
+    if isinstance(error, PromptTooLong):
+        param = next((name for name in ("prompt", "messages") if name in model.model_fields), None)
+        return ApiError(400, message, param=param, code="context_length_exceeded")
     word = message.split(maxsplit=1)[0].rstrip(":") if message else ""
     return ApiError(400, message, param=word if word in model.model_fields else None)

@@ -13,6 +13,7 @@ from meshwright.checkpoint import Checkpointer, newest
 from meshwright.checkpoint.checkpointer import CheckpointContents
 from meshwright.checkpoint.files import to_json_bytes
 from meshwright.comm.mesh import Mesh
+from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import UserError
 from meshwright.model.huggingface import CheckpointFiles
 from meshwright.monitoring.comparison import Prediction
@@ -131,3 +132,5 @@ def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
         raise UserError(f'reduction should be "mean" or "sum", not {spec.reduction!r}')
     if spec.workers < 0:
         raise UserError(f"workers should be 0 or more, not {spec.workers}")
+    if spec.workers and is_emulated_rank():
+        raise UserError(f"workers={spec.workers} is not emulated: an emulated rank starts no processes; use workers=0")

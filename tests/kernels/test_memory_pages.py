@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.serving import step_limits
+from meshwright.kernels import memory_pages
 
 
 def count_resident_bytes() -> int:
@@ -21,11 +21,11 @@ def count_resident_bytes() -> int:
 @pytest.mark.parametrize("populates", [True, False])
 def test_reserved_pool_is_resident_and_zero(monkeypatch: pytest.MonkeyPatch, populates: bool):
     if not populates:
-        monkeypatch.setattr(step_limits, "_MADV_POPULATE_WRITE", 1 << 20)  # no such advice
+        monkeypatch.setattr(memory_pages, "_MADV_POPULATE_WRITE", 1 << 20)  # no such advice
     size = 64 << 20
     caches = [np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(64, -1) for _ in range(2)]
     before = count_resident_bytes()
-    with step_limits.reserve_pool(caches):
+    with memory_pages.reserve_pool(caches):
         pass
     assert count_resident_bytes() - before > 0.95 * 2 * size
     assert not any(cache.any() for cache in caches)
@@ -35,10 +35,10 @@ def test_pool_is_no_longer_made_resident_after_an_error(monkeypatch: pytest.Monk
     """Otherwise the process would end only once all of it is."""
     populated, goes_on = [], threading.Event()
     monkeypatch.setattr(
-        step_limits, "_populate_pages", lambda piece: goes_on.wait(5) and populated.append(piece) is None
+        memory_pages, "_populate_pages", lambda piece: goes_on.wait(5) and populated.append(piece) is None
     )
-    monkeypatch.setattr(step_limits, "_PIECE", 1)
-    with pytest.raises(OSError, match="damaged"), step_limits.reserve_pool([np.zeros(100, np.uint8)]):
+    monkeypatch.setattr(memory_pages, "_PIECE", 1)
+    with pytest.raises(OSError, match="damaged"), memory_pages.reserve_pool([np.zeros(100, np.uint8)]):
         raise OSError("damaged")
     goes_on.set()
     time.sleep(0.05)

@@ -1,0 +1,125 @@
+"""Initial values of parameters, drawn by element: element i of a tensor is a function of (seed, the tensor's name on
+disk, i), so that a rank draws its slices alone. Torch-free.
+
+Bits come from the counter-based generator Philox4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+SC 2011), keyed by seed and name. A normal value is the normal quantile of 32 of these bits, by linear interpolation
+between 64 nodes in each power of two of the probability (error below 1e-4 of a standard deviation). Only integer
+operations and single float32 operations are used, so that the values have the same bits on every processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+INITIAL_VALUES_VERSION = 2
+"""Version of the initial values, recorded in the run directory: 1 drew whole tensors by torch's CPU generator."""
+
+_NODES = 64  # of the quantile in each power of two
+_FRACTION_BITS = 17  # of a float32's 23, the first 6 of which number the node
+_VALUES_OF_COUNTER = 8  # 32-bit values of one Philox counter
+_MOST = 2**64 - 1
+_FIRST_NODE = int(np.float32(0.5).view(np.uint32)) >> _FRACTION_BITS  # exponent and 6 fraction bits of 0.5
+_CHUNK = 1 << 18  # values drawn at a time by a thread
+_BLOCK = 1 << 15  # values computed at a time: their temporaries stay in the cache
+_LONG = 1 << 14  # 64-bit integers above which a call that releases the GIL pays for its overhead
+
+
+def draw_normal_values(
+    seed: int, name: str, start: int, stop: int, columns: tuple[int, int, int] | None = None, threads: int = 1
+) -> NDArray[np.float32]:
+    """Return the standard normal values [stop - start] of the elements [start, stop) of a flattened tensor.
+
+    name: the tensor's name on disk. columns: (first, end, width): the tensor is a matrix of `width` columns, and
+    `start` and `stop` count only the elements of its columns [first, end); None: all. threads: number of threads that
+    draw."""
+    key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "<u8")
+    values = np.empty(stop - start, np.float32)
+
+    def draw(begin: int) -> None:
+        """Draw the chunk of values that begins with value number `begin` of `values`."""
+        part = values[begin : begin + _CHUNK]
+        bits = _draw_bits(key, _list_spans(start + begin, start + begin + len(part), columns))
+        scratch = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.int64)
+        for block in range(0, len(part), _BLOCK):
+            _compute_quantiles(bits[block : block + _BLOCK], part[block : block + _BLOCK], scratch)
+
+    chunks = range(0, len(values), _CHUNK)
+    if threads == 1 or len(chunks) == 1:
+        for begin in chunks:
+            draw(begin)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw, chunks))
+    return values
+
+
+def _list_spans(start: int, stop: int, columns: tuple[int, int, int] | None) -> Iterator[tuple[int, int]]:
+    """Yield the ranges (first, end) of the flattened tensor that hold its elements [start, stop), counted among
+    `columns`: one for each row of the matrix, or one for all columns."""
+    if columns is None:
+        yield start, stop
+        return
+    first, end, width = columns
+    while start < stop:
+        row, column = divmod(start, end - first)
+        size = min(stop - start, end - first - column)
+        begin = row * width + first + column
+        yield begin, begin + size
+        start += size
+
+
+def _draw_bits(key: NDArray[np.uint64], spans: Iterable[tuple[int, int]]) -> NDArray[np.uint32]:
+    """Return the random 32-bit integers of the elements in `spans`, ascending ranges (start, stop) of a tensor's
+    elements. key: the tensor's Philox key."""
+    philox, position, drawn = np.random.Philox(key=key), 0, []
+    generator = np.random.Generator(philox)
+    for start, stop in spans:
+        first, end = start // _VALUES_OF_COUNTER, -(-stop // _VALUES_OF_COUNTER)
+        philox.advance(first - position)
+        size = (end - first) * _VALUES_OF_COUNTER // 2
+        # `random_raw` holds the GIL.
+        raw = philox.random_raw(size) if size < _LONG else generator.integers(0, _MOST, size, np.uint64, endpoint=True)
+        offset, position = first * _VALUES_OF_COUNTER, end
+        drawn.append(raw.astype("<u8", copy=False).view("<u4")[start - offset : stop - offset])
+    return np.concatenate(drawn)
+
+
+def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], scratch: tuple[Any, Any, Any]) -> None:
+    """Write the standard normal quantiles of random 32-bit integers to `values`. The lowest bit is the sign; the others
+    number one of 2^31 equal intervals of the probabilities below 1/2, from the smallest up. scratch: uint32, float32
+    and int64 arrays of at least as many elements, which are overwritten."""
+    nodes, differences = _tabulate_quantile()
+    integer, number, node = (each[: len(bits)] for each in scratch)
+    np.right_shift(bits, np.uint32(1), out=integer)
+    number[:] = integer
+    number += np.float32(0.5)  # the middle of the interval
+    code = number.view(np.uint32)
+    np.right_shift(code, np.uint32(_FRACTION_BITS), out=integer)
+    node[:] = integer
+    node -= _FIRST_NODE
+    np.bitwise_and(code, np.uint32((1 << _FRACTION_BITS) - 1), out=integer)
+    number[:] = integer  # the fraction
+    np.take(differences, node, out=values, mode="clip")
+    values *= number
+    np.take(nodes, node, out=number, mode="clip")
+    values += number
+    np.left_shift(bits, np.uint32(31), out=integer)
+    values.view(np.uint32)[:] ^= integer
+
+
+@cache
+def _tabulate_quantile() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the quantile at each node, and the differences to the next node for a fraction of 1. Nodes are the
+    intervals 2^e (1 + k / 64), for e from -1 to 30 and k from 0 to 63, and 2^31, whose quantile is 0."""
+    normal = NormalDist()
+    intervals = [2.0**e * (1 + k / _NODES) for e in range(-1, 31) for k in range(_NODES)]
+    nodes = np.array([*(normal.inv_cdf(interval * 2.0**-32) for interval in intervals), 0.0, 0.0], np.float32)
+    return nodes[:-1], np.diff(nodes) * np.float32(2.0**-_FRACTION_BITS)
