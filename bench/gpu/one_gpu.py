@@ -46,6 +46,7 @@ from meshwright.spec.presets import preset
 from meshwright.training.loop import deterministic
 from synthetic import synthetic_trainer
 from tests.model.key_value_cache import KeyValueCache
+from tests.packed_documents import documents_from_starts
 
 FAMILIES = ("llama-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "gpt2-tiny")
 LLAMA_1B = {
@@ -78,7 +79,7 @@ def batch(config: ModelConfig, rows: int = 2, sequence: int = 96) -> tuple[torch
     tokens = torch.randint(0, config.vocabulary, (rows, sequence), generator=generator)
     targets = torch.randint(0, config.vocabulary, (rows, sequence), generator=generator)
     targets[torch.rand(rows, sequence, generator=generator) < 0.1] = -100
-    return tokens, targets, Documents.from_starts([[0, 17, 60], [0, 5]], sequence)
+    return tokens, targets, documents_from_starts([[0, 17, 60], [0, 5]], sequence)
 
 
 def gradients(

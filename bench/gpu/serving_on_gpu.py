@@ -72,6 +72,12 @@ class RandomWeights:
         value = torch.randn(shape, generator=generator, device=DEVICE) * (0.06 if len(shape) > 1 else 0.1)
         return (value + ("norm" in name and name.endswith("weight"))).to(dtype)
 
+    def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Copy all parameters into those of a model."""
+        for name in self:
+            parameter = model.get_parameter(name)
+            parameter.copy_(self.read(name, dtype).view_as(parameter))
+
 
 def build(
     config: ModelConfig, dtype: torch.dtype, limits: StepLimits, invariant: bool = False, graphs: bool = CUDA

@@ -134,3 +134,42 @@ def test_grouped_product_multiplies_each_copy_by_its_experts_matrix():
 def test_gate_is_silu_times_up():
     up = draw(3, 2 * 1100)
     assert same(device.swiglu(up), reference.swiglu(up))
+
+
+def figures_of(module, logits: torch.Tensor, rows: list[tuple[float, float, int]]) -> torch.Tensor:
+    return module.summarize_logits(logits, torch.tensor(rows, dtype=torch.float64, device=DEVICE).T)
+
+
+@pytest.mark.parametrize("size", [3, 4096, 10_000])
+def test_figures_of_logits_are_those_of_the_reference(size: int):
+    options = [(0.0, 0.0, 0), (1.0, 0.0, 1), (0.7, 0.3, size - 1), (3.0, 0.9, 2), (1.0, 1 - 2**-53, 2), (0.01, 0.5, 0)]
+    wide = draw(len(options), size + 5)
+    for logits in (wide[:, :size], (4 * wide[:, :size]).round()):  # rows are strided; the second has equal logits
+        found, expected = (figures_of(module, logits, options) for module in (device, reference))
+        assert torch.equal(found[:, [0, 1, 4, 5, 6]], expected[:, [0, 1, 4, 5, 6]])
+        assert torch.allclose(found[:, 2:4], expected[:, 2:4], rtol=1e-6)
+        alone = [figures_of(device, logits[[row]], [options[row]])[0] for row in range(len(options))]
+        assert torch.equal(torch.stack(alone), found)
+
+
+def test_draws_have_the_frequencies_of_the_softmax():
+    logits = draw(1, 9000).expand(2000, -1)
+    found = figures_of(device, logits, [(0.5, (number + 0.5) / 2000, 0) for number in range(2000)])[:, 4]
+    counts = torch.bincount(found.long(), minlength=9000).double() / 2000
+    expected = (logits[0].double() / 0.5).softmax(0)
+    assert float((counts.cumsum(0) - expected.cumsum(0)).abs().max()) < 1 / 2000
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_logits_are_seen_in_the_highest(value: float):
+    logits = draw(2, 9000)
+    logits[1, 8500] = value
+    found = figures_of(device, logits, [(1.0, 0.5, 0)] * 2)[:, 1]
+    assert float(found[0]) == float(logits[0].max()) and not bool(found[1].isfinite())
+
+
+def test_logits_of_minus_infinity_are_never_drawn():
+    logits = draw(4, 9000)
+    logits[:, 10:] = -torch.inf
+    found = figures_of(device, logits, [(1.0, uniform, 0) for uniform in (0.0, 0.3, 0.9, 1 - 2**-53)])
+    assert bool((found[:, 4] < 10).all()) and bool(found.isfinite().all())

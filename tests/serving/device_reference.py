@@ -111,3 +111,16 @@ def grouped_product(x_NX, weight_EYX, ends_E):
 def swiglu(up_TF):
     gate_TF, up_TF = up_TF.chunk(2, dim=-1)
     return F.silu(gate_TF) * up_TF
+
+
+def summarize_logits(logits_RV, options_3R):
+    temperature_R, uniform_R, target_R = options_3R
+    highest_R, best_R = logits_RV.max(dim=1)  # the first among equals; a NaN, if there is one
+    shifted_RV = logits_RV.double() - highest_R[:, None].double()
+    weights_RV = (shifted_RV / temperature_R.clamp(min=1e-9)[:, None]).exp()
+    sums_RV = weights_RV.cumsum(1)
+    drawn_R = torch.searchsorted(sums_RV, uniform_R[:, None] * sums_RV[:, -1:], right=True)[:, 0]
+    drawn_R = torch.where(temperature_R > 0, drawn_R.clamp(max=logits_RV.shape[1] - 1), best_R)
+    logit = lambda token_R: logits_RV.gather(1, token_R[:, None].long())[:, 0]  # noqa: E731
+    columns = best_R, highest_R, shifted_RV.exp().sum(1), sums_RV[:, -1] * (temperature_R > 0), drawn_R
+    return torch.stack([each.double() for each in (*columns, logit(drawn_R), logit(target_R))], dim=1)

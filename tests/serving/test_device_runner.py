@@ -32,6 +32,7 @@ from meshwright.serving.runner import build_runner
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
+from meshwright.spec.block_tables import block_tables
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import whole_model
 from tests.serving import device_reference
@@ -85,6 +86,35 @@ def test_greedy_tokens_are_those_of_the_cpu_runner(name: str, directories: Calla
     runner = make_runner(directories(name), batch_invariant=name == "llama-tiny")
     assert answer(runner, 64) == answer(runner, 11) == expected
     assert len({token for each in expected for token in each}) > 3
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny"])
+def test_sampled_tokens_are_those_of_the_cpu_runner(name: str, directories: Callable[[str], Path]):
+    options = [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"top_k": 5, "temperature": 2.0, "logprobs": 2},
+    ]
+    options += [{"presence_penalty": 1.0, "prompt_logprobs": 1, "temperature": 0.5}]
+    requests = [
+        Request(str(n), tuple(each), Sampling(seed=n, max_tokens=8, **options[n])) for n, each in enumerate(PROMPTS)
+    ]
+    found = []
+    for runner in (
+        build_runner(RankPlan(str(directories(name)), "dp1", "float32", LIMITS), Mesh.single()),
+        make_runner(directories(name)),
+    ):
+        outputs = list(run_requests(Engine(runner, build_scheduler(runner.config, LIMITS)), requests))
+        scored = [each for output in outputs for each in output.prompt_results or () if each is not None]
+        results = [(output.request_id, each) for output in outputs for each in output.results]
+        found.append((results, [("prompt", each) for each in scored]))
+    for mine, expected in zip(*found, strict=True):
+        assert [(name, each.token) for name, each in mine] == [(name, each.token) for name, each in expected]
+        for (_, a), (_, b) in zip(mine, expected, strict=True):
+            assert [token for token, _ in a.top] == [token for token, _ in b.top]
+            assert (a.logprob is None) == (b.logprob is None) and (a.logprob or 0) == pytest.approx(
+                b.logprob or 0, abs=1e-4
+            )
 
 
 def test_padding_does_not_touch_blocks_of_sequences(directories: Callable[[str], Path]):
@@ -164,7 +194,9 @@ def test_predicted_memory_matches_allocation(name: str, directories: Callable[[s
     check_memory(memory, device_ledger(config, Layout(), SIZES).stages[0])
     deep = 3 if len({config.layer_window(layer) for layer in range(3)}) == 1 else 1  # layers of a block
     assert memory["kv"] == 48 * 16 * deep * 2 * config.kv_heads * config.head_dim * 4
-    assert memory["pinned"] == 64 * 257 * 4
+    many = len(block_tables(config, 1).windows)
+    numbers, tables = (6 + many) * 64, 8 * many * 4
+    assert memory["pinned"] == 4 * (numbers + tables) + 8 * 3 * 64
 
 
 def test_unsupported_configurations_on_gpu_are_refused(

@@ -249,3 +249,85 @@ def swiglu(up, out, width, BLOCK: tl.constexpr):
     value = (value / (1 + tl.exp(-value))).to(out.dtype.element_ty).to(tl.float32)
     other = tl.load(up + row * 2 * width + width + places, inside, 0.0).to(tl.float32)
     tl.store(out + row * width + places, (value * other).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def weigh_sections(logits, options, sections, size, stride, BLOCK: tl.constexpr):
+    """Compute, for BLOCK logits of one row, their highest value (NaN if one is NaN), its token ID (the lowest among
+    equals), the sum of exp(logit - highest), and that of exp((logit - highest) / temperature) (0 if the temperature is
+    0). The four go to `sections` [rows, sections, 4], float64.
+
+    Grid: (rows, sections of a row). logits: float32, rows of `size` elements, `stride` elements apart. options: float64
+    [3, rows] with the temperature of each row first.
+    """
+    row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    places = section * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    value = tl.load(logits + row * stride + places, inside, float("-inf"))
+    highest = tl.max(value, 0)
+    best = tl.min(tl.where(value == highest, places, size), 0)
+    shifted = value - tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.where(inside, tl.exp(shifted), 0.0).to(tl.float64), 0)
+    temperature = tl.load(options + row).to(tl.float32)
+    drawn = total * 0.0
+    if temperature > 0:
+        drawn = tl.sum(tl.where(inside, tl.exp(shifted / temperature), 0.0).to(tl.float64), 0)
+    broken = tl.max((value != value).to(tl.int32), 0) > 0
+    target = sections + (row * tl.num_programs(1) + section) * 4
+    tl.store(target, tl.where(broken, float("nan"), highest).to(tl.float64))
+    tl.store(target + 1, best.to(tl.float64))
+    tl.store(target + 2, total)
+    tl.store(target + 3, drawn)
+
+
+@triton.jit
+def draw_token(
+    logits, options, sections, out, size, stride, count, BLOCK: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """Merge the sections of one row, and draw its token if its temperature is more than 0: the first whose cumulative
+    weight exceeds the fraction `uniform` of the total. Write to `out` [rows, 7], float64: most likely token ID, its
+    logit, sum of exp(logit - highest), that of exp((logit - highest) / temperature), drawn token ID, its logit, logit
+    of the target.
+
+    Grid: (rows). logits, sections, size, stride, BLOCK: as in `weigh_sections`. options: [3, rows]: temperature,
+    uniform, target. count: sections of a row. PADDED: power of 2 >= count.
+    """
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    numbers = tl.arange(0, PADDED)
+    held = numbers < count
+    source = sections + (row * count + numbers) * 4
+    highests = tl.load(source, held, float("-inf"))
+    broken = tl.max((highests != highests).to(tl.int32), 0) > 0
+    highest = tl.max(highests, 0)
+    best = tl.min(tl.where(highests == highest, tl.load(source + 1, held, 0.0), size * 1.0), 0).to(tl.int32)
+    best = tl.minimum(best, size - 1)
+    shifted = highests - tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.load(source + 2, held, 0.0) * tl.exp(shifted), 0)
+    temperature, uniform = tl.load(options + row), tl.load(options + rows + row)
+    drawn, total_drawn = best, total * 0.0
+    if temperature > 0:
+        weights = tl.load(source + 3, held, 0.0) * tl.exp(shifted / temperature)
+        total_drawn = tl.sum(weights, 0)
+        reach = uniform * total_drawn
+        last = tl.max(tl.where(weights > 0, numbers, 0), 0)
+        chosen = tl.minimum(tl.sum((held & (tl.cumsum(weights, 0) <= reach)).to(tl.int32), 0), last)
+        below = tl.sum(tl.where(numbers < chosen, weights, 0.0), 0)
+        base = tl.sum(tl.where(numbers == chosen, highests, 0.0), 0)
+        scale = tl.sum(tl.where(numbers == chosen, tl.exp(shifted / temperature), 0.0), 0)
+        offsets = tl.arange(0, BLOCK)
+        places = chosen * BLOCK + offsets
+        value = tl.load(logits + row * stride + places, places < size, float("-inf"))
+        ratio = (value - base.to(tl.float32)) / temperature.to(tl.float32)
+        weight = tl.where(places < size, tl.exp(ratio), 0.0).to(tl.float64) * scale
+        last = tl.max(tl.where(weight > 0, offsets, 0), 0)
+        within = tl.sum(((places < size) & (below + tl.cumsum(weight, 0) <= reach)).to(tl.int32), 0)
+        drawn = chosen * BLOCK + tl.minimum(within, last)
+    result = out + row * 7
+    tl.store(result, best.to(tl.float64))
+    tl.store(result + 1, tl.where(broken, float("nan"), highest))
+    tl.store(result + 2, total)
+    tl.store(result + 3, total_drawn)
+    tl.store(result + 4, drawn.to(tl.float64))
+    tl.store(result + 5, tl.load(logits + row * stride + drawn).to(tl.float64))
+    target = tl.load(options + 2 * rows + row).to(tl.int64)
+    tl.store(result + 6, tl.load(logits + row * stride + target).to(tl.float64))

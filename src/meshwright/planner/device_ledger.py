@@ -1,6 +1,6 @@
 """Memory of a server on GPUs, item by item: what `serving/device_runner.py` allocates there.
 
-Matrices lie as in the checkpoint, all parameters in one dtype; the logits to be sampled from lie on the host.
+Matrices lie as in the checkpoint, all parameters in one dtype.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -
     positions = 1 << (sizes.max_length - 1).bit_length()
     rotation = positions * config.head_dim if config.positions == "rope" else 0
     scratch = max(SCRATCH_BYTES // 4, tile_scratch(config, layout.tp, sizes.max_length))
-    return 4 * (numbers + tables + rotation + scratch)
+    options = 2 * 3 * sizes.logit_rows  # of sampling, float64
+    return 4 * (numbers + tables + rotation + scratch + options)
 
 
 def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:

@@ -17,6 +17,7 @@ from meshwright.planner.device_ledger import SECTION
 
 VERSION = f"triton {triton.__version__}"
 _PROGRAMS = 512  # enough to fill a GPU; with fewer tiles, several programs share the sections of one
+_LOGITS_SECTION = 4096
 _PRODUCT_ROWS = 64  # of a tile: the minimum of Hopper's wgmma
 
 
@@ -171,3 +172,27 @@ def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
     out_TF = up_TF.new_empty(len(up_TF), width)
     kernels.swiglu[(len(up_TF), triton.cdiv(width, 1024))](up_TF, out_TF, width, 1024)
     return out_TF
+
+
+def summarize_logits(logits_RV: torch.Tensor, options_3R: torch.Tensor) -> torch.Tensor:
+    """Return figures of each of R rows of logits [R, V], float64 [R, 7]: ID of the most likely token (the lowest among
+    equals), its logit (NaN if any is NaN), sum over the vocabulary of exp(logit - highest), sum of exp((logit -
+    highest) / temperature), ID of the token drawn, its logit, and logit of the target.
+
+    logits_RV: float32; rows may be strided. options_3R: float64, temperature (0: nothing is drawn, and the sum is 0),
+    quantile in [0, 1) at which the token is drawn by ascending ID, and token ID of the target. The bits of a row do not
+    depend on the other rows.
+    """
+    rows, size = logits_RV.shape
+    count = triton.cdiv(size, _LOGITS_SECTION)
+    options_3R = options_3R.contiguous()
+    sections = options_3R.new_empty(rows, count, 4)
+    kernels.weigh_sections[(rows, count)](
+        logits_RV, options_3R, sections, size, logits_RV.stride(0), _LOGITS_SECTION, num_warps=8
+    )
+    out = options_3R.new_empty(rows, 7)
+    kernels.draw_token[(rows,)](
+        logits_RV, options_3R, sections, out, size, logits_RV.stride(0), count, _LOGITS_SECTION,
+        triton.next_power_of_2(count), num_warps=8,
+    )  # fmt: skip
+    return out

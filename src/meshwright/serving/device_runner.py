@@ -24,6 +24,8 @@ from meshwright.model.experts import Mixture
 from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Transformer
 from meshwright.planner.device_ledger import DECODE_ROWS, PREFILL_ROWS, SCRATCH_BYTES, tile_scratch
+from meshwright.serving.device_logits import DeviceLogits
+from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
@@ -77,7 +79,8 @@ class DeviceRunner:
         pinned = torch.cuda.is_available()
         self._staged = [torch.zeros(each.shape, dtype=torch.int32, pin_memory=pinned) for each in
                         (self._numbers, self._tables)]  # fmt: skip
-        self._logits = torch.empty(limits.logits, self.config.vocabulary, pin_memory=pinned)
+        options = torch.zeros(3, limits.logits, dtype=torch.float64, pin_memory=pinned)
+        self._options = options, self._zeros(*options.shape, dtype=options.dtype)
         tile = tile_scratch(self.config, mesh.tp.size, limits.max_length)
         self._scratch = self._zeros(max(SCRATCH_BYTES // 4, tile), dtype=torch.float32)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -86,21 +89,21 @@ class DeviceRunner:
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
-        padding tokens); on the host `pinned` (logits). Memory that steps and graphs take from the caching allocator is
-        not counted."""
-        tables = [self._numbers, self._tables, self._scratch, *(self._rotation or ())]
+        padding tokens); on the host `pinned` (buffers of a step's numbers). Memory that steps and graphs take from the
+        caching allocator is not counted."""
+        tables = [self._numbers, self._tables, self._scratch, self._options[1], *(self._rotation or ())]
         padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
             "kv": self._limits.blocks * padding,
             "workspace": sum(each.nbytes for each in tables) + padding,
-            "pinned": self._logits.nbytes,
+            "pinned": sum(each.nbytes for each in (*self._staged, self._options[0])),
         }
 
-    def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch. Return the logits [R, V] of its output rows, or from a stage
-        that is not last the hidden states [T, H]; valid until the next call. `hidden`: the previous stage's hidden
-        states, None on the first."""
+    def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
+        """Compute this rank's pipeline stage for a batch. Return its output rows, whose logits stay on the GPU, or from
+        a stage that is not last the hidden states [T, H]; valid until the next call. `hidden`: the previous stage's
+        hidden states, None on the first."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
@@ -120,10 +123,13 @@ class DeviceRunner:
                 found = self.compute((size, tiles, size if decoding else rows), decoding, x_TH)
             if not self._stage.last:
                 return found[:tokens].float().cpu().numpy()
-            self._logits[:rows].copy_(found[:rows], non_blocking=True)
-            if self._device.type == "cuda":  # until the logits are copied and the staged batch has been read
+            logits: StepOutput = []
+            if rows:
+                draws = [each.prepare_draw(position) for each, position in batch.outputs()]
+                logits = DeviceLogits(found[:rows], draws, self._operations, self._options)
+            if self._device.type == "cuda":  # until the figures are copied and the staged batch has been read
                 torch.cuda.current_stream(self._device).synchronize()
-        return self._logits[:rows].numpy()
+        return logits
 
     def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
         """Compute this rank's pipeline stage for the batch that was copied to the device's buffers, without a host
@@ -160,7 +166,7 @@ class DeviceRunner:
         if not self._stage.last:
             return x_TH + delta_TH
         if not rows:  # the middle of a prompt
-            return self._logits[:0]
+            return self._zeros(0, self.config.vocabulary, dtype=torch.float32)
         chosen_R = number[2, :rows]
         x_RH = self._add_norm(model.final_norm, x_TH.index_select(0, chosen_R), delta_TH.index_select(0, chosen_R))
         head = model.embedding if model.head is None else model.head

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.request import Output, Request
 from meshwright.serving.runner import Runner
 from meshwright.serving.scheduler import Scheduler, StepBatch, sample_batch
@@ -55,7 +56,7 @@ class Engine:
         batch = self.scheduler.schedule()
         return [] if batch is None else self.scheduler.publish(batch, sample_batch(batch, self._run(batch)))
 
-    def _run(self, batch: StepBatch, hidden_TH: Float32 | None = None) -> Float32:
+    def _run(self, batch: StepBatch, hidden_TH: Float32 | None = None) -> StepOutput:
         """Run the runner on a batch and return its result: logits, or from a stage that is not last hidden states.
         Record time, tokens and keys of the step for `report`. hidden_TH: the previous stage's hidden states."""
         began = time.perf_counter()

@@ -123,6 +123,7 @@ class PipelineEngine(Engine):
         if self._stage == self._stages - 1:
             self._results[number] = sample_batch(batch, found)
         else:
+            assert isinstance(found, np.ndarray)
             self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
 
     def _publish(self, number: int, batch: StepBatch) -> list[Output]:

@@ -13,6 +13,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.choice import PLAIN_TORCH, load_kernels
 from meshwright.planner.serving_ledger import KERNEL_DTYPES
+from meshwright.serving.logit_rows import StepOutput
 from meshwright.serving.native_runner import NativeRunner
 from meshwright.serving.rank_starter import RankPlan
 from meshwright.serving.scheduler import StepBatch
@@ -35,10 +36,10 @@ class Runner(Protocol):
     instruction_set: str
     version: str
 
-    def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+    def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
         """Compute this rank's pipeline stage for a batch, and write the tokens' keys and values to the KV cache. Return
-        the logits of its output rows, float32 [R, V], or from a stage that is not last the hidden states, float32 [T,
-        H]; valid until the next call. `hidden`: the previous stage's hidden states, None on the first."""
+        the logits of its output rows, float32 [R, V] or one by one, or from a stage that is not last the hidden states,
+        float32 [T, H]; valid until the next call. `hidden`: the previous stage's hidden states, None on the first."""
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: `weights`, `kv` (cache), `logits`, and with kernels `workspace` (buffers)."""

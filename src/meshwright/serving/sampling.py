@@ -1,7 +1,6 @@
 """Sampling of one token from logits, as a function of one sequence alone: options, draws and log-probabilities.
 
-Shapes: V vocabulary. Everything is computed row by row, in a fixed order, so that a result never depends on what else
-the step computes. Definitions of the options follow vLLM's `SamplingParams`.
+Shapes: V vocabulary. Definitions of the options follow vLLM's `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from meshwright.errors import MeshwrightError, UserError
+from meshwright.serving.logit_rows import Draw, HostRow, LogitRow, Logits, find_quantile, weigh
 
-Logits = npt.NDArray[np.float32]
 GREEDY_TEMPERATURE = 1e-5  # lower temperatures count as 0, as in vLLM
 _FIRST_LOOK = (256, 4096)  # most likely tokens among which top-p is looked for before all are sorted
-_SUM_BLOCK = 256
 
 
 class InvalidLogits(MeshwrightError):
@@ -152,35 +149,45 @@ class TokenCounts:
 
 
 def sample(
-    logits_V: Logits, sampling: Sampling, *, choice: int = 0, position: int = 0, counts: TokenCounts | None = None
+    row: LogitRow, sampling: Sampling, *, choice: int = 0, position: int = 0, counts: TokenCounts | None = None
 ) -> TokenResult:
-    """Sample the token at `position` of an answer (0: its first) from logits [V]. The result depends on nothing but the
-    arguments, among them the seed in `sampling`.
+    """Sample the token at `position` of an answer (0: its first) from the logits of a row. The result depends on
+    nothing but the arguments, among them the seed in `sampling`.
 
     `choice`: index among several answers to the prompt. `counts`: token counts, required if `sampling.penalizes`.
     Raises InvalidLogits.
     """
-    token = _find_best(logits_V)
-    adjusted_V = _adjust(logits_V, sampling, position, counts)
+    _check_logits(row)
+    adjusted = _adjust(row, sampling, position, counts) if _is_adjusted(sampling, position) else row
     if sampling.temperature < GREEDY_TEMPERATURE:
-        token = token if adjusted_V is logits_V else int(adjusted_V.argmax())
+        token = adjusted.best
     else:
-        token = _find_token(adjusted_V, sampling, draw_uniform(sampling.seed, choice, position))
-    return TokenResult(token) if sampling.logprobs is None else score_token(logits_V, token, sampling.logprobs)
+        token = _find_token(adjusted, sampling, draw_uniform(sampling.seed, choice, position))
+    return TokenResult(token) if sampling.logprobs is None else score_token(row, token, sampling.logprobs)
 
 
-def score_token(logits_V: Logits, token: int, alternatives: int) -> TokenResult:
+def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> Draw:
+    """Return what `sample` with the same arguments will read of a row."""
+    ranked = 0 if sampling.logprobs is None else sampling.logprobs
+    if _is_adjusted(sampling, position):  # it reads all logits
+        return Draw(ranked=ranked)
+    if sampling.temperature < GREEDY_TEMPERATURE:
+        return Draw(ranked=ranked)
+    if sampling.top_k:
+        ranked = max(ranked, sampling.top_k)
+    elif sampling.top_p < 1 or sampling.min_p > 0:
+        ranked = max(ranked, _FIRST_LOOK[0])
+    return Draw(sampling.temperature, draw_uniform(sampling.seed, choice, position), 0, ranked)
+
+
+def score_token(row: LogitRow, token: int, alternatives: int) -> TokenResult:
     """Return the log-probability of the token ID `token`, and the `alternatives` most likely tokens with their
-    log-probabilities, by a log-softmax of the logits [V] (absolute error up to 1e-6). Raises InvalidLogits."""
-    highest = logits_V[_find_best(logits_V)]
-    normalizer = float(highest) + math.log(_weigh(logits_V, highest, 1.0).sum(dtype=np.float64))
-    best = min(alternatives, len(logits_V))
-    top: list[tuple[int, float]] = []
-    if best:
-        likely = np.flatnonzero(logits_V >= np.partition(logits_V, -best)[-best])
-        likely = likely[np.argsort(-logits_V[likely], kind="stable")][:best]
-        top = [(each, float(logits_V[each]) - normalizer) for each in likely.tolist()]
-    return TokenResult(token, float(logits_V[token]) - normalizer, tuple(top))
+    log-probabilities, by a log-softmax of the row's logits (absolute error up to 1e-6). Raises InvalidLogits."""
+    _check_logits(row)
+    normalizer = float(row.highest) + math.log(row.total_weight(1.0))
+    best = min(alternatives, row.size)
+    top = [(each, row.logit(each) - normalizer) for each in row.most_likely(best)] if best else []
+    return TokenResult(token, row.logit(token) - normalizer, tuple(top))
 
 
 def draw_uniform(seed: int, choice: int, position: int) -> float:
@@ -190,109 +197,75 @@ def draw_uniform(seed: int, choice: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _find_best(logits_V: Logits) -> int:
-    """Return the ID of the most likely token, the lowest among equals (greedy sampling). Raises InvalidLogits if its
-    logit is NaN or infinite, as it is if any logit is NaN or +inf."""
-    token = int(logits_V.argmax())  # the first NaN, if there is one
-    if not math.isfinite(logits_V[token]):
+def _check_logits(row: LogitRow) -> None:
+    """Raise InvalidLogits if the highest logit is NaN or infinite, as it is if any logit is NaN or +inf."""
+    if not math.isfinite(row.highest):
         raise InvalidLogits(
-            f"the model computed {logits_V[token]} as a logit: its weights are damaged or the engine is at fault"
+            f"the model computed {row.highest} as a logit: its weights are damaged or the engine is at fault"
         )
-    return token
 
 
-def _adjust(logits_V: Logits, sampling: Sampling, position: int, counts: TokenCounts | None) -> Logits:
-    """Return logits [V] with minimum length, bias and penalties applied, in vLLM's order; the same array if none is
-    set. `position`: index of the token in the answer; `counts`: needed for penalties."""
-    forbid = position < sampling.min_tokens and sampling.stop_tokens
-    if not (forbid or sampling.logit_bias or sampling.penalizes):
-        return logits_V
-    adjusted_V = logits_V.copy()
-    if forbid:
+def _is_adjusted(sampling: Sampling, position: int) -> bool:
+    """Return True if minimum length, bias or penalties change the logits. `position`: index of the token in the
+    answer."""
+    forbid = position < sampling.min_tokens and bool(sampling.stop_tokens)
+    return forbid or bool(sampling.logit_bias) or sampling.penalizes
+
+
+def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCounts | None) -> HostRow:
+    """Return the row with minimum length, bias and penalties applied to a copy of its logits, in vLLM's order.
+    `position`: index of the token in the answer; `counts`: needed for penalties."""
+    adjusted_V = row.on_host().copy()
+    if position < sampling.min_tokens and sampling.stop_tokens:
         adjusted_V[list(sampling.stop_tokens)] = -np.inf
     if sampling.logit_bias:
         adjusted_V[list(sampling.logit_bias)] += np.array(list(sampling.logit_bias.values()), np.float32)
     if sampling.penalizes:
         assert counts is not None, "penalties need the counts of tokens"
         counts.penalize(adjusted_V, sampling)
-    return adjusted_V
+    return HostRow(adjusted_V)
 
 
-def _find_token(logits_V: Logits, sampling: Sampling, uniform: float) -> int:
+def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
     """Return the ID of the token at quantile `uniform`, in [0, 1), of the tokens that top-k, top-p and min-p keep
     (inverse-CDF sampling). If all tokens are kept, they are ordered by token ID; else by descending probability, equal
     ones by token ID.
 
     The kept tokens are always the most likely ones, so only as many are sorted.
     """
-    highest = logits_V.max()
+    highest, temperature = row.highest, sampling.temperature
     if highest == -np.inf:  # every token is a stop token before `min_tokens`
         return 0
     if not highest < np.inf:
         raise InvalidLogits(
             f"the options turn a logit into {highest}: repetition_penalty {sampling.repetition_penalty}"
         )
-    kept = size = len(logits_V)
+    kept = row.size
     if sampling.min_p > 0:
-        least = highest + np.float32(sampling.temperature * math.log(sampling.min_p))
-        kept = int(np.count_nonzero(logits_V >= least))
+        kept = row.count_from(highest + np.float32(temperature * math.log(sampling.min_p)))
     if sampling.top_k:
         kept = min(kept, sampling.top_k)
-    if kept == size and sampling.top_p == 1:
-        return _find_quantile(_weigh(logits_V, highest, sampling.temperature), uniform)
-    if kept < size:
-        values = _sort_highest(logits_V, kept)
-        weights = _weigh(values, highest, sampling.temperature)
+    if kept == row.size and sampling.top_p == 1:
+        return row.draw(temperature, uniform)
+    if kept < row.size:
+        values = row.highest_logits(kept)
+        weights = weigh(values, highest, temperature)
         if sampling.top_p < 1:
             weights = _keep_nucleus(weights, sampling.top_p * weights.sum(dtype=np.float64))
     else:
-        mass = sampling.top_p * _weigh(logits_V, highest, sampling.temperature).sum(dtype=np.float64)
-        for count in (*_FIRST_LOOK, size):
-            values = _sort_highest(logits_V, min(count, size))
-            weights = _keep_nucleus(_weigh(values, highest, sampling.temperature), mass)
+        mass = sampling.top_p * row.total_weight(temperature)
+        for count in (*_FIRST_LOOK, row.size):
+            values = row.highest_logits(min(count, row.size))
+            weights = _keep_nucleus(weigh(values, highest, temperature), mass)
             if len(weights) < len(values):
                 break
-    rank = _find_quantile(weights, uniform)
-    value = values[rank]
-    return int(np.flatnonzero(logits_V == value)[rank - int((values > value).sum())])
+    return row.token_at(find_quantile(weights, uniform), values)
 
 
 def _keep_nucleus(weights: Logits, mass: float) -> Logits:
     """Return the shortest beginning of the descending `weights` whose sum reaches `mass` (top-p), at least one
     weight."""
     return weights[: int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1]
-
-
-def _sort_highest(logits_V: Logits, count: int) -> Logits:
-    """Return the `count` highest logits in descending order."""
-    return np.sort(logits_V if count == len(logits_V) else np.partition(logits_V, -count)[-count:])[::-1]
-
-
-def _weigh(logits: Logits, highest: np.float32, temperature: float) -> Logits:
-    """Return exp((logit - highest) / temperature), unnormalised probabilities. highest: the largest logit. Computed in
-    float32, with a relative error of about 1e-7, since float64 takes three times as long and this step dominates the
-    time of sampling."""
-    weights = logits - highest
-    if temperature != 1:
-        weights /= np.float32(temperature)
-    return np.exp(weights, out=weights)
-
-
-def _find_quantile(weights: Logits, uniform: float) -> int:
-    """Return the first index at which the cumulative weights exceed the fraction `uniform` of their total; its weight
-    is above 0. Sums over blocks locate the block first, as a cumulative sum over all would be slower."""
-    block_sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK)), dtype=np.float64)
-    reach = uniform * block_sums[-1]
-    block = _first_above(block_sums, reach)
-    below = block_sums[block - 1] if block else 0.0
-    sums = below + np.cumsum(weights[block * _SUM_BLOCK : (block + 1) * _SUM_BLOCK], dtype=np.float64)
-    return block * _SUM_BLOCK + _first_above(sums, reach)
-
-
-def _first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
-    """Return the first index at which the cumulative sums exceed `reach`; if rounding leaves none, the first index at
-    which they equal the total."""
-    return min(int(sums.searchsorted(reach, side="right")), int(sums.searchsorted(sums[-1])))
 
 
 def _check(holds: bool, name: str, value: object, right: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from meshwright.errors import UserError
 from meshwright.serving.admission import AdmissionState, AnswerLengthRatio
 from meshwright.serving.blocks import BlockPool
+from meshwright.serving.logit_rows import HostRow, StepOutput
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
 from meshwright.serving.sequence import Sequence, WaitingQueue
@@ -58,6 +60,12 @@ class StepBatch:
     output_rows: Integers
     sequences: list[Sequence]
     group: int = 0
+
+    def outputs(self) -> Iterator[tuple[Sequence, int]]:
+        """Iterate over the sequence and the position of each output row."""
+        for sequence, count in zip(self.sequences, np.diff(self.starts).tolist(), strict=True):
+            for position in sequence.output_positions(count):
+                yield sequence, position
 
 
 class Scheduler:
@@ -371,13 +379,9 @@ class Scheduler:
             assert not lost, f"idle, but {lost} of {self.pool.size} KV blocks are neither free nor cached"
 
 
-def sample_batch(batch: StepBatch, logits_RV: npt.NDArray[np.float32]) -> list[TokenResult]:
+def sample_batch(batch: StepBatch, logits: StepOutput) -> list[TokenResult]:
     """Return one result for each output row of a batch: a sampled token after a sequence's last known token; for other
     rows (`prompt_logprobs`) the prompt's next token with its log-probability. Depends on the arguments alone; in a
-    pipeline the last stage sends the results to the others."""
-    rows = iter(logits_RV)
-    return [
-        sequence.sample_row(next(rows), position)
-        for sequence, count in zip(batch.sequences, np.diff(batch.starts).tolist(), strict=True)
-        for position in sequence.output_positions(count)
-    ]
+    pipeline the last stage sends the results to the others. logits: [R, V], or its rows."""
+    rows = map(HostRow, logits) if isinstance(logits, np.ndarray) else logits
+    return [sequence.sample_row(row, position) for row, (sequence, position) in zip(rows, batch.outputs(), strict=True)]

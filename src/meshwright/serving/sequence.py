@@ -7,13 +7,11 @@ from array import array
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-import numpy.typing as npt
-
 from meshwright.serving.admission import AnswerLengthRatio
 from meshwright.serving.blocks import HashChain
+from meshwright.serving.logit_rows import Draw, LogitRow
 from meshwright.serving.request import FinishReason, Request
-from meshwright.serving.sampling import InvalidLogits, TokenCounts, TokenResult, sample, score_token
+from meshwright.serving.sampling import InvalidLogits, TokenCounts, TokenResult, prepare_draw, sample, score_token
 from meshwright.spec.block_tables import count_blocks, max_blocks_held
 
 
@@ -76,16 +74,23 @@ class Sequence:
             begin = self.computed
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
-    def sample_row(self, logits_V: npt.NDArray[np.float32], position: int) -> TokenResult:
-        """Return the result for the logits [V] at a position. At the sequence's last token it is a sampled token;
-        before that, the prompt's next token with its log-probability. Its token is -1 if logits are NaN or infinite."""
+    def prepare_draw(self, position: int) -> Draw:
+        """Return what `sample_row` will read of the logits at a position."""
+        request = self.request
+        if position == len(self.tokens) - 1:
+            return prepare_draw(request.sampling, choice=request.choice, position=self.answered)
+        return Draw(target=self.tokens[position + 1], ranked=request.sampling.prompt_logprobs or 0)
+
+    def sample_row(self, row: LogitRow, position: int) -> TokenResult:
+        """Return the result for the logits at a position. At the sequence's last token it is a sampled token; before
+        that, the prompt's next token with its log-probability. Its token is -1 if logits are NaN or infinite."""
         sampling = self.request.sampling
         try:
             if position == len(self.tokens) - 1:
                 choice = self.request.choice
-                return sample(logits_V, sampling, choice=choice, position=self.answered, counts=self.counts)
+                return sample(row, sampling, choice=choice, position=self.answered, counts=self.counts)
             assert sampling.prompt_logprobs is not None
-            return score_token(logits_V, self.tokens[position + 1], sampling.prompt_logprobs)
+            return score_token(row, self.tokens[position + 1], sampling.prompt_logprobs)
         except InvalidLogits:
             return TokenResult(-1)
 

@@ -1,0 +1,136 @@
+"""Logits that stay on a GPU: sampling reads a few figures of each row, and copies a whole row only where options need
+all of it.
+
+Shapes: R output rows, V vocabulary, K most likely tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshwright.serving.logit_rows import Draw, HostRow, Logits
+
+MOST_RANKED = 1024
+"""Most likely tokens of a row that are copied, at most."""
+
+
+class DeviceLogits:
+    """Logits of one step's output rows on a device, an iterable of `DeviceRow`. The rows are valid until the runner's
+    next step.
+
+    logits_RV: float32. draws: what sampling will read of each row. operations: module with `summarize_logits`. options:
+    pinned host buffer and device buffer of the draws, each float64 [3, at least R]. Kernels and copies are queued on
+    the current stream; the caller synchronises it before it reads a row.
+    """
+
+    def __init__(
+        self, logits_RV: torch.Tensor, draws: Sequence[Draw], operations: ModuleType, options: Sequence[torch.Tensor]
+    ) -> None:
+        self._logits, self._draws = logits_RV, draws
+        rows, size = logits_RV.shape
+        staged, used = (each[:, :rows] for each in options)
+        staged.copy_(torch.tensor([each[:3] for each in draws], dtype=torch.float64).T)
+        used.copy_(staged, non_blocking=True)
+        self._figures = operations.summarize_logits(logits_RV, used).to("cpu", non_blocking=True)
+        self._ranked: tuple[torch.Tensor, torch.Tensor] | None = None
+        if most := max(draw.ranked for draw in draws):
+            count = min(size, MOST_RANKED, max(32, 1 << most.bit_length()))  # more than asked for: ties are seen
+            values, tokens = logits_RV.topk(count)
+            self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
+
+    def __iter__(self) -> Iterator[DeviceRow]:
+        """Iterate over the rows; the stream must have been synchronised."""
+        figures, ranked = self._figures.tolist(), None
+        if self._ranked is not None:
+            values, tokens = (each.numpy() for each in self._ranked)
+            if (values[:, 1:] == values[:, :-1]).any():
+                order = np.lexsort((tokens, -values))  # equal logits by token ID
+                values, tokens = (np.take_along_axis(each, order, 1) for each in (values, tokens))
+            ranked = values, tokens
+        for row, draw in enumerate(self._draws):
+            of_row = None if ranked is None else (ranked[0][row], ranked[1][row])
+            yield DeviceRow(self._logits[row], draw, figures[row], of_row)
+
+
+class DeviceRow:
+    """Logits of one output row on a device, with the attributes and methods of `LogitRow`. What the figures do not tell
+    is read from a copy of the whole row.
+
+    logits_V: float32 [V]. draw: for which the figures were computed. figures: from `summarize_logits`. ranked: the K
+    highest logits in descending order and their token IDs, equal logits by token ID, float32 [K] and int64 [K].
+    """
+
+    def __init__(
+        self,
+        logits_V: torch.Tensor,
+        draw: Draw,
+        figures: Sequence[float],
+        ranked: tuple[Logits, npt.NDArray[np.int64]] | None,
+    ) -> None:
+        self._logits, self._draw, self.size = logits_V, draw, len(logits_V)
+        best, highest, self._total, self._total_drawn, drawn, drawn_logit, target_logit = figures
+        self.best, self._drawn, self.highest = int(best), int(drawn), np.float32(highest)
+        self._known = {draw.target: target_logit, self._drawn: drawn_logit, self.best: highest}
+        self._host: HostRow | None = None
+        self._values: Logits = np.zeros(0, np.float32) if ranked is None else ranked[0]
+        self._tokens: npt.NDArray[np.int64] = np.zeros(0, np.int64) if ranked is None else ranked[1]
+        # Tokens whose place is certain: of those with the lowest of the logits, some may be missing.
+        self._certain = len(self._values)
+        if self._certain and self._certain < self.size:
+            self._certain = int(np.count_nonzero(self._values > self._values[-1]))
+
+    def on_host(self) -> Logits:
+        """Return a copy of the logits [V] in host memory; must not be modified."""
+        return self._row().on_host()
+
+    def logit(self, token: int) -> float:
+        """Return the logit of a token ID."""
+        if token in self._known:
+            return float(self._known[token])
+        place = np.flatnonzero(self._tokens == token)
+        return float(self._values[place[0]]) if len(place) else self._row().logit(token)
+
+    def total_weight(self, temperature: float) -> float:
+        """Return the sum over the vocabulary of exp((logit - highest) / temperature)."""
+        if temperature == 1:
+            return self._total
+        return self._total_drawn if temperature == self._draw.temperature else self._row().total_weight(temperature)
+
+    def draw(self, temperature: float, uniform: float) -> int:
+        """Return the ID of the token at quantile `uniform` of the softmax of logits / temperature: those of the draw
+        for which the figures were computed."""
+        assert (temperature, uniform) == (self._draw.temperature, self._draw.uniform), "another draw was prepared"
+        return self._drawn
+
+    def count_from(self, least: np.float32) -> int:
+        """Return the number of logits that are at least `least`."""
+        if self._certain == self.size or (len(self._values) and self._values[-1] < least):
+            return int(np.count_nonzero(self._values >= least))
+        return self._row().count_from(least)
+
+    def highest_logits(self, count: int) -> Logits:
+        """Return the `count` highest logits in descending order."""
+        return self._values[:count] if count <= len(self._values) else self._row().highest_logits(count)
+
+    def most_likely(self, count: int) -> list[int]:
+        """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
+        if count > self._certain:
+            return self._row().most_likely(count)
+        found: list[int] = self._tokens[:count].tolist()
+        return found
+
+    def token_at(self, rank: int, values: Logits) -> int:
+        """Return the token ID at index `rank` of the order of `most_likely`. values: the highest logits in descending
+        order."""
+        return int(self._tokens[rank]) if rank < self._certain else self._row().token_at(rank, values)
+
+    def _row(self) -> HostRow:
+        """Return the row in host memory, copied at the first call."""
+        if self._host is None:
+            self._host = HostRow(self._logits.cpu().numpy())
+        return self._host

@@ -1,0 +1,150 @@
+"""Logits of one output row, as sampling reads them: in host memory, or on a GPU.
+
+Shapes: V vocabulary. Everything is computed row by row, in a fixed order, so that a result never depends on what else
+the step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[np.float32]
+_SUM_BLOCK = 256
+
+
+class Draw(NamedTuple):
+    """What sampling will read of one output row, known before its logits are computed, so that a GPU can compute it.
+
+    Attributes:
+        temperature: Divides the logits, more than 0; 0: nothing is drawn.
+        uniform: Quantile in [0, 1) at which a token is drawn.
+        target: Token ID of the prompt whose log-probability is wanted; 0 if none.
+        ranked: Number of most likely tokens that are looked at; 0: the most likely one alone.
+    """
+
+    temperature: float = 0.0
+    uniform: float = 0.0
+    target: int = 0
+    ranked: int = 0
+
+
+class LogitRow(Protocol):
+    """Interface to the logits [V] of one output row.
+
+    Attributes:
+        size: Size of the vocabulary, V.
+        best: ID of the most likely token, the lowest among equals.
+        highest: Its logit; NaN if any logit is NaN.
+    """
+
+    size: int
+    best: int
+    highest: np.float32
+
+    def on_host(self) -> Logits:
+        """Return the logits [V] in host memory; must not be modified."""
+
+    def logit(self, token: int) -> float:
+        """Return the logit of a token ID."""
+
+    def total_weight(self, temperature: float) -> float:
+        """Return the sum over the vocabulary of exp((logit - highest) / temperature)."""
+
+    def draw(self, temperature: float, uniform: float) -> int:
+        """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
+        ordered by ID (inverse-CDF sampling)."""
+
+    def count_from(self, least: np.float32) -> int:
+        """Return the number of logits that are at least `least`."""
+
+    def highest_logits(self, count: int) -> Logits:
+        """Return the `count` highest logits in descending order."""
+
+    def most_likely(self, count: int) -> list[int]:
+        """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
+
+    def token_at(self, rank: int, values: Logits) -> int:
+        """Return the token ID at index `rank` of the order of `most_likely`. values: the highest logits in descending
+        order, more than `rank`."""
+
+
+StepOutput = npt.NDArray[np.float32] | Iterable[LogitRow]
+"""What a runner returns: logits [R, V] of R output rows or hidden states, in host memory; or the output rows."""
+
+
+class HostRow:
+    """Logits of one output row in host memory. logits_V: float32 [V]; must not change while the row is in use. It has
+    the attributes of `LogitRow`."""
+
+    def __init__(self, logits_V: Logits) -> None:
+        self._logits, self.size = logits_V, len(logits_V)
+        self.best = int(logits_V.argmax())  # the first NaN, if there is one
+        self.highest: np.float32 = logits_V[self.best]
+
+    def on_host(self) -> Logits:
+        """Return the logits [V]; must not be modified."""
+        return self._logits
+
+    def logit(self, token: int) -> float:
+        """Return the logit of a token ID."""
+        return float(self._logits[token])
+
+    def total_weight(self, temperature: float) -> float:
+        """Return the sum over the vocabulary of exp((logit - highest) / temperature), relative error about 1e-7."""
+        return float(weigh(self._logits, self.highest, temperature).sum(dtype=np.float64))
+
+    def draw(self, temperature: float, uniform: float) -> int:
+        """Return the ID of the token at quantile `uniform` of the softmax of logits / temperature."""
+        return find_quantile(weigh(self._logits, self.highest, temperature), uniform)
+
+    def count_from(self, least: np.float32) -> int:
+        """Return the number of logits that are at least `least`."""
+        return int(np.count_nonzero(self._logits >= least))
+
+    def highest_logits(self, count: int) -> Logits:
+        """Return the `count` highest logits in descending order."""
+        part = self._logits if count == self.size else np.partition(self._logits, -count)[-count:]
+        return np.sort(part)[::-1]
+
+    def most_likely(self, count: int) -> list[int]:
+        """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
+        likely = np.flatnonzero(self._logits >= np.partition(self._logits, -count)[-count])
+        found: list[int] = likely[np.argsort(-self._logits[likely], kind="stable")][:count].tolist()
+        return found
+
+    def token_at(self, rank: int, values: Logits) -> int:
+        """Return the token ID at index `rank` of the order of `most_likely`. values: the highest logits in descending
+        order."""
+        value = values[rank]
+        return int(np.flatnonzero(self._logits == value)[rank - int((values > value).sum())])
+
+
+def weigh(logits: Logits, highest: np.float32, temperature: float) -> Logits:
+    """Return exp((logit - highest) / temperature), unnormalised probabilities. highest: the largest logit. Computed in
+    float32, with a relative error of about 1e-7, since float64 takes three times as long and this step dominates the
+    time of sampling."""
+    weights = logits - highest
+    if temperature != 1:
+        weights /= np.float32(temperature)
+    return np.exp(weights, out=weights)
+
+
+def find_quantile(weights: Logits, uniform: float) -> int:
+    """Return the first index at which the cumulative weights exceed the fraction `uniform` of their total; its weight
+    is above 0. Sums over blocks locate the block first, as a cumulative sum over all would be slower."""
+    block_sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK)), dtype=np.float64)
+    reach = uniform * block_sums[-1]
+    block = _first_above(block_sums, reach)
+    below = block_sums[block - 1] if block else 0.0
+    sums = below + np.cumsum(weights[block * _SUM_BLOCK : (block + 1) * _SUM_BLOCK], dtype=np.float64)
+    return block * _SUM_BLOCK + _first_above(sums, reach)
+
+
+def _first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
+    """Return the first index at which the cumulative sums exceed `reach`; if rounding leaves none, the first index at
+    which they equal the total."""
+    return min(int(sums.searchsorted(reach, side="right")), int(sums.searchsorted(sums[-1])))
