@@ -62,6 +62,7 @@ def attend_in_pieces(module, pieces: list[int], window: int | None, batched: boo
     cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
     whole, found, begin = draw(45, (GROUP + 2) * KV_HEADS * SIZE, seed=3), [], 0
     table, scratch = [4, 9, 1], torch.zeros(40_000, device=DEVICE)
+    arrivals = torch.zeros(200, dtype=torch.int32, device=DEVICE)
     for count in pieces:
         chunks = [(begin, count, table)]
         qkv = whole[begin : begin + count].clone()
@@ -71,8 +72,9 @@ def attend_in_pieces(module, pieces: list[int], window: int | None, batched: boo
         tiles = module.Tiles(*step_of(chunks, tokens, 16))
         tables = torch.arange(99 * SIZE // 2, device=DEVICE).view(99, -1) / 70
         module.rotate_and_store(qkv, cache, tiles, (tables.cos(), tables.sin()), None, 1e-5)
-        found.append(module.attend(qkv, cache, tiles, window, scratch)[:count])
+        found.append(module.attend(qkv, cache, tiles, window, scratch, arrivals)[:count])
         begin += count
+        assert not bool(arrivals.any())
     return torch.cat(found), *cache
 
 
@@ -120,6 +122,29 @@ def test_product_adds_its_splits_in_order(columns: int, inner: int):
     assert torch.equal(device.product(x[3:5], weight, bias), whole[3:5])
     wide = device.product(x.to(HALF), weight.to(HALF), None, torch.float32)
     assert same(wide, reference.product(x.to(HALF), weight.to(HALF), None, torch.float32), 2e-4)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("columns", "inner"), [(70, 50), (9, 2100), (33, 17_000)])
+def test_product_of_one_row_is_that_of_the_reference(columns: int, inner: int, gated: bool, added: bool, norm: bool):
+    x, weight = draw(1, inner), draw((1 + gated) * columns, inner, seed=1) / inner**0.5
+    options = {
+        "norm": (draw(inner, seed=3), 1e-5) if norm else None,
+        "delta_1X": draw(1, inner, seed=2) if added and norm else None,
+        "gated": gated,
+    }
+    bias = None if gated else draw(columns)
+    for dtype in (torch.float32, HALF):
+        cast = {**options, "delta_1X": None if options["delta_1X"] is None else options["delta_1X"].to(dtype)}
+        arguments = (x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        tolerance = 1e-4 if dtype == torch.float32 else 0.02
+        for found, expected in zip(
+            device.vector_product(*arguments, **cast), reference.vector_product(*arguments, **cast), strict=True
+        ):
+            assert same(found, expected, tolerance)
+    assert device.vector_product(x.to(HALF), weight.to(HALF), None, torch.float32, **cast)[0].dtype == torch.float32
 
 
 def test_grouped_product_multiplies_each_copy_by_its_experts_matrix():

@@ -55,9 +55,9 @@ def _rotate(x, cosine, sine):
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1).to(x.dtype)
 
 
-def attend(qkv, cache, tiles, window, scratch):
+def attend(qkv, cache, tiles, window, scratch, arrivals):
     """Every token over every position of its block table, section by section and in each step by step."""
-    assert scratch.dtype == torch.float32
+    assert scratch.dtype == torch.float32 and arrivals.dtype == torch.int32
     (keys, values), tokens = cache, len(qkv)
     kv_heads, size = keys.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads
@@ -103,6 +103,13 @@ def product(x_TX, weight_YX, bias_Y=None, dtype=None):
     return y_TY.to(dtype or x_TX.dtype)
 
 
+def vector_product(x_1X, weight, bias_Y=None, dtype=None, *, norm=None, delta_1X=None, gated=False):
+    sum_1X = x_1X if delta_1X is None else x_1X + delta_1X
+    value = sum_1X if norm is None else _normalise(sum_1X, *norm)
+    y = product(value, weight, bias_Y, x_1X.dtype if gated else dtype)
+    return (swiglu(y).to(dtype or x_1X.dtype) if gated else y), sum_1X
+
+
 def grouped_product(x_NX, weight_EYX, ends_E):
     expert_N = torch.searchsorted(ends_E, torch.arange(len(x_NX), device=x_NX.device, dtype=torch.int32), right=True)
     return torch.einsum("nx,nyx->ny", x_NX.float(), weight_EYX[expert_N].float()).to(x_NX.dtype)
@@ -113,8 +120,8 @@ def swiglu(up_TF):
     return F.silu(gate_TF) * up_TF
 
 
-def summarize_logits(logits_RV, options_3R):
-    temperature_R, uniform_R, target_R = options_3R
+def summarize_logits(logits_RV, draws_3R):
+    temperature_R, uniform_R, target_R = draws_3R
     highest_R, best_R = logits_RV.max(dim=1)  # the first among equals; a NaN, if there is one
     shifted_RV = logits_RV.double() - highest_R[:, None].double()
     weights_RV = (shifted_RV / temperature_R.clamp(min=1e-9)[:, None]).exp()

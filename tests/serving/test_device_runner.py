@@ -262,10 +262,11 @@ class _Launches:
     add_norm = staticmethod(lambda x, delta, weight, epsilon: torch.empty_like(x))
     rotate_and_store = staticmethod(lambda *arguments: None)
     swiglu = staticmethod(lambda up: up.new_empty(len(up), up.shape[1] // 2))
+    vector_product = staticmethod(device_reference.vector_product)
     grouped_product = staticmethod(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
 
     @staticmethod
-    def attend(qkv, cache, tiles, window, scratch):
+    def attend(qkv, cache, tiles, window, scratch, arrivals):
         kv_heads, size = cache[0].shape[1:]
         return qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * size)
 

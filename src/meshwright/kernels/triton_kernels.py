@@ -2,21 +2,28 @@
 
 The bits of a row depend on that row and on the shapes of the weights: tiles and sections have sizes that no batch
 changes, and partial results are added in a fixed order. Shapes and arguments: `serving/device_operations.py`.
+
+PDL: programmatic dependent launch (CUDA programming guide): a kernel starts while the one before it in the stream ends,
+and waits for it before it touches what other kernels write or read. Weights are read before.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def add_norm(
-    x, delta, weight, out, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x, delta, weight, out, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Write the RMSNorm of one row of `x` [rows, size] to `out`. ADD: first add the row of `delta` to `x` in place
     (residual).
 
     Grid: (rows). weight: [size]. epsilon: added to the mean square. BLOCK: power of 2 >= size.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     places = tl.arange(0, BLOCK)
     inside = places < size
     at = tl.program_id(0).to(tl.int64) * size + places
@@ -32,7 +39,7 @@ def add_norm(
 @triton.jit
 def rotate_and_store(
     qkv, keys, values, positions, slots, cosine, sine, query_norm, key_norm, epsilon, heads, kv_heads,
-    SIZE: tl.constexpr, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
+    SIZE: tl.constexpr, HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Apply QK norm (if NORM) and RoPE (if ROTATE) to one head of one token in `qkv` [tokens, heads + 2 kv_heads,
     SIZE]. A rotated query is written back in place; a rotated key, or an unchanged value, is written to the token's
@@ -42,6 +49,9 @@ def rotate_and_store(
     kv_heads, SIZE]. positions, slots: int32 [tokens]. cosine, sine: [positions, SIZE / 2]. query_norm, key_norm:
     RMSNorm weights [SIZE], with `epsilon`. HALF: power of 2 >= SIZE / 2.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = tl.arange(0, HALF)
     inside = places < SIZE // 2
@@ -76,24 +86,30 @@ def rotate_and_store(
 
 
 @triton.jit(do_not_specialize=["stride", "most"])
-def attend_sections(
-    qkv, keys, values, positions, tiles, tables, partial, stats, scale, width, table_width, stride, most, sections,
-    window, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr,
+def attend(
+    qkv, keys, values, positions, tiles, tables, partial, stats, arrivals, out, scale, width, table_width, stride, most,
+    sections, window, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K). A tile is
-    at most `most` consecutive tokens of one sequence.
+    """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K), to `out`
+    [tokens, query heads, SIZE]. A tile is at most `most` consecutive tokens of one sequence.
 
     For each section, the highest score and the sum of exp(score - highest) go to `stats` [rows, 2], the weighted sum of
-    values to `partial` [rows, SIZE], with one row per (tile, token in the tile, query head, section).
+    values to `partial` [rows, SIZE], with one row per (tile, token in the tile, query head, section). The program that
+    finishes last merges the sections in order (log-sum-exp merge); the bits do not depend on which one that is.
 
     Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. qkv: [tokens, width]. keys, values: KV cache
     [slots, KV_HEADS, SIZE]. positions: int32 [tokens]. tiles: int32 [3, number of tiles], rows `stride` elements apart:
-    first token, number of tokens, and row of `tables`. tables: block tables, `table_width` entries a row. scale: factor
-    of the scores. sections: maximum number of sections of a sequence. window: keys that a query attends to, 0: all.
-    GROUP: query heads per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens
-    of a KV block. GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
+    first token, number of tokens, and row of `tables`. tables: block tables, `table_width` entries a row. arrivals:
+    int32 [tiles, KV_HEADS], number of programs that have finished: 0 before and after. scale: factor of the scores.
+    sections: maximum number of sections of a sequence. window: keys that a query attends to, 0: all. GROUP: query heads
+    per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens of a KV block.
+    GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile, kv = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + tile), tl.load(tiles + stride + tile)
     table = tables + tl.load(tiles + 2 * stride + tile).to(tl.int64) * table_width
@@ -110,7 +126,10 @@ def attend_sections(
         qkv + (first + token)[:, None].to(tl.int64) * width + head[:, None] * SIZE + dims[None, :],
         real[:, None] & held, 0.0,
     )  # fmt: skip
-    for section in range(oldest // SECTION + tl.program_id(2), last // SECTION + 1, tl.num_programs(2)):
+    result = out + ((first + token)[:, None].to(tl.int64) * (KV_HEADS * GROUP) + head[:, None]) * SIZE + dims[None, :]
+    first_row = ((tile * most + token).to(tl.int64) * (KV_HEADS * GROUP) + head) * sections
+    first_section, end_section = oldest // SECTION, last // SECTION + 1
+    for section in range(first_section + tl.program_id(2), end_section, tl.num_programs(2)):
         highest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         sum_of = tl.zeros([ROWS, PADDED], tl.float32)
@@ -132,44 +151,32 @@ def attend_sections(
             v = tl.load(values + at, known[:, None] & held, 0.0)
             sum_of = tl.dot(weights.to(v.dtype), v, sum_of * shrink[:, None], input_precision="ieee")
             highest = higher
-        row = ((tile * most + token).to(tl.int64) * (KV_HEADS * GROUP) + head) * sections + section
-        tl.store(partial + row[:, None] * SIZE + dims[None, :], sum_of, real[:, None] & held)
-        tl.store(stats + 2 * row, highest, real)
-        tl.store(stats + 2 * row + 1, total, real)
-
-
-@triton.jit(do_not_specialize=["stride", "most"])
-def merge_sections(
-    partial, stats, positions, tiles, out, stride, most, sections, window,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, SECTION: tl.constexpr,
-):  # fmt: skip
-    """Merge the partial results of `attend_sections` over all sections, in order, into the attention output of one
-    query head of one token (log-sum-exp merge), and write it to `out` [tokens, query heads, SIZE].
-
-    Grid: (tiles x `most` tokens, query heads). partial, stats: results of `attend_sections`. The other arguments are
-    those of the same name there. PADDED: power of 2 >= SIZE.
-    """
-    place, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    tile, token = place // most, place % most
-    first = tl.load(tiles + tile)
-    if token < tl.load(tiles + stride + tile):
-        position = tl.load(positions + first) + token
-        oldest = 0
-        if window > 0:
-            oldest = tl.maximum(0, position - window + 1)
-        row = (place.to(tl.int64) * heads + head) * sections
-        highest = float("-inf")
-        for section in range(oldest // SECTION, position // SECTION + 1):
-            highest = tl.maximum(highest, tl.load(stats + 2 * (row + section)))
-        dims = tl.arange(0, PADDED)
-        total = 0.0
-        sum_of = tl.zeros([PADDED], tl.float32)
-        for section in range(oldest // SECTION, position // SECTION + 1):
-            weight = tl.exp(tl.load(stats + 2 * (row + section)) - highest)
-            total += weight * tl.load(stats + 2 * (row + section) + 1)
-            sum_of += weight * tl.load(partial + (row + section) * SIZE + dims, dims < SIZE, 0.0)
-        at = ((first + token).to(tl.int64) * heads + head) * SIZE + dims
-        tl.store(out + at, (sum_of / total).to(out.dtype.element_ty), dims < SIZE)
+        if end_section - first_section == 1:
+            tl.store(result, (sum_of / total[:, None]).to(out.dtype.element_ty), real[:, None] & held)
+        else:
+            row = first_row + section
+            tl.store(partial + row[:, None] * SIZE + dims[None, :], sum_of, real[:, None] & held)
+            tl.store(stats + 2 * row, highest, real)
+            tl.store(stats + 2 * row + 1, total, real)
+    programs = tl.minimum(end_section - first_section, tl.num_programs(2))
+    if (end_section - first_section > 1) & (tl.program_id(2) < programs):
+        tl.debug_barrier()  # all threads have stored
+        arrived = tl.atomic_add(arrivals + tile * KV_HEADS + kv, 1, sem="acq_rel")
+        if arrived == programs - 1:
+            tl.debug_barrier()
+            tl.store(arrivals + tile * KV_HEADS + kv, 0)
+            highest = tl.full([ROWS], float("-inf"), tl.float32)
+            for section in range(first_section, end_section):
+                highest = tl.maximum(highest, tl.load(stats + 2 * (first_row + section), real, 0.0))
+            total = tl.zeros([ROWS], tl.float32)
+            sum_of = tl.zeros([ROWS, PADDED], tl.float32)
+            for section in range(first_section, end_section):
+                row = first_row + section
+                weight = tl.exp(tl.load(stats + 2 * row, real, 0.0) - highest)
+                total += weight * tl.load(stats + 2 * row + 1, real, 1.0)
+                part = tl.load(partial + row[:, None] * SIZE + dims[None, :], real[:, None] & held, 0.0)
+                sum_of += weight[:, None] * part
+            tl.store(result, (sum_of / total[:, None]).to(out.dtype.element_ty), real[:, None] & held)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -218,6 +225,49 @@ def product(
         tl.store(out + at, total.to(out.dtype.element_ty), (row[:, None] < end) & (column[None, :] < columns))
 
 
+@triton.jit
+def vector_product(
+    x, delta, norm, weight, bias, out, sum_out, columns, inner, epsilon, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute COLUMNS elements of W v for one row x [inner], in float32. v is x, or with NORM the RMSNorm of x times
+    `norm` [inner]; with ADD the norm is that of x + delta, which is also written to `sum_out` [inner].
+
+    Grid: (blocks of columns). weight: [columns, inner]; with GATED [2 columns, inner], and the result is SwiGLU of W v:
+    silu(first half) * second half. bias: [columns], if BIAS. out: [columns]. epsilon: of the norm. PADDED: power of 2
+    >= inner.
+    """
+    column, places = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
+    inside = places < inner
+    at = column[:, None].to(tl.int64) * inner + places[None, :]
+    held = (column[:, None] < columns) & inside[None, :]
+    matrix = tl.load(weight + at, held, 0.0)
+    if GATED:
+        other = tl.load(weight + columns.to(tl.int64) * inner + at, held, 0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + places, inside, 0.0)
+    if NORM:
+        if ADD:
+            sum_ = value.to(tl.float32) + tl.load(delta + places, inside, 0.0).to(tl.float32)
+            value = sum_.to(x.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(sum_out + places, value, inside)
+        wide = value.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / inner + epsilon)
+        value = (wide * scale * tl.load(norm + places, inside, 0.0)).to(x.dtype.element_ty)
+    wide = value.to(tl.float32)[None, :]
+    y = tl.sum(matrix.to(tl.float32) * wide, 1)
+    if BIAS:
+        y += tl.load(bias + column, column < columns, 0.0).to(tl.float32)
+    if GATED:
+        y = y.to(x.dtype.element_ty).to(tl.float32)
+        y = (y / (1 + tl.exp(-y))).to(x.dtype.element_ty).to(tl.float32)
+        y *= tl.sum(other.to(tl.float32) * wide, 1).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + column, y.to(out.dtype.element_ty), column < columns)
+
+
 @triton.jit(do_not_specialize=["size"])
 def add_splits(
     parts, bias, out, size, columns, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
@@ -252,12 +302,12 @@ def swiglu(up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def weigh_sections(logits, options, sections, size, stride, BLOCK: tl.constexpr):
+def weigh_sections(logits, draws, sections, size, stride, BLOCK: tl.constexpr):
     """Compute, for BLOCK logits of one row, their highest value (NaN if one is NaN), its token ID (the lowest among
     equals), the sum of exp(logit - highest), and that of exp((logit - highest) / temperature) (0 if the temperature is
     0). The four go to `sections` [rows, sections, 4], float64.
 
-    Grid: (rows, sections of a row). logits: float32, rows of `size` elements, `stride` elements apart. options: float64
+    Grid: (rows, sections of a row). logits: float32, rows of `size` elements, `stride` elements apart. draws: float64
     [3, rows] with the temperature of each row first.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -268,7 +318,7 @@ def weigh_sections(logits, options, sections, size, stride, BLOCK: tl.constexpr)
     best = tl.min(tl.where(value == highest, places, size), 0)
     shifted = value - tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.where(inside, tl.exp(shifted), 0.0).to(tl.float64), 0)
-    temperature = tl.load(options + row).to(tl.float32)
+    temperature = tl.load(draws + row).to(tl.float32)
     drawn = total * 0.0
     if temperature > 0:
         drawn = tl.sum(tl.where(inside, tl.exp(shifted / temperature), 0.0).to(tl.float64), 0)
@@ -282,14 +332,14 @@ def weigh_sections(logits, options, sections, size, stride, BLOCK: tl.constexpr)
 
 @triton.jit
 def draw_token(
-    logits, options, sections, out, size, stride, count, BLOCK: tl.constexpr, PADDED: tl.constexpr
+    logits, draws, sections, out, size, stride, count, BLOCK: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Merge the sections of one row, and draw its token if its temperature is more than 0: the first whose cumulative
     weight exceeds the fraction `uniform` of the total. Write to `out` [rows, 7], float64: most likely token ID, its
     logit, sum of exp(logit - highest), that of exp((logit - highest) / temperature), drawn token ID, its logit, logit
     of the target.
 
-    Grid: (rows). logits, sections, size, stride, BLOCK: as in `weigh_sections`. options: [3, rows]: temperature,
+    Grid: (rows). logits, sections, size, stride, BLOCK: as in `weigh_sections`. draws: [3, rows]: temperature,
     uniform, target. count: sections of a row. PADDED: power of 2 >= count.
     """
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -303,7 +353,7 @@ def draw_token(
     best = tl.minimum(best, size - 1)
     shifted = highests - tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(tl.load(source + 2, held, 0.0) * tl.exp(shifted), 0)
-    temperature, uniform = tl.load(options + row), tl.load(options + rows + row)
+    temperature, uniform = tl.load(draws + row), tl.load(draws + rows + row)
     drawn, total_drawn = best, total * 0.0
     if temperature > 0:
         weights = tl.load(source + 3, held, 0.0) * tl.exp(shifted / temperature)
@@ -329,5 +379,5 @@ def draw_token(
     tl.store(result + 3, total_drawn)
     tl.store(result + 4, drawn.to(tl.float64))
     tl.store(result + 5, tl.load(logits + row * stride + drawn).to(tl.float64))
-    target = tl.load(options + 2 * rows + row).to(tl.int64)
+    target = tl.load(draws + 2 * rows + row).to(tl.int64)
     tl.store(result + 6, tl.load(logits + row * stride + target).to(tl.float64))

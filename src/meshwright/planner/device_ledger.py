@@ -66,7 +66,8 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -
     partial results of attention."""
     decoding = 1 << (sizes.max_sequences - 1).bit_length()  # the largest padded number of sequences
     many = len(block_tables(config, layout.pp).windows)
-    numbers = (6 + many) * max(sizes.token_budget, sizes.logit_rows, decoding)
+    width = max(sizes.token_budget, sizes.logit_rows, decoding)
+    numbers = (6 + many + max(1, config.kv_heads // layout.tp)) * width
     tables = decoding * many * count_blocks(sizes.max_length)
     positions = 1 << (sizes.max_length - 1).bit_length()
     rotation = positions * config.head_dim if config.positions == "rope" else 0

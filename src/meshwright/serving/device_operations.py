@@ -18,6 +18,10 @@ from meshwright.planner.device_ledger import SECTION
 VERSION = f"triton {triton.__version__}"
 _PROGRAMS = 512  # enough to fill a GPU; with fewer tiles, several programs share the sections of one
 _LOGITS_SECTION = 4096
+_VECTOR_ELEMENTS = 4096  # of a weight that one program of `vector_product` reads
+_VECTOR_WARPS = 4
+_PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+_LAUNCH = {"launch_pdl": True} if _PDL else {}
 _PRODUCT_ROWS = 64  # of a tile: the minimum of Hopper's wgmma
 
 
@@ -52,8 +56,9 @@ def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.
     delta = x_TH if delta_TH is None else delta_TH
     block = triton.next_power_of_2(size)
     kernels.add_norm[(len(x_TH),)](
-        x_TH, delta, weight_H, out_TH, size, epsilon, delta_TH is not None, block, num_warps=8 if block > 1024 else 4
-    )
+        x_TH, delta, weight_H, out_TH, size, epsilon, delta_TH is not None, block, _PDL,
+        num_warps=8 if block > 1024 else 4, **_LAUNCH,
+    )  # fmt: skip
     return out_TH
 
 
@@ -76,20 +81,23 @@ def rotate_and_store(
     kernels.rotate_and_store[(len(qkv), total)](
         qkv, keys, values, tiles.positions, tiles.slots, cosine, sine, query_norm, key_norm, epsilon,
         total - 2 * kv_heads, kv_heads, size, triton.next_power_of_2(size // 2), rotation is not None,
-        norms is not None, num_warps=1,
+        norms is not None, _PDL, num_warps=1, **_LAUNCH,
     )  # fmt: skip
 
 
-def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scratch: torch.Tensor) -> torch.Tensor:
+def attend(
+    qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scratch: torch.Tensor, arrivals: torch.Tensor
+) -> torch.Tensor:
     """Return the causal attention of a step's T tokens over the cached keys and values of their sequences, [T, N D]. N
     query heads, K key-value heads, head size D.
 
     Each context is split into sections of `SECTION` keys, counted from position 0. The sections are computed in
-    parallel, and a second kernel merges them in order (Flash-Decoding).
+    parallel, and merged in order (Flash-Decoding).
 
     qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. cache: (keys, values), each [C, K, D]
     for C slots. tiles: tokens that are computed together. window: number of keys that a token attends to (None: all).
-    scratch: float32 buffer for partial results, large enough for at least one tile.
+    scratch: float32 buffer for partial results, large enough for at least one tile. arrivals: int32, at least I x K
+    zeros, which are zeros again afterwards.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -100,21 +108,19 @@ def attend(qkv: torch.Tensor, cache: Pair, tiles: Tiles, window: int | None, scr
     padded = max(16, triton.next_power_of_2(size))
     at_once = min(count, max(1, scratch.numel() // (tiles.tokens * heads * sections * (size + 2))))
     assert at_once * tiles.tokens * heads * sections * (size + 2) <= scratch.numel(), "scratch for one tile"
+    assert at_once * kv_heads <= arrivals.numel()
     stats = scratch[at_once * tiles.tokens * heads * sections * size :]
     step = 64 if keys.dtype.itemsize == 2 else 32
     for begin in range(0, count, at_once):
         numbers = tiles.numbers[:, begin : begin + at_once]
         many = numbers.shape[1]
         shared = min(sections, max(1, _PROGRAMS // (many * kv_heads)))
-        common = (numbers.stride(0), tiles.tokens, sections, window or 0)
-        kernels.attend_sections[(many, kv_heads, shared)](
-            qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, size**-0.5, qkv.shape[1],
-            tiles.tables.stride(0), *common, kv_heads, group, triton.next_power_of_2(group), tiles.rows, size, padded,
-            SECTION, step, BLOCK_TOKENS, num_warps=4, num_stages=2,
+        kernels.attend[(many, kv_heads, shared)](
+            qkv, keys, values, tiles.positions, numbers, tiles.tables, scratch, stats, arrivals, out, size**-0.5,
+            qkv.shape[1], tiles.tables.stride(0), numbers.stride(0), tiles.tokens, sections, window or 0, kv_heads,
+            group, triton.next_power_of_2(group), tiles.rows, size, padded, SECTION, step, BLOCK_TOKENS, _PDL,
+            num_warps=4, num_stages=2, **_LAUNCH,
         )  # fmt: skip
-        kernels.merge_sections[(many * tiles.tokens, heads)](
-            scratch, stats, tiles.positions, numbers, out, *common, size, padded, SECTION, num_warps=1
-        )
     return out
 
 
@@ -140,6 +146,31 @@ def product(
         size = rows * columns
         kernels.add_splits[(triton.cdiv(size, 1024),)](target, bias, out, size, columns, splits, has_bias, 1024)
     return out
+
+
+def vector_product(
+    x_1X: torch.Tensor, weight: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None, *,
+    norm: tuple[torch.Tensor, float] | None = None, delta_1X: torch.Tensor | None = None, gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the matrix product v Wᵀ + b of one row, [1, Y], in `dtype` (None: that of x), and the row x + delta, [1,
+    X]. Weights are read once, by kernels that start reading before the previous kernel ends.
+
+    weight: [Y, X], or if `gated` [2 Y, X]: then the result is silu(first half) * second half, and there is no bias.
+    norm: (weight [X], epsilon) of an RMSNorm: v is that of x + delta; None: v is x. delta_1X: residual branch, None:
+    nothing to add.
+    """
+    columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    padded = triton.next_power_of_2(inner)
+    block = max(1, _VECTOR_ELEMENTS // padded // (2 if gated else 1))
+    out = x_1X.new_empty(1, columns, dtype=dtype)
+    sum_1X = x_1X if delta_1X is None else torch.empty_like(x_1X)
+    scale, epsilon = norm or (x_1X, 0.0)
+    kernels.vector_product[(triton.cdiv(columns, block),)](
+        x_1X, x_1X if delta_1X is None else delta_1X, scale, weight, weight if bias_Y is None else bias_Y, out, sum_1X,
+        columns, inner, epsilon, block, padded, norm is not None, delta_1X is not None, gated, bias_Y is not None, _PDL,
+        num_warps=_VECTOR_WARPS, **_LAUNCH,
+    )  # fmt: skip
+    return out, sum_1X
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -174,25 +205,25 @@ def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-def summarize_logits(logits_RV: torch.Tensor, options_3R: torch.Tensor) -> torch.Tensor:
+def summarize_logits(logits_RV: torch.Tensor, draws_3R: torch.Tensor) -> torch.Tensor:
     """Return figures of each of R rows of logits [R, V], float64 [R, 7]: ID of the most likely token (the lowest among
     equals), its logit (NaN if any is NaN), sum over the vocabulary of exp(logit - highest), sum of exp((logit -
     highest) / temperature), ID of the token drawn, its logit, and logit of the target.
 
-    logits_RV: float32; rows may be strided. options_3R: float64, temperature (0: nothing is drawn, and the sum is 0),
+    logits_RV: float32; rows may be strided. draws_3R: float64, temperature (0: nothing is drawn, and the sum is 0),
     quantile in [0, 1) at which the token is drawn by ascending ID, and token ID of the target. The bits of a row do not
     depend on the other rows.
     """
     rows, size = logits_RV.shape
     count = triton.cdiv(size, _LOGITS_SECTION)
-    options_3R = options_3R.contiguous()
-    sections = options_3R.new_empty(rows, count, 4)
+    draws_3R = draws_3R.contiguous()
+    sections = draws_3R.new_empty(rows, count, 4)
     kernels.weigh_sections[(rows, count)](
-        logits_RV, options_3R, sections, size, logits_RV.stride(0), _LOGITS_SECTION, num_warps=8
+        logits_RV, draws_3R, sections, size, logits_RV.stride(0), _LOGITS_SECTION, num_warps=8
     )
-    out = options_3R.new_empty(rows, 7)
+    out = draws_3R.new_empty(rows, 7)
     kernels.draw_token[(rows,)](
-        logits_RV, options_3R, sections, out, size, logits_RV.stride(0), count, _LOGITS_SECTION,
+        logits_RV, draws_3R, sections, out, size, logits_RV.stride(0), count, _LOGITS_SECTION,
         triton.next_power_of_2(count), num_warps=8,
     )  # fmt: skip
     return out

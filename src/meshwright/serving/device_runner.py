@@ -82,7 +82,10 @@ class DeviceRunner:
         options = torch.zeros(3, limits.logits, dtype=torch.float64, pin_memory=pinned)
         self._options = options, self._zeros(*options.shape, dtype=options.dtype)
         tile = tile_scratch(self.config, mesh.tp.size, limits.max_length)
-        self._scratch = self._zeros(max(SCRATCH_BYTES // 4, tile), dtype=torch.float32)
+        self._scratch = (
+            self._zeros(max(SCRATCH_BYTES // 4, tile), dtype=torch.float32),
+            self._zeros(width * kv_heads, dtype=torch.int32),
+        )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         if graphs:
             self._capture()
@@ -91,7 +94,7 @@ class DeviceRunner:
         """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
         padding tokens); on the host `pinned` (buffers of a step's numbers). Memory that steps and graphs take from the
         caching allocator is not counted."""
-        tables = [self._numbers, self._tables, self._scratch, self._options[1], *(self._rotation or ())]
+        tables = [self._numbers, self._tables, *self._scratch, self._options[1], *(self._rotation or ())]
         padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
@@ -155,22 +158,26 @@ class DeviceRunner:
                 x_TH = x_TH + model.positions(number[1, :tokens].clamp(max=self.config.max_positions - 1))
         for layer in self._stage.layers:
             block = model.layers[layer]
-            normed_TH = self._add_norm(block.attention_norm, x_TH, delta_TH)
-            delta_TH = self._attend(block.attention, normed_TH, layer, given)
-            normed_TH = self._add_norm(block.mlp_norm, x_TH, delta_TH)
+            qkv, x_TH = self._norm_product(block.attention_norm, x_TH, delta_TH, block.attention.qkv)
+            delta_TH = self._attend(block.attention, qkv, layer, given)
             if isinstance(block.mlp, Mixture):
-                delta_TH = self._mix_experts(block.mlp, normed_TH)
+                delta_TH = self._mix_experts(block.mlp, self._add_norm(block.mlp_norm, x_TH, delta_TH))
             else:
-                delta_TH = self._linear(block.mlp.down, self._activate_up(block.mlp, normed_TH))
+                mlp: modules.FeedForward = block.mlp
+                swiglu = mlp.gated and mlp.activation == "silu"
+                up_TF, x_TH = self._norm_product(block.mlp_norm, x_TH, delta_TH, mlp.up, swiglu=swiglu)
+                if not swiglu:
+                    up_TF = self._activate(up_TF, mlp.activation, mlp.gated)
+                delta_TH = self._linear(mlp.down, up_TF)
         assert x_TH is not None and delta_TH is not None
         if not self._stage.last:
             return x_TH + delta_TH
         if not rows:  # the middle of a prompt
             return self._zeros(0, self.config.vocabulary, dtype=torch.float32)
-        chosen_R = number[2, :rows]
-        x_RH = self._add_norm(model.final_norm, x_TH.index_select(0, chosen_R), delta_TH.index_select(0, chosen_R))
+        if not decoding:
+            x_TH, delta_TH = (each.index_select(0, number[2, :rows]) for each in (x_TH, delta_TH))
         head = model.embedding if model.head is None else model.head
-        local_RV = self._product(x_RH, head.weight, None, torch.float32)
+        local_RV, _ = self._norm_product(model.final_norm, x_TH, delta_TH, head, dtype=torch.float32)
         return self._tensor.gather(local_RV, "head.output", dim=1)[:, : self.config.vocabulary]
 
     def _tile_rows(self, decoding: bool) -> int:
@@ -201,17 +208,17 @@ class DeviceRunner:
         numbers[4, : len(first_I)] = np.minimum(batch.starts[1:][owners] - first_I, most)
         return len(first_I)
 
-    def _attend(self, attention: Attention, x_TH: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
-        """Return the output [T, H] of a layer's attention module, projections included, and write the tokens' keys and
-        values to the KV cache. layer: index of the layer. given: `device_operations.Tiles` of the step, one for each
-        block table."""
+    def _attend(self, attention: Attention, qkv: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
+        """Return the output [T, H] of a layer's attention module, its projection included, and write the tokens' keys
+        and values to the KV cache. qkv: queries, keys and values. layer: index of the layer. given:
+        `device_operations.Tiles` of the step, one for each block table."""
         table, place = self._block_tables.layers[layer]
-        qkv, cache, tiles = self._linear(attention.qkv, x_TH), self._cache[place], given[table]
+        cache, tiles = self._cache[place], given[table]
         norms = None
         if attention.query_norm is not None and attention.key_norm is not None:
             norms = attention.query_norm.weight, attention.key_norm.weight
         self._operations.rotate_and_store(qkv, cache, tiles, self._rotation, norms, self.config.norm_epsilon)
-        out = self._operations.attend(qkv, cache, tiles, self.config.layer_window(layer), self._scratch)
+        out = self._operations.attend(qkv, cache, tiles, self.config.layer_window(layer), *self._scratch)
         return self._linear(attention.output, out)
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
@@ -253,6 +260,26 @@ class DeviceRunner:
         gate_TF, up_TF = up_TF.chunk(2, dim=-1)
         return modules.activate(gate_TF, activation) * up_TF
 
+    def _norm_product(
+        self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, linear: Any, *, swiglu: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Add `delta_TH` (None: nothing) to the hidden states `x_TH`; return the product of their norm with the weight
+        of `linear`, [T, Y] in `dtype` (None: that of `x_TH`), and the hidden states, [T, H]. swiglu: True: the product
+        is the gate and up projection of an MLP, and SwiGLU of it is returned. One token takes one kernel."""
+        bias = getattr(linear, "bias", None)
+        if self._takes_one_row(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):
+            scale = norm.weight, norm.epsilon
+            return self._operations.vector_product(  # type: ignore[no-any-return]
+                x_TH, linear.weight, bias, dtype, norm=scale, delta_1X=delta_TH, gated=swiglu
+            )
+        y_TY = self._product(self._add_norm(norm, x_TH, delta_TH), linear.weight, bias, dtype)
+        return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
+
+    def _takes_one_row(self, x: torch.Tensor) -> bool:
+        """Return True if products of `x` [T, X] are computed by the kernel for one row."""
+        return len(x) == 1 and not self._invariant
+
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
         """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return their norm, [T, H]."""
         if isinstance(norm, modules.RMSNorm):
@@ -271,9 +298,11 @@ class DeviceRunner:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Return x Wᵀ + b, [T, Y], in `dtype` (None: that of `x`): by the batch-invariant kernel if that is required,
-        else by torch."""
+        for one row by the kernel for one row, else by torch."""
         if self._invariant:
             return self._operations.product(x, weight, bias, dtype)
+        if self._takes_one_row(x):
+            return self._operations.vector_product(x, weight, bias, dtype)[0]
         if dtype in (None, x.dtype):
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.T, out_dtype=dtype) if x.is_cuda else F.linear(x, weight, bias).to(dtype)
