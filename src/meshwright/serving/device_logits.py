@@ -54,31 +54,30 @@ class DeviceLogits:
             ranked = values, tokens
         for row, draw in enumerate(self._draws):
             of_row = None if ranked is None else (ranked[0][row], ranked[1][row])
-            yield DeviceRow(self._logits[row], draw, figures[row], of_row)
+            yield DeviceRow(self._logits, row, draw, figures[row], of_row)
+
+
+_NONE_RANKED = np.zeros(0, np.float32), np.zeros(0, np.int64)
 
 
 class DeviceRow:
     """Logits of one output row on a device, with the attributes and methods of `LogitRow`. What the figures do not tell
     is read from a copy of the whole row.
 
-    logits_V: float32 [V]. draw: for which the figures were computed. figures: from `summarize_logits`. ranked: the K
-    highest logits in descending order and their token IDs, equal logits by token ID, float32 [K] and int64 [K].
+    logits_RV: logits of all rows, float32. row: index of this one. draw: for which the figures were computed. figures:
+    from `summarize_logits`. ranked: the K highest logits in descending order and their token IDs, equal logits by token
+    ID, float32 [K] and int64 [K].
     """
 
     def __init__(
-        self,
-        logits_V: torch.Tensor,
-        draw: Draw,
-        figures: Sequence[float],
+        self, logits_RV: torch.Tensor, row: int, draw: Draw, figures: Sequence[float],
         ranked: tuple[Logits, npt.NDArray[np.int64]] | None,
-    ) -> None:
-        self._logits, self._draw, self.size = logits_V, draw, len(logits_V)
-        best, highest, self._total, self._total_drawn, drawn, drawn_logit, target_logit = figures
-        self.best, self._drawn, self.highest = int(best), int(drawn), np.float32(highest)
-        self._known = {draw.target: target_logit, self._drawn: drawn_logit, self.best: highest}
+    ) -> None:  # fmt: skip
+        self._logits, self._index, self._draw, self._figures = logits_RV, row, draw, figures
+        self.size = logits_RV.shape[1]
+        self.best, self.highest = int(figures[0]), np.float32(figures[1])
         self._host: HostRow | None = None
-        self._values: Logits = np.zeros(0, np.float32) if ranked is None else ranked[0]
-        self._tokens: npt.NDArray[np.int64] = np.zeros(0, np.int64) if ranked is None else ranked[1]
+        self._values, self._tokens = ranked or _NONE_RANKED
         # Tokens whose place is certain: of those with the lowest of the logits, some may be missing.
         self._certain = len(self._values)
         if self._certain and self._certain < self.size:
@@ -90,22 +89,24 @@ class DeviceRow:
 
     def logit(self, token: int) -> float:
         """Return the logit of a token ID."""
-        if token in self._known:
-            return float(self._known[token])
+        _, highest, _, _, drawn, drawn_logit, target_logit = self._figures
+        for known, logit in ((self.best, highest), (drawn, drawn_logit), (self._draw.target, target_logit)):
+            if token == known:
+                return logit
         place = np.flatnonzero(self._tokens == token)
         return float(self._values[place[0]]) if len(place) else self._row().logit(token)
 
     def total_weight(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature)."""
         if temperature == 1:
-            return self._total
-        return self._total_drawn if temperature == self._draw.temperature else self._row().total_weight(temperature)
+            return self._figures[2]
+        return self._figures[3] if temperature == self._draw.temperature else self._row().total_weight(temperature)
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform` of the softmax of logits / temperature: those of the draw
         for which the figures were computed."""
         assert (temperature, uniform) == (self._draw.temperature, self._draw.uniform), "another draw was prepared"
-        return self._drawn
+        return int(self._figures[4])
 
     def count_from(self, least: np.float32) -> int:
         """Return the number of logits that are at least `least`."""
@@ -132,5 +133,5 @@ class DeviceRow:
     def _row(self) -> HostRow:
         """Return the row in host memory, copied at the first call."""
         if self._host is None:
-            self._host = HostRow(self._logits.cpu().numpy())
+            self._host = HostRow(self._logits[self._index].cpu().numpy())
         return self._host
