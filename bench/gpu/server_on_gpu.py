@@ -125,7 +125,7 @@ def main() -> int:
                     cases.run("checks", "alone and among 31", same, lambda found: not found["differing"])
                     for name, work_, sizes in (
                         ("kills", kills, {"kills": 3}),
-                        ("leave", disconnects, {"disconnects": 200}),
+                        ("disconnects", disconnects, {"disconnects": 200}),
                     ):
                         cases.run("checks", name, partial(part, work_, server, **sizes), lambda found: found["passed"])
                     cases.run("checks", "exit code", partial(stop, server), lambda found: found == 143)

@@ -3,12 +3,12 @@
     python bench/gpu/serving_on_gpu.py [--small]
 
 Measured first, on random weights in bf16 of the shapes of Llama 3.2 1B and 3.1 8B: memory against the ledger of
-`serve`; tokens per second and time to first token at 1, 8 and 32 requests, greedy and drawn, share of the measured read
-bandwidth that decoding at batch 1 reaches (goal: 80%), and what `batch_invariant` costs. Then checked: logits in float32 and bfloat16 against the training model in float64 on the
-CPU, for each kind of model; steps captured in CUDA graphs against eager ones; with `batch_invariant` the bits of
-answers alone, among others, in chunks, and after a prefix hit. `--small` shrinks the measured model, so that the script
-itself can be tried without a GPU, in Triton's interpreter (TRITON_INTERPRET=1). Writes
-`bench/results/gpu_serving.json`; exit code 1 when a check does not hold.
+`serve`; tokens per second and time to first token at 1, 8 and 32 requests, greedy and drawn; share of the measured read
+bandwidth that decoding at batch 1 reaches (goal: 80%); what `batch_invariant` costs. Then checked: logits in float32
+and bfloat16 against the training model in float64 on the CPU, for each kind of model; steps captured in CUDA graphs
+against eager ones; with `batch_invariant` the bits of answers alone, among others, in chunks, and after a prefix hit.
+`--small` shrinks the measured model, so that the script itself can be tried without a GPU, in Triton's interpreter
+(TRITON_INTERPRET=1). Writes `bench/results/gpu_serving.json`; exit code 1 when a check does not hold.
 """
 
 from __future__ import annotations
@@ -291,19 +291,21 @@ def main() -> int:
 
 
 def memory(config: ModelConfig) -> dict[str, Any]:
-    """Bytes in use on the device after steps of the token budget and of 32 sequences, the driver's figure, against the
-    ledger of `serve`; both without KV blocks. Runs first: CUDA's context and the kernels of this one model."""
+    """Peak of the allocated bytes over steps of the token budget and of 32 sequences, plus what CUDA takes beside the
+    allocator (context, kernels), against the ledger of `serve`; all without KV blocks. Runs first, so that only the
+    kernels of this one model are loaded."""
     sizes = ServingSizes(512, REQUESTS[-1], 1024, "bfloat16")
     limits = StepLimits(1024, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows)
     (rank,) = device_ledger(config, Layout(), sizes).stages
     runner = build(config, torch.bfloat16, limits)
+    free_memory()  # of the random weights
     scored = Sampling(max_tokens=32, logprobs=1, prompt_logprobs=1, temperature=0.9, top_p=0.9)
     for sampling in (None, scored):
         answer(runner, limits, draw_prompts(config, [400] * REQUESTS[-1]), 32, sampling)
     free, total = torch.cuda.mem_get_info()
-    used = total - free - limits.blocks * rank.kv_block
-    reserved = torch.cuda.memory_reserved() - limits.blocks * rank.kv_block
-    return {"predicted": rank.fixed, "used": used, "of_the_allocator": reserved, "context": used - reserved,
+    context = total - free - torch.cuda.memory_reserved()
+    peak = torch.cuda.max_memory_allocated() - limits.blocks * rank.kv_block
+    return {"predicted": rank.fixed, "used": peak + context, "allocated_peak": peak, "context": context,
             "assumed_context": CONTEXT_BYTES}  # fmt: skip
 
 

@@ -186,7 +186,7 @@ def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line
             assert outcome.errors.count("\n") == 1 and reason in outcome.errors, outcome.errors
 
 
-def test_what_the_start_warns_of(stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+def test_what_the_start_says(stories: Path, command_line: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     """One line each; here before a port in use ends the start."""
     gpu = HostMemory(64 << 30, 64 << 30, GPU)
     monkeypatch.setattr(
@@ -194,15 +194,16 @@ def test_what_the_start_warns_of(stories: Path, command_line: Callable[..., Any]
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        for device, torchrun, warnings in (
-            ("cpu", False, []),
-            ("cuda", False, []),
-            ("auto", False, ["warning: --device auto has found a GPU"]),
-            ("cpu", True, ["one lost rank ends this server"]),
+        for device, layout, torchrun, warnings in (
+            ("cpu", "dp1", False, []),
+            ("cuda", "dp1", False, []),
+            ("auto", "dp1", False, ["--device auto has found a GPU for each rank (--device cpu"]),
+            ("auto", "dp2", False, ["serving has run on one GPU, not on several yet"]),
+            ("cpu", "dp1", True, ["one lost rank ends this server"]),
         ):
             for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
                 monkeypatch.setenv(name, value) if torchrun else monkeypatch.delenv(name, raising=False)
-            outcome = command_line("serve", stories, "--port", port, "--device", device)
+            outcome = command_line("serve", stories, "--port", port, "--device", device, "--layout", layout)
             *lines, error = outcome.errors.splitlines()
             assert outcome.code == 2 and "is in use" in error
             assert len(lines) == len(warnings) and all(map(str.__contains__, lines, warnings)), outcome.errors

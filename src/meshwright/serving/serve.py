@@ -248,7 +248,8 @@ def _check_model(
     if place is not None:
         log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
     if gpus and options.get("device", "auto") == "auto":
-        log("warning: --device auto has found a GPU; serving has not run on real GPUs yet (--device cpu is tested)")
+        several = "; serving has run on one GPU, not on several yet" if reading.world_size > 1 else ""
+        log(f"--device auto has found a GPU for each rank{several} (--device cpu serves without)")
     return _Settings(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu", plan)
 
 
