@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -217,11 +217,16 @@ def by_one_rank(device: str, cases: list[Case]) -> list[Checked]:
     """The answers of one rank, case by case; where the process itself ended, of the cases before."""
     with tempfile.TemporaryDirectory() as directory:
         try:
-            multiprocessing.spawn(one_rank, (directory, device, cases), nprocs=1)
+            spawn(one_rank, (directory, device, cases), nprocs=1)
         except Exception as failure:
             print(failure, file=sys.stderr)
         found: list[Checked] = torch.load(f"{directory}/answers.pt")
     return [*found, *["the process ended"] * (len(cases) - len(found))]
+
+
+def _first(answers: Callable[[], list[Any]]) -> Any:
+    """The first rank's answer."""
+    return answers()[0]
 
 
 def _identity(answers: Checked) -> Checked:
@@ -260,7 +265,7 @@ def main() -> int:
         for name, layout, compiled in itertools.product(models, ONE_RANK, (False, True))
         if options.only in layout
     ]
-    answers = by_one_rank(options.device, [(models[name], *rest) for name, *rest in single])
+    answers = by_one_rank(options.device, [(models[name], layout, compiled) for name, layout, compiled in single])
     for each, answer in zip(single, answers, strict=True):
         judge("one rank makes every call", *each, partial(_identity, answer))
     chosen = [(name, layout, False) for name, layouts in CHECKED.items() for layout in layouts]
@@ -275,7 +280,7 @@ def main() -> int:
             if size == 2 and cuda:
                 for layout in MEASURED:
                     measured = partial(ranks.run, "layouts_on_gpu:measure", layout, "cuda")
-                    cases.run("measured", layout, lambda measured=measured: measured()[0])
+                    cases.run("measured", layout, partial(_first, measured))
     return cases.end()
 
 

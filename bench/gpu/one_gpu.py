@@ -168,7 +168,7 @@ def measure(device: str, shape: dict[str, int], layout: str) -> dict[str, Any]:
     cuda = device.startswith("cuda")
     name = torch.cuda.get_device_name() if cuda else "cpu"
     peak = (peak_flops(name, "bf16") if cuda else None) or measure_matmul_rate(torch.bfloat16, device, 1.0)
-    trainer = synthetic_trainer(shape, layout, compile_blocks=True, mesh=Mesh.single(Layout.parse(layout), device))
+    trainer: Any = synthetic_trainer(shape, layout, compile_blocks=True, mesh=Mesh.single(Layout.parse(layout), device))
     seconds = step_seconds(trainer.step, 4, 12, cuda)
     rate = shape["batch"] * shape["sequence"] / seconds
     peak_gib = round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None
@@ -185,7 +185,9 @@ def measure(device: str, shape: dict[str, int], layout: str) -> dict[str, Any]:
 
 def save_stall(device: str, shape: dict[str, int]) -> dict[str, float]:
     """How long background saves hold up training, and how long they write; bytes of the state."""
-    trainer = synthetic_trainer(shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device))
+    trainer: Any = synthetic_trainer(
+        shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device)
+    )
     trainer.step()
     pieces, stalls, writing = trainer.slices(owned=True), [], []
     with tempfile.TemporaryDirectory() as directory:

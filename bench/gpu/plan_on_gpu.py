@@ -60,7 +60,9 @@ def probed(device: str) -> Cluster:
 def run(layout: str, compiled: bool, shape: dict[str, int], device: str, where: dict[str, Cluster]) -> dict[str, Any]:
     """Predicted and measured, of one layout."""
     cuda = device.startswith("cuda")
-    trainer = synthetic_trainer(shape, layout, compile_blocks=compiled, mesh=Mesh.single(Layout.parse(layout), device))
+    trainer: Any = synthetic_trainer(
+        shape, layout, compile_blocks=compiled, mesh=Mesh.single(Layout.parse(layout), device)
+    )
     took = step_seconds(trainer.step, WARM, STEPS, cuda)
     peak = torch.cuda.max_memory_allocated() if cuda else None
     line: dict[str, Any] = {"layout": layout, "compiled": compiled, "seconds": round(took, 5), "peak_bytes": peak}

@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -51,7 +52,7 @@ def main() -> None:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in found.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     )
     busy, end = 0.0, 0.0
     for start, stop in spans:

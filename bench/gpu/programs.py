@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -102,7 +102,7 @@ def rank_main(rank: int, ranks: int, backend: str, device: str, directory: str) 
 def run(backend: str, ranks: int, device: str) -> dict[str, Any]:
     """What all ranks of a backend found."""
     with tempfile.TemporaryDirectory() as directory:
-        multiprocessing.spawn(rank_main, (ranks, backend, device, directory), nprocs=ranks)
+        spawn(rank_main, (ranks, backend, device, directory), nprocs=ranks)
         answers = [torch.load(f"{directory}/{backend}-{rank}.pt") for rank in range(ranks)]
     exact = all(found["exact"] for answer in answers for found in answer["algorithms"].values())
     held = {"every algorithm is exact": exact, "axes are served": all(answer["axes"] for answer in answers)}

@@ -57,11 +57,11 @@ def measure(server: Server, rounds: int, **fields: Any) -> dict[str, Any]:
     return found
 
 
-async def wave_of(server: Server, prompts: list[list[int]], tokens: int = TOKENS, **fields: Any) -> Any:
+async def wave_of(server: Server, prompts: list[list[int]], **fields: Any) -> Any:
     """Send prompts at once; return the wave."""
     client = Client(server.port)
     try:
-        return await run_wave(client, "m", prompts, tokens, **fields)
+        return await run_wave(client, "m", prompts, TOKENS, **fields)
     finally:
         client.close()
 

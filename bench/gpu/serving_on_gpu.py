@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import operator
 import statistics
 import sys
 import time
@@ -43,6 +44,7 @@ from meshwright.serving.offline import run_requests
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.step_limits import StepLimits
+from meshwright.serving.weights import RankWeights
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
@@ -64,7 +66,7 @@ TOKENS = 128
 """Tokens of each prompt, and tokens of each answer."""
 
 
-class RandomWeights:
+class RandomWeights(RankWeights):
     """Random weights of a whole model, a function of seed and name, in place of a checkpoint's (`RankWeights`)."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -81,19 +83,13 @@ class RandomWeights:
         value = torch.randn(shape, generator=generator, device=DEVICE) * (0.06 if len(shape) > 1 else 0.1)
         return (value + ("norm" in name and name.endswith("weight"))).to(dtype)
 
-    def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Copy all parameters into those of a model."""
-        for name in self:
-            parameter = model.get_parameter(name)
-            parameter.copy_(self.read(name, dtype).view_as(parameter))
-
 
 def build(
     config: ModelConfig, dtype: torch.dtype, limits: StepLimits, invariant: bool = False, graphs: bool = CUDA
 ) -> DeviceRunner:
     """A runner of random weights."""
     return DeviceRunner(
-        RandomWeights(config), Mesh.single(device=DEVICE), dtype, limits, device_operations,  # type: ignore[arg-type]
+        RandomWeights(config), Mesh.single(device=DEVICE), dtype, limits, device_operations,
         batch_invariant=invariant, graphs=graphs,
     )  # fmt: skip
 
@@ -195,7 +191,7 @@ def graphs_equal_eager(small: bool, invariant: bool) -> bool:
     for graphs in (CUDA, False):
         runner = build(config, torch.bfloat16 if CUDA else torch.float32, limits, invariant, graphs)
         answers.append(answer(runner, limits, prompts, 3 if small else 24)["results"])
-    return answers[0] == answers[1]
+    return bool(answers[0] == answers[1])
 
 
 def read_bandwidth() -> float:
@@ -252,13 +248,18 @@ def measure(config: ModelConfig, invariant: bool, bandwidth: float, small: bool)
     return found
 
 
+def add_in_order(a: Any, b: Any, dtype: Any) -> Any:
+    """Matrix product that adds in one order for all rows."""
+    return np.add.reduce(a.astype(dtype)[:, :, None] * b.astype(dtype), axis=1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
     small = parser.parse_args().small
     torch.set_float32_matmul_precision("highest")
     if not CUDA:  # matrix products of the interpreter, in one order for all rows of a tile
-        np.matmul = lambda a, b, dtype: np.add.reduce(a.astype(dtype)[:, :, None] * b.astype(dtype), axis=1)
+        np.matmul = add_in_order  # type: ignore[assignment]
     header = {"device": torch.cuda.get_device_name() if CUDA else "cpu", "versions": device_operations.VERSION,
               "torch": torch.__version__, "prompt_and_answer_tokens": TOKENS}  # fmt: skip
     cases = Cases("gpu_serving" if CUDA and not small else None, header)
@@ -281,7 +282,7 @@ def main() -> int:
         for family in FAMILIES[:: 4 if small or invariant else 1]:
             for dtype, limit in ERRORS.items() if CUDA else [(torch.float32, 1e-4)]:
                 error = partial(logit_error, family, dtype, invariant)
-                cases.run("errors", f"{family} {dtype} {name}", error, lambda found, limit=limit: found < limit)
+                cases.run("errors", f"{family} {dtype} {name}", error, partial(operator.gt, limit))
         if CUDA:  # else both runs are eager
             cases.run("checks", f"graphs equal eager, {name}", partial(graphs_equal_eager, small, invariant), bool)
     none = lambda found: not sum(count for what, count in found.items() if what != "of")  # noqa: E731

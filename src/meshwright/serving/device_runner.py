@@ -312,8 +312,8 @@ class DeviceRunner:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _capture(self) -> None:
-        """Run one step of `token_budget` tokens and decode steps of each padded size, so that all kernels are compiled
-        and all memory is allocated before the first request.
+        """Run one step of `token_budget` tokens, decode steps of each padded size and the kernels of sampling, so that
+        all kernels are compiled and all memory is allocated before the first request.
 
         Decode steps are captured as CUDA graphs, which share a memory pool; not with tp or pp, whose steps communicate.
         """
@@ -342,3 +342,6 @@ class DeviceRunner:
                         found = self.compute((size, size, size), True)
                     pool = graph.pool()
                     self._graphs[size] = graph, found
+            if self._stage.last:
+                logits_1V = self._zeros(1, self.config.vocabulary, dtype=torch.float32)
+                self._operations.summarize_logits(logits_1V, self._options[1][:, :1])
