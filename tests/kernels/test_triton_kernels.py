@@ -124,15 +124,14 @@ def test_product_adds_its_splits_in_order(columns: int, inner: int):
     assert same(wide, reference.product(x.to(HALF), weight.to(HALF), None, torch.float32), 2e-4)
 
 
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("norm", "added"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("columns", "inner"), [(70, 50), (9, 2100), (33, 17_000)])
 def test_product_of_one_row_is_that_of_the_reference(columns: int, inner: int, gated: bool, added: bool, norm: bool):
     x, weight = draw(1, inner), draw((1 + gated) * columns, inner, seed=1) / inner**0.5
     options = {
         "norm": (draw(inner, seed=3), 1e-5) if norm else None,
-        "delta_1X": draw(1, inner, seed=2) if added and norm else None,
+        "delta_1X": draw(1, inner, seed=2) if added else None,
         "gated": gated,
     }
     bias = None if gated else draw(columns)
@@ -140,11 +139,9 @@ def test_product_of_one_row_is_that_of_the_reference(columns: int, inner: int, g
         cast = {**options, "delta_1X": None if options["delta_1X"] is None else options["delta_1X"].to(dtype)}
         arguments = (x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         tolerance = 1e-4 if dtype == torch.float32 else 0.02
-        for found, expected in zip(
-            device.vector_product(*arguments, **cast), reference.vector_product(*arguments, **cast), strict=True
-        ):
+        for found, expected in zip(device.gemv(*arguments, **cast), reference.gemv(*arguments, **cast), strict=True):
             assert same(found, expected, tolerance)
-    assert device.vector_product(x.to(HALF), weight.to(HALF), None, torch.float32, **cast)[0].dtype == torch.float32
+    assert device.gemv(x.to(HALF), weight.to(HALF), None, torch.float32, **cast)[0].dtype == torch.float32
 
 
 def test_grouped_product_multiplies_each_copy_by_its_experts_matrix():
@@ -161,8 +158,26 @@ def test_gate_is_silu_times_up():
     assert same(device.swiglu(up), reference.swiglu(up))
 
 
+def test_bits_of_attention_do_not_depend_on_how_sections_and_tiles_share_programs(monkeypatch: pytest.MonkeyPatch):
+    """150 tokens in 5 sections: one program for all, some for several each, one for each; launches of one tile each."""
+    monkeypatch.setattr(device, "SECTION", 32)
+    cache = draw(BLOCKS * 16, KV_HEADS, SIZE, seed=1), draw(BLOCKS * 16, KV_HEADS, SIZE, seed=2)
+    qkv = draw(6, (GROUP + 2) * KV_HEADS * SIZE, seed=3)
+    table = [4, 9, 1, 0, 2, 3, 5, 6, 7, 8]
+    tiles = device.Tiles(*step_of([(144, 6, table)], 4, 16))
+    arrivals, found = torch.zeros(200, dtype=torch.int32, device=DEVICE), []
+    for programs, floats in ((1, 40_000), (8, 40_000), (512, 40_000), (8, 4 * GROUP * KV_HEADS * 5 * (SIZE + 2))):
+        monkeypatch.setattr(device, "_PROGRAMS", programs)
+        found.append(device.attend(qkv, cache, tiles, None, torch.zeros(floats, device=DEVICE), arrivals))
+        assert not bool(arrivals.any())
+    assert all(torch.equal(each, found[0]) for each in found)
+    monkeypatch.setattr(reference, "SECTION", 32)
+    expected = reference.attend(qkv, cache, reference.Tiles(*tiles), None, torch.zeros(1, device=DEVICE), arrivals)
+    assert same(found[0], expected)
+
+
 def figures_of(module, logits: torch.Tensor, rows: list[tuple[float, float, int]]) -> torch.Tensor:
-    return module.summarize_logits(logits, torch.tensor(rows, dtype=torch.float64, device=DEVICE).T)
+    return module.summarize_logits(logits, torch.tensor(rows, dtype=torch.float64, device=DEVICE).T.contiguous())
 
 
 @pytest.mark.parametrize("size", [3, 4096, 10_000])

@@ -103,7 +103,7 @@ def product(x_TX, weight_YX, bias_Y=None, dtype=None):
     return y_TY.to(dtype or x_TX.dtype)
 
 
-def vector_product(x_1X, weight, bias_Y=None, dtype=None, *, norm=None, delta_1X=None, gated=False):
+def gemv(x_1X, weight, bias_Y=None, dtype=None, *, norm=None, delta_1X=None, gated=False):
     sum_1X = x_1X if delta_1X is None else x_1X + delta_1X
     value = sum_1X if norm is None else _normalise(sum_1X, *norm)
     y = product(value, weight, bias_Y, x_1X.dtype if gated else dtype)

@@ -32,8 +32,8 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def device_rows(logits: np.ndarray, draws: list[Draw]) -> list[DeviceRow]:
-    options = [torch.zeros(3, len(draws) + 2, dtype=torch.float64) for _ in range(2)]
-    return list(DeviceLogits(torch.from_numpy(logits), draws, device_reference, options))
+    buffers = [torch.zeros(3 * len(draws) + 2, dtype=torch.float64) for _ in range(2)]
+    return list(DeviceLogits(torch.from_numpy(logits), draws, device_reference, buffers))
 
 
 @settings(max_examples=150, deadline=None)
@@ -87,6 +87,7 @@ def test_damaged_row_is_reported_and_others_are_not(value: float):
         ({"temperature": 0.7, "logprobs": 5}, False),
         ({"temperature": 0.7, "top_k": 50, "top_p": 0.9}, False),
         ({"temperature": 0.7, "top_p": 0.5, "min_p": 0.01}, False),
+        ({"temperature": 1.5, "top_p": 0.4}, False),  # keeps between 256 and 1,023 tokens
         ({"repetition_penalty": 1.1}, True),
         ({"temperature": 5.0, "top_p": 0.9999}, True),  # of 20,000 tokens most are kept
     ],

@@ -262,7 +262,6 @@ class _Launches:
     add_norm = staticmethod(lambda x, delta, weight, epsilon: torch.empty_like(x))
     rotate_and_store = staticmethod(lambda *arguments: None)
     swiglu = staticmethod(lambda up: up.new_empty(len(up), up.shape[1] // 2))
-    vector_product = staticmethod(device_reference.vector_product)
     grouped_product = staticmethod(lambda x, weight, ends: x.new_empty(len(x), weight.shape[1]))
 
     @staticmethod

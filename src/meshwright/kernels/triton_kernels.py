@@ -95,9 +95,10 @@ def attend(
     """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K), to `out`
     [tokens, query heads, SIZE]. A tile is at most `most` consecutive tokens of one sequence.
 
-    For each section, the highest score and the sum of exp(score - highest) go to `stats` [rows, 2], the weighted sum of
-    values to `partial` [rows, SIZE], with one row per (tile, token in the tile, query head, section). The program that
-    finishes last merges the sections in order (log-sum-exp merge); the bits do not depend on which one that is.
+    With several sections, the highest score of each and its sum of exp(score - highest) go to `stats` [rows, 2], its
+    weighted sum of values to `partial` [rows, SIZE], with one row per (tile, token in the tile, query head, section).
+    The program that finishes last merges the sections in order (log-sum-exp merge); the bits do not depend on which one
+    that is.
 
     Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. qkv: [tokens, width]. keys, values: KV cache
     [slots, KV_HEADS, SIZE]. positions: int32 [tokens]. tiles: int32 [3, number of tiles], rows `stride` elements apart:
@@ -226,7 +227,7 @@ def product(
 
 
 @triton.jit
-def vector_product(
+def gemv(
     x, delta, norm, weight, bias, out, sum_out, columns, inner, epsilon, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
     NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -331,7 +332,7 @@ def weigh_sections(logits, draws, sections, size, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def draw_token(
+def merge_and_draw(
     logits, draws, sections, out, size, stride, count, BLOCK: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Merge the sections of one row, and draw its token if its temperature is more than 0: the first whose cumulative

@@ -72,8 +72,8 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -
     positions = 1 << (sizes.max_length - 1).bit_length()
     rotation = positions * config.head_dim if config.positions == "rope" else 0
     scratch = max(SCRATCH_BYTES // 4, tile_scratch(config, layout.tp, sizes.max_length))
-    options = 2 * 3 * sizes.logit_rows  # of sampling, float64
-    return 4 * (numbers + tables + rotation + scratch + options)
+    draws = 2 * 3 * sizes.logit_rows  # float64
+    return 4 * (numbers + tables + rotation + scratch + draws)
 
 
 def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:

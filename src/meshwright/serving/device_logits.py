@@ -23,17 +23,17 @@ class DeviceLogits:
     """Logits of one step's output rows on a device, an iterable of `DeviceRow`. The rows are valid until the runner's
     next step.
 
-    logits_RV: float32. draws: what sampling will read of each row. operations: module with `summarize_logits`. options:
-    pinned host buffer and device buffer of the draws, each float64 [3, at least R]. Kernels and copies are queued on
+    logits_RV: float32. draws: what sampling will read of each row. operations: module with `summarize_logits`. buffers:
+    pinned host buffer and device buffer of the draws, each float64 [at least 3 R]. Kernels and copies are queued on
     the current stream; the caller synchronises it before it reads a row.
     """
 
     def __init__(
-        self, logits_RV: torch.Tensor, draws: Sequence[Draw], operations: ModuleType, options: Sequence[torch.Tensor]
+        self, logits_RV: torch.Tensor, draws: Sequence[Draw], operations: ModuleType, buffers: Sequence[torch.Tensor]
     ) -> None:
         self._logits, self._draws = logits_RV, draws
         rows, size = logits_RV.shape
-        staged, used = (each[:, :rows] for each in options)
+        staged, used = (each[: 3 * rows].view(3, rows) for each in buffers)
         staged.copy_(torch.tensor([each[:3] for each in draws], dtype=torch.float64).T)
         used.copy_(staged, non_blocking=True)
         self._figures = operations.summarize_logits(logits_RV, used).to("cpu", non_blocking=True)

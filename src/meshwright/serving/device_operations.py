@@ -18,8 +18,8 @@ from meshwright.planner.device_ledger import SECTION
 VERSION = f"triton {triton.__version__}"
 _PROGRAMS = 512  # enough to fill a GPU; with fewer tiles, several programs share the sections of one
 _LOGITS_SECTION = 4096
-_VECTOR_ELEMENTS = 4096  # of a weight that one program of `vector_product` reads
-_VECTOR_WARPS = 4
+_GEMV_ELEMENTS = 4096  # of a weight that one program of `gemv` reads
+_GEMV_WARPS = 4
 _PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 _LAUNCH = {"launch_pdl": True} if _PDL else {}
 _PRODUCT_ROWS = 64  # of a tile: the minimum of Hopper's wgmma
@@ -148,27 +148,28 @@ def product(
     return out
 
 
-def vector_product(
+def gemv(
     x_1X: torch.Tensor, weight: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None, *,
     norm: tuple[torch.Tensor, float] | None = None, delta_1X: torch.Tensor | None = None, gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the matrix product v Wᵀ + b of one row, [1, Y], in `dtype` (None: that of x), and the row x + delta, [1,
-    X]. Weights are read once, by kernels that start reading before the previous kernel ends.
+    """Return the matrix-vector product v Wᵀ + b of one row, [1, Y], in `dtype` (None: that of x), and the row x +
+    delta, [1, X]. The weight is read before the previous kernel ends, so it must not be the output of a kernel.
 
-    weight: [Y, X], or if `gated` [2 Y, X]: then the result is silu(first half) * second half, and there is no bias.
-    norm: (weight [X], epsilon) of an RMSNorm: v is that of x + delta; None: v is x. delta_1X: residual branch, None:
-    nothing to add.
+    weight: a parameter [Y, X], or if `gated` [2 Y, X]: then the result is silu(first half) * second half, and there is
+    no bias. norm: (weight [X], epsilon) of an RMSNorm: v is that of x + delta; None: v is x, without a delta. delta_1X:
+    residual branch, None: nothing to add.
     """
+    assert norm is not None or delta_1X is None, "only a norm adds"
     columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     padded = triton.next_power_of_2(inner)
-    block = max(1, _VECTOR_ELEMENTS // padded // (2 if gated else 1))
+    block = max(1, _GEMV_ELEMENTS // padded // (2 if gated else 1))
     out = x_1X.new_empty(1, columns, dtype=dtype)
     sum_1X = x_1X if delta_1X is None else torch.empty_like(x_1X)
-    scale, epsilon = norm or (x_1X, 0.0)
-    kernels.vector_product[(triton.cdiv(columns, block),)](
-        x_1X, x_1X if delta_1X is None else delta_1X, scale, weight, weight if bias_Y is None else bias_Y, out, sum_1X,
+    norm_X, epsilon = norm or (x_1X, 0.0)
+    kernels.gemv[(triton.cdiv(columns, block),)](
+        x_1X, x_1X if delta_1X is None else delta_1X, norm_X, weight, weight if bias_Y is None else bias_Y, out, sum_1X,
         columns, inner, epsilon, block, padded, norm is not None, delta_1X is not None, gated, bias_Y is not None, _PDL,
-        num_warps=_VECTOR_WARPS, **_LAUNCH,
+        num_warps=_GEMV_WARPS, **_LAUNCH,
     )  # fmt: skip
     return out, sum_1X
 
@@ -210,19 +211,18 @@ def summarize_logits(logits_RV: torch.Tensor, draws_3R: torch.Tensor) -> torch.T
     equals), its logit (NaN if any is NaN), sum over the vocabulary of exp(logit - highest), sum of exp((logit -
     highest) / temperature), ID of the token drawn, its logit, and logit of the target.
 
-    logits_RV: float32; rows may be strided. draws_3R: float64, temperature (0: nothing is drawn, and the sum is 0),
-    quantile in [0, 1) at which the token is drawn by ascending ID, and token ID of the target. The bits of a row do not
-    depend on the other rows.
+    logits_RV: float32; rows may be strided. draws_3R: float64, contiguous: temperature (0: nothing is drawn, and the
+    sum is 0), quantile in [0, 1) at which the token is drawn by ascending ID, and token ID of the target. The bits of a
+    row do not depend on the other rows.
     """
     rows, size = logits_RV.shape
     count = triton.cdiv(size, _LOGITS_SECTION)
-    draws_3R = draws_3R.contiguous()
     sections = draws_3R.new_empty(rows, count, 4)
     kernels.weigh_sections[(rows, count)](
         logits_RV, draws_3R, sections, size, logits_RV.stride(0), _LOGITS_SECTION, num_warps=8
     )
     out = draws_3R.new_empty(rows, 7)
-    kernels.draw_token[(rows,)](
+    kernels.merge_and_draw[(rows,)](
         logits_RV, draws_3R, sections, out, size, logits_RV.stride(0), count, _LOGITS_SECTION,
         triton.next_power_of_2(count), num_warps=8,
     )  # fmt: skip

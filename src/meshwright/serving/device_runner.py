@@ -25,7 +25,7 @@ from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Transformer
 from meshwright.planner.device_ledger import DECODE_ROWS, PREFILL_ROWS, SCRATCH_BYTES, tile_scratch
 from meshwright.serving.device_logits import DeviceLogits
-from meshwright.serving.logit_rows import StepOutput
+from meshwright.serving.logit_rows import Draw, StepOutput
 from meshwright.serving.scheduler import StepBatch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.torch_runner import OrderedTensorParallel
@@ -79,8 +79,8 @@ class DeviceRunner:
         pinned = torch.cuda.is_available()
         self._staged = [torch.zeros(each.shape, dtype=torch.int32, pin_memory=pinned) for each in
                         (self._numbers, self._tables)]  # fmt: skip
-        options = torch.zeros(3, limits.logits, dtype=torch.float64, pin_memory=pinned)
-        self._options = options, self._zeros(*options.shape, dtype=options.dtype)
+        draws = torch.zeros(3 * limits.logits, dtype=torch.float64, pin_memory=pinned)
+        self._draws = draws, self._zeros(len(draws), dtype=draws.dtype)
         tile = tile_scratch(self.config, mesh.tp.size, limits.max_length)
         self._scratch = (
             self._zeros(max(SCRATCH_BYTES // 4, tile), dtype=torch.float32),
@@ -92,15 +92,15 @@ class DeviceRunner:
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
-        padding tokens); on the host `pinned` (buffers of a step's numbers). Memory that steps and graphs take from the
-        caching allocator is not counted."""
-        tables = [self._numbers, self._tables, *self._scratch, self._options[1], *(self._rotation or ())]
+        padding tokens); on the host `pinned` (buffers of a step's numbers). Memory that steps, graphs and sampling take
+        from the caching allocators is not counted."""
+        tables = [self._numbers, self._tables, *self._scratch, self._draws[1], *(self._rotation or ())]
         padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
         return {
             "weights": sum(each.nbytes for each in self._model.parameters()),
             "kv": self._limits.blocks * padding,
             "workspace": sum(each.nbytes for each in tables) + padding,
-            "pinned": sum(each.nbytes for each in (*self._staged, self._options[0])),
+            "pinned": sum(each.nbytes for each in (*self._staged, self._draws[0])),
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
@@ -129,7 +129,7 @@ class DeviceRunner:
             logits: StepOutput = []
             if rows:
                 draws = [each.prepare_draw(position) for each, position in batch.outputs()]
-                logits = DeviceLogits(found[:rows], draws, self._operations, self._options)
+                logits = DeviceLogits(found[:rows], draws, self._operations, self._draws)
             if self._device.type == "cuda":  # until the figures are copied and the staged batch has been read
                 torch.cuda.current_stream(self._device).synchronize()
         return logits
@@ -197,7 +197,7 @@ class DeviceRunner:
         tables[:sequences, :, : batch.block_tables.shape[2]] = batch.block_tables.transpose(1, 0, 2)
         if decoding:
             numbers[:2, tokens:size], numbers[6:, tokens:size] = 0, self._limits.blocks * BLOCK_TOKENS
-            numbers[2, :size] = numbers[3, :size] = numbers[5, :size] = np.arange(size)
+            numbers[3, :size] = numbers[5, :size] = np.arange(size)
             numbers[4, :size], tables[sequences:size, :, 0] = 1, self._limits.blocks
             return size
         most = self._tile_rows(decoding) // self._padded_group
@@ -266,18 +266,20 @@ class DeviceRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Add `delta_TH` (None: nothing) to the hidden states `x_TH`; return the product of their norm with the weight
         of `linear`, [T, Y] in `dtype` (None: that of `x_TH`), and the hidden states, [T, H]. swiglu: True: the product
-        is the gate and up projection of an MLP, and SwiGLU of it is returned. One token takes one kernel."""
+        is the gate and up projection of an MLP, and SwiGLU of it is returned. One token takes one kernel. `x_TH` must
+        not be used afterwards: it may have been added to in place."""
         bias = getattr(linear, "bias", None)
-        if self._takes_one_row(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):
+        if self._uses_gemv(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):
             scale = norm.weight, norm.epsilon
-            return self._operations.vector_product(  # type: ignore[no-any-return]
+            return self._operations.gemv(  # type: ignore[no-any-return]
                 x_TH, linear.weight, bias, dtype, norm=scale, delta_1X=delta_TH, gated=swiglu
             )
         y_TY = self._product(self._add_norm(norm, x_TH, delta_TH), linear.weight, bias, dtype)
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
-    def _takes_one_row(self, x: torch.Tensor) -> bool:
-        """Return True if products of `x` [T, X] are computed by the kernel for one row."""
+    def _uses_gemv(self, x: torch.Tensor) -> bool:
+        """Return True if products of `x` [T, X] with parameters are computed by `gemv`: of one row, not
+        batch-invariant."""
         return len(x) == 1 and not self._invariant
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
@@ -298,11 +300,11 @@ class DeviceRunner:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Return x Wᵀ + b, [T, Y], in `dtype` (None: that of `x`): by the batch-invariant kernel if that is required,
-        for one row by the kernel for one row, else by torch."""
+        for one row and a parameter by `gemv`, else by torch."""
         if self._invariant:
             return self._operations.product(x, weight, bias, dtype)
-        if self._takes_one_row(x):
-            return self._operations.vector_product(x, weight, bias, dtype)[0]
+        if self._uses_gemv(x) and isinstance(weight, torch.nn.Parameter):  # which no kernel has just written
+            return self._operations.gemv(x, weight, bias, dtype)[0]
         if dtype in (None, x.dtype):
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.T, out_dtype=dtype) if x.is_cuda else F.linear(x, weight, bias).to(dtype)
@@ -334,7 +336,7 @@ class DeviceRunner:
             numbers[4].fill_(1)
             for size in reversed(self._sizes):
                 for _ in range(2):
-                    self.compute((size, size, size), True, None if x_TH is None else x_TH[:size])
+                    found = self.compute((size, size, size), True, None if x_TH is None else x_TH[:size])
                 if whole:
                     torch.cuda.synchronize(self._device)
                     graph = torch.cuda.CUDAGraph()
@@ -343,5 +345,4 @@ class DeviceRunner:
                     pool = graph.pool()
                     self._graphs[size] = graph, found
             if self._stage.last:
-                logits_1V = self._zeros(1, self.config.vocabulary, dtype=torch.float32)
-                self._operations.summarize_logits(logits_1V, self._options[1][:, :1])
+                DeviceLogits(found[:1], [Draw(1.0, 0.5, 0, 1)], self._operations, self._draws)

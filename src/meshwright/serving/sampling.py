@@ -17,7 +17,7 @@ from meshwright.errors import MeshwrightError, UserError
 from meshwright.serving.logit_rows import Draw, HostRow, LogitRow, Logits, find_quantile, weigh
 
 GREEDY_TEMPERATURE = 1e-5  # lower temperatures count as 0, as in vLLM
-_FIRST_LOOK = (256, 4096)  # most likely tokens among which top-p is looked for before all are sorted
+_FIRST_LOOK = (256, 1024, 4096)  # most likely tokens among which top-p is looked for before all are sorted
 
 
 class InvalidLogits(MeshwrightError):
@@ -169,14 +169,12 @@ def sample(
 def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> Draw:
     """Return what `sample` with the same arguments will read of a row."""
     ranked = 0 if sampling.logprobs is None else sampling.logprobs
-    if _is_adjusted(sampling, position):  # it reads all logits
-        return Draw(ranked=ranked)
-    if sampling.temperature < GREEDY_TEMPERATURE:
+    if _is_adjusted(sampling, position) or sampling.temperature < GREEDY_TEMPERATURE:  # adjusted: all logits are read
         return Draw(ranked=ranked)
     if sampling.top_k:
         ranked = max(ranked, sampling.top_k)
     elif sampling.top_p < 1 or sampling.min_p > 0:
-        ranked = max(ranked, _FIRST_LOOK[0])
+        ranked = max(ranked, _FIRST_LOOK[1])
     return Draw(sampling.temperature, draw_uniform(sampling.seed, choice, position), 0, ranked)
 
 
