@@ -1,12 +1,12 @@
-"""The command `meshwright serve` on one GPU, over HTTP, in one run of about two minutes.
+"""Check and measure `meshwright serve` on one GPU over HTTP, in about two minutes.
 
     python bench/gpu/server_on_gpu.py [--model tinyllama-1.1b] [--device cuda] [--rounds 3]
 
 On random weights in bf16 of that shape, 128 tokens in and out. Measured: time until ready; tokens per second and time
 to first token of 1, 8 and 32 clients at once. Checked, on a second server with `--batch-invariant`: answers alone and
-among 31 others; streams and their log-probabilities across `kill -9` of the rank, and the blocks after it; 200 clients
-that leave; SIGTERM ends the server with code 143. Writes `bench/results/gpu_server.json`; exit code 1 when a check does
-not hold.
+among 31 others; streams and their log-probabilities across `kill -9` of the rank, and no leaked KV blocks after it; 200
+clients most of which leave; SIGTERM ends the server with code 143. Writes `bench/results/gpu_server.json`; exit code 1
+when a check does not hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton kernels of serving on a GPU. Imported on CUDA alone. Torch-free.
+"""Triton kernels of serving on a GPU. Import on CUDA only. Torch-free.
 
 The bits of a row depend on that row and on the shapes of the weights: tiles and sections have sizes that no batch
 changes, and partial results are added in a fixed order. Shapes and arguments: `serving/device_operations.py`.

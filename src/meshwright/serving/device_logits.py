@@ -1,5 +1,5 @@
-"""Logits that stay on a GPU: sampling reads a few figures of each row, and copies a whole row only where options need
-all of it.
+"""Logits that stay on a GPU: sampling reads a few figures of each row (`summarize_logits`), and copies a whole row only
+where options need all of it.
 
 Shapes: R output rows, V vocabulary, K most likely tokens of a row.
 """
@@ -25,7 +25,7 @@ class DeviceLogits:
 
     logits_RV: float32. draws: what sampling will read of each row. operations: module with `summarize_logits`. buffers:
     pinned host buffer and device buffer of the draws, each float64 [at least 3 R]. Kernels and copies are queued on
-    the current stream; the caller synchronises it before it reads a row.
+    the current stream; the caller must synchronise it before it reads rows.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class DeviceLogits:
         self._figures = operations.summarize_logits(logits_RV, used).to("cpu", non_blocking=True)
         self._ranked: tuple[torch.Tensor, torch.Tensor] | None = None
         if most := max(draw.ranked for draw in draws):
-            count = min(size, MOST_RANKED, max(32, 1 << most.bit_length()))  # more than asked for: ties are seen
+            above = max(32, 1 << most.bit_length())  # more than `most`, if not capped, so that ties are seen
+            count = min(size, MOST_RANKED, above)
             values, tokens = logits_RV.topk(count)
             self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
 
@@ -62,11 +63,11 @@ _NONE_RANKED = np.zeros(0, np.float32), np.zeros(0, np.int64)
 
 class DeviceRow:
     """Logits of one output row on a device, with the attributes and methods of `LogitRow`. What the figures do not tell
-    is read from a copy of the whole row.
+    is read from a copy of the whole row, made once.
 
     logits_RV: logits of all rows, float32. row: index of this one. draw: for which the figures were computed. figures:
-    from `summarize_logits`. ranked: the K highest logits in descending order and their token IDs, equal logits by token
-    ID, float32 [K] and int64 [K].
+    [7], a row of `summarize_logits`. ranked: None, or the K highest logits in descending order and their token IDs,
+    equal logits by token ID, float32 [K] and int64 [K].
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class DeviceRow:
         self.best, self.highest = int(figures[0]), np.float32(figures[1])
         self._host: HostRow | None = None
         self._values, self._tokens = ranked or _NONE_RANKED
-        # Tokens whose place is certain: of those with the lowest of the logits, some may be missing.
+        # Number of tokens whose rank is certain: tokens that tie with the last one may be missing.
         self._certain = len(self._values)
         if self._certain and self._certain < self.size:
             self._certain = int(np.count_nonzero(self._values > self._values[-1]))
@@ -103,8 +104,8 @@ class DeviceRow:
         return self._figures[3] if temperature == self._draw.temperature else self._row().total_weight(temperature)
 
     def draw(self, temperature: float, uniform: float) -> int:
-        """Return the ID of the token at quantile `uniform` of the softmax of logits / temperature: those of the draw
-        for which the figures were computed."""
+        """Return the ID of the token at quantile `uniform` of the softmax of logits / temperature; the two must be
+        those of the row's `Draw`."""
         assert (temperature, uniform) == (self._draw.temperature, self._draw.uniform), "another draw was prepared"
         return int(self._figures[4])
 
@@ -126,8 +127,8 @@ class DeviceRow:
         return found
 
     def token_at(self, rank: int, values: Logits) -> int:
-        """Return the token ID at index `rank` of the order of `most_likely`. values: the highest logits in descending
-        order."""
+        """Return the token ID at index `rank` of the order of `most_likely`. values: result of `highest_logits(n)` for
+        an n > `rank`."""
         return int(self._tokens[rank]) if rank < self._certain else self._row().token_at(rank, values)
 
     def _row(self) -> HostRow:

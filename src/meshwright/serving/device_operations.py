@@ -1,4 +1,4 @@
-"""Operations of a step on a GPU: launches of the Triton kernels. Imported on CUDA alone.
+"""Operations of a step on a GPU: launches of the Triton kernels. Import on CUDA only.
 
 Shapes: T tokens of a step, H hidden, N query heads, K key-value heads, D head size, F width of an MLP, X and Y input
 and output size of a product, E experts, C slots of the KV cache (those of a block follow each other), I tiles.
@@ -16,13 +16,13 @@ from meshwright.kernels.operations import BLOCK_TOKENS
 from meshwright.planner.device_ledger import SECTION
 
 VERSION = f"triton {triton.__version__}"
-_PROGRAMS = 512  # enough to fill a GPU; with fewer tiles, several programs share the sections of one
-_LOGITS_SECTION = 4096
+_PROGRAMS = 512  # of `attend`, enough to fill a GPU; with fewer tiles, several programs share the sections of one
+_LOGITS_SECTION = 4096  # logits that one program of `weigh_sections` reads
 _GEMV_ELEMENTS = 4096  # of a weight that one program of `gemv` reads
 _GEMV_WARPS = 4
 _PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 _LAUNCH = {"launch_pdl": True} if _PDL else {}
-_PRODUCT_ROWS = 64  # of a tile: the minimum of Hopper's wgmma
+_PRODUCT_ROWS = 64  # of a tile: M of Hopper's wgmma
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -95,9 +95,9 @@ def attend(
     parallel, and merged in order (Flash-Decoding).
 
     qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. cache: (keys, values), each [C, K, D]
-    for C slots. tiles: tokens that are computed together. window: number of keys that a token attends to (None: all).
-    scratch: float32 buffer for partial results, large enough for at least one tile. arrivals: int32, at least I x K
-    zeros, which are zeros again afterwards.
+    for C slots. tiles: tokens that are computed together. window: number of keys that a token attends to, its own
+    included (None: all). scratch: float32 buffer for partial results, large enough for at least one tile. arrivals:
+    int32, at least I x K zeros, which are zeros again afterwards.
     """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
@@ -153,11 +153,11 @@ def gemv(
     norm: tuple[torch.Tensor, float] | None = None, delta_1X: torch.Tensor | None = None, gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the matrix-vector product v Wᵀ + b of one row, [1, Y], in `dtype` (None: that of x), and the row x +
-    delta, [1, X]. The weight is read before the previous kernel ends, so it must not be the output of a kernel.
+    delta, [1, X]. The weight is read before the previous kernel ends, so no queued kernel may write to it.
 
     weight: a parameter [Y, X], or if `gated` [2 Y, X]: then the result is silu(first half) * second half, and there is
-    no bias. norm: (weight [X], epsilon) of an RMSNorm: v is that of x + delta; None: v is x, without a delta. delta_1X:
-    residual branch, None: nothing to add.
+    no bias. norm: (weight [X], epsilon) of an RMSNorm: v is that of x + delta; None: v is x, and delta_1X must be None.
+    delta_1X: residual branch, None: nothing to add.
     """
     assert norm is not None or delta_1X is None, "only a norm adds"
     columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -212,8 +212,8 @@ def summarize_logits(logits_RV: torch.Tensor, draws_3R: torch.Tensor) -> torch.T
     highest) / temperature), ID of the token drawn, its logit, and logit of the target.
 
     logits_RV: float32; rows may be strided. draws_3R: float64, contiguous: temperature (0: nothing is drawn, and the
-    sum is 0), quantile in [0, 1) at which the token is drawn by ascending ID, and token ID of the target. The bits of a
-    row do not depend on the other rows.
+    sum is 0, and the drawn token the most likely one), quantile in [0, 1) at which the token is drawn by ascending ID,
+    and token ID of the target. The bits of a row do not depend on the other rows.
     """
     rows, size = logits_RV.shape
     count = triton.cdiv(size, _LOGITS_SECTION)

@@ -1,4 +1,5 @@
-"""Forward steps on a GPU: the ragged batch is copied to preallocated buffers, and decode-only steps run as CUDA graphs.
+"""Forward steps on a GPU: the ragged batch is copied to preallocated buffers, and decode-only steps of one rank run as
+CUDA graphs.
 
 Shapes: T tokens of a step, R rows of logits, H hidden, V vocabulary, E experts, S sequences, I tiles of attention, W
 block tables.
@@ -130,7 +131,7 @@ class DeviceRunner:
             if rows:
                 draws = [each.prepare_draw(position) for each, position in batch.outputs()]
                 logits = DeviceLogits(found[:rows], draws, self._operations, self._draws)
-            if self._device.type == "cuda":  # until the figures are copied and the staged batch has been read
+            if self._device.type == "cuda":  # until the figures are copied and the staged batch can be overwritten
                 torch.cuda.current_stream(self._device).synchronize()
         return logits
 
@@ -154,7 +155,7 @@ class DeviceRunner:
         model, delta_TH = self._model, None
         if x_TH is None:
             x_TH = self._tensor.leave(model.embedding(number[0, :tokens]), "embedding")
-            if model.positions is not None:  # a prompt's last token, if only a target, may be beyond them
+            if model.positions is not None:  # clamped: a token that is only scored may be beyond them
                 x_TH = x_TH + model.positions(number[1, :tokens].clamp(max=self.config.max_positions - 1))
         for layer in self._stage.layers:
             block = model.layers[layer]
@@ -266,7 +267,7 @@ class DeviceRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Add `delta_TH` (None: nothing) to the hidden states `x_TH`; return the product of their norm with the weight
         of `linear`, [T, Y] in `dtype` (None: that of `x_TH`), and the hidden states, [T, H]. swiglu: True: the product
-        is the gate and up projection of an MLP, and SwiGLU of it is returned. One token takes one kernel. `x_TH` must
+        is the gate and up projection of an MLP, and SwiGLU of it is returned. With `gemv` it is one kernel. `x_TH` must
         not be used afterwards: it may have been added to in place."""
         bias = getattr(linear, "bias", None)
         if self._uses_gemv(x_TH) and isinstance(norm, modules.RMSNorm) and not (swiglu and bias is not None):

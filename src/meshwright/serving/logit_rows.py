@@ -1,4 +1,4 @@
-"""Logits of one output row, as sampling reads them: in host memory, or on a GPU.
+"""Logits of one output row (a token whose logits are wanted), as sampling reads them: in host memory, or on a GPU.
 
 Shapes: V vocabulary. Everything is computed row by row, in a fixed order, so that a result never depends on what else
 the step computes.
@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 Logits = npt.NDArray[np.float32]
-_SUM_BLOCK = 256
+_SUM_BLOCK = 256  # logits
 
 
 class Draw(NamedTuple):
-    """What sampling will read of one output row, known before its logits are computed, so that a GPU can compute it.
+    """Sampling inputs of one output row, known before its logits, so that a GPU can reduce the row with them.
 
     Attributes:
         temperature: Divides the logits, more than 0; 0: nothing is drawn.
         uniform: Quantile in [0, 1) at which a token is drawn.
-        target: Token ID of the prompt whose log-probability is wanted; 0 if none.
-        ranked: Number of most likely tokens that are looked at; 0: the most likely one alone.
+        target: Token ID of the prompt to score; 0, a valid ID, if none: its logit is then unused.
+        ranked: Number of most likely tokens (top-k) that sampling may read; 0: the most likely one alone.
     """
 
     temperature: float = 0.0
@@ -37,8 +37,8 @@ class LogitRow(Protocol):
 
     Attributes:
         size: Size of the vocabulary, V.
-        best: ID of the most likely token, the lowest among equals.
-        highest: Its logit; NaN if any logit is NaN.
+        best: ID of the most likely token, the lowest among equals; undefined if a logit is NaN.
+        highest: Its logit; NaN if any logit is NaN, and then the methods must not be called.
     """
 
     size: int
@@ -52,7 +52,7 @@ class LogitRow(Protocol):
         """Return the logit of a token ID."""
 
     def total_weight(self, temperature: float) -> float:
-        """Return the sum over the vocabulary of exp((logit - highest) / temperature)."""
+        """Return the sum over the vocabulary of exp((logit - highest) / temperature); temperature more than 0."""
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
@@ -68,8 +68,8 @@ class LogitRow(Protocol):
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""
 
     def token_at(self, rank: int, values: Logits) -> int:
-        """Return the token ID at index `rank` of the order of `most_likely`. values: the highest logits in descending
-        order, more than `rank`."""
+        """Return the token ID at index `rank` of the order of `most_likely`. values: result of `highest_logits(n)` for
+        an n > `rank`."""
 
 
 StepOutput = npt.NDArray[np.float32] | Iterable[LogitRow]
@@ -117,8 +117,8 @@ class HostRow:
         return found
 
     def token_at(self, rank: int, values: Logits) -> int:
-        """Return the token ID at index `rank` of the order of `most_likely`. values: the highest logits in descending
-        order."""
+        """Return the token ID at index `rank` of the order of `most_likely`. values: result of `highest_logits(n)` for
+        an n > `rank`."""
         value = values[rank]
         return int(np.flatnonzero(self._logits == value)[rank - int((values > value).sum())])
 

@@ -167,7 +167,7 @@ def sample(
 
 
 def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> Draw:
-    """Return what `sample` with the same arguments will read of a row."""
+    """Return the `Draw` for `sample` with the same arguments."""
     ranked = 0 if sampling.logprobs is None else sampling.logprobs
     if _is_adjusted(sampling, position) or sampling.temperature < GREEDY_TEMPERATURE:  # adjusted: all logits are read
         return Draw(ranked=ranked)
@@ -179,8 +179,8 @@ def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> D
 
 
 def score_token(row: LogitRow, token: int, alternatives: int) -> TokenResult:
-    """Return the log-probability of the token ID `token`, and the `alternatives` most likely tokens with their
-    log-probabilities, by a log-softmax of the row's logits (absolute error up to 1e-6). Raises InvalidLogits."""
+    """Return the token ID `token` with its log-probability, and the `alternatives` most likely tokens with theirs, by a
+    log-softmax of the row's logits (absolute error up to 1e-6). Raises InvalidLogits."""
     _check_logits(row)
     normalizer = float(row.highest) + math.log(row.total_weight(1.0))
     best = min(alternatives, row.size)

@@ -62,7 +62,7 @@ class StepBatch:
     group: int = 0
 
     def outputs(self) -> Iterator[tuple[Sequence, int]]:
-        """Iterate over the sequence and the position of each output row."""
+        """Iterate over (sequence, position in it) of each output row, in order."""
         for sequence, count in zip(self.sequences, np.diff(self.starts).tolist(), strict=True):
             for position in sequence.output_positions(count):
                 yield sequence, position
@@ -382,6 +382,6 @@ class Scheduler:
 def sample_batch(batch: StepBatch, logits: StepOutput) -> list[TokenResult]:
     """Return one result for each output row of a batch: a sampled token after a sequence's last known token; for other
     rows (`prompt_logprobs`) the prompt's next token with its log-probability. Depends on the arguments alone; in a
-    pipeline the last stage sends the results to the others. logits: [R, V], or its rows."""
+    pipeline the last stage sends the results to the others. logits: [R, V], or R rows."""
     rows = map(HostRow, logits) if isinstance(logits, np.ndarray) else logits
     return [sequence.sample_row(row, position) for row, (sequence, position) in zip(rows, batch.outputs(), strict=True)]

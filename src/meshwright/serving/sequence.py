@@ -75,7 +75,7 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def prepare_draw(self, position: int) -> Draw:
-        """Return what `sample_row` will read of the logits at a position."""
+        """Return the `Draw` for `sample_row` at the same position, an index in the sequence."""
         request = self.request
         if position == len(self.tokens) - 1:
             return prepare_draw(request.sampling, choice=request.choice, position=self.answered)
