@@ -5,7 +5,7 @@ python bench/verify_time.py [--mode verify|mutate] [--again] [LAYOUT ...]
 Each layout and mode is one run of the real command, interpreter start included, with the seconds for which the
 machine's cores were busy meanwhile. Runs that the result has, of the same version of the package and the same machine,
 are left out, so that an interrupted benchmark goes on; --again repeats them.
-Prints each result as it comes; exit code 1 if a run fails, misses a fault or takes longer than its limit.
+Prints each result when it is known; exit code 1 if a run fails, does not catch a fault or exceeds its time limit.
 """
 
 from __future__ import annotations

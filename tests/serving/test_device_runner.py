@@ -58,11 +58,13 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return find
 
 
-def make_runner(directory: Path, batch_invariant: bool = False, graphs: bool = False) -> DeviceRunner:
+def make_runner(
+    directory: Path, batch_invariant: bool = False, graphs: bool = False, dtype: torch.dtype = torch.float32
+) -> DeviceRunner:
     mesh = Mesh.single()
     weights = RankWeights(directory, mesh)
     return DeviceRunner(
-        weights, mesh, torch.float32, LIMITS, device_reference, batch_invariant=batch_invariant, graphs=graphs
+        weights, mesh, dtype, LIMITS, device_reference, batch_invariant=batch_invariant, graphs=graphs
     )  # fmt: skip
 
 
@@ -117,6 +119,25 @@ def test_sampled_tokens_are_those_of_the_cpu_runner(name: str, directories: Call
             )
 
 
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen3-moe-tiny", "dots1-tiny"])
+def test_gemv_computes_one_token_from_parameters_unless_batch_invariant(
+    name: str, directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    """A weight that a kernel has just written, such as the float32 router of dots1, would be read too early."""
+    given, gemv = list[torch.Tensor](), device_reference.gemv
+    monkeypatch.setattr(device_reference, "gemv", lambda x, weight, *rest, **options: (
+        given.append(weight), gemv(x, weight, *rest, **options))[1])  # fmt: skip
+    one, two = ([Chunk([7], 0, [3])], [Chunk([7], 0, [3]), Chunk([9], 0, [4])])
+    for invariant, chunks, expected in ((False, one, True), (False, two, False), (True, one, False)):
+        runner = make_runner(directories(name), batch_invariant=invariant, dtype=torch.bfloat16)
+        given.clear()
+        runner.run(make_batch(chunks))
+        assert bool(given) == expected and all(isinstance(weight, torch.nn.Parameter) for weight in given)
+        if expected:
+            head = runner._model.embedding if runner._model.head is None else runner._model.head
+            assert given[-1] is head.weight and len(given) >= 2 * runner.config.layers + 1
+
+
 def test_padding_does_not_touch_blocks_of_sequences(directories: Callable[[str], Path]):
     runner = make_runner(directories("llama-tiny"))
     runner.run(make_batch([Chunk(PROMPTS[2], 0, [3, 4, 5])]))
@@ -143,8 +164,15 @@ def test_graphs_are_captured_for_padded_sizes_and_replayed(
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    sampled, summarize = list[int](), device_reference.summarize_logits
+    monkeypatch.setattr(
+        device_reference,
+        "summarize_logits",
+        lambda logits, draws: sampled.append(len(logits)) or summarize(logits, draws),
+    )
     runner = make_runner(directories("llama-tiny"), graphs=True)
     assert sorted(runner._graphs) == [1, 2, 4, 8]
+    assert sampled == [1]  # its kernels are compiled, too
     caches = [each for pair in runner._cache for each in pair]
     assert not any(each[: LIMITS.blocks * 16].any() for each in caches)  # capturing touches the padding's block alone
     assert answer(runner, 64) == answer(make_runner(directories("llama-tiny")), 64)

@@ -23,8 +23,8 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 
 CONTEXT_BYTES = 2**30
-"""Of each GPU: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL, what the allocator rounds up. Estimated;
-the first two take 0.74 GiB on an H100 (`bench/results/gpu_serving.json`)."""
+"""Of each GPU: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL, rounding by the allocator. Estimated; the
+first two take 0.74 GiB on an H100 (`bench/results/gpu_serving.json`)."""
 SECTION = 256
 """Keys of a section of the context, whose attention is one partial result."""
 SCRATCH_BYTES = 64 * 2**20

@@ -33,7 +33,7 @@ CONTRACT = ("parameters", "gradients", "optimizer", "activations", "workspace")
 """The parts of the peak in an answer; communication and logits are part of the workspace there."""
 
 SLACK = 0.05
-"""Of the peak, on CUDA: what the allocator holds beyond it, in pieces that fit nothing (3 to 7% as others report)."""
+"""Of the peak, on CUDA: memory that the allocator reserves beyond it, by fragmentation (3 to 7% as others report)."""
 
 
 def slack(cluster: Cluster) -> float:

@@ -273,7 +273,7 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
     without autograd, "differentiated_operation": with its backward pass}. seconds: time for each measurement."""
     x = torch.zeros(16, device=device)
     leaf = torch.zeros(16, device=device, requires_grad=True)
-    operations = 200  # so many that what begins and ends a backward pass hardly counts
+    operations = 200  # enough that the fixed cost of a backward pass is negligible
 
     def differentiated() -> None:
         y = leaf

@@ -73,7 +73,7 @@ class LogitRow(Protocol):
 
 
 StepOutput = npt.NDArray[np.float32] | Iterable[LogitRow]
-"""What a runner returns: logits [R, V] of R output rows or hidden states, in host memory; or the output rows."""
+"""Result of a runner: logits [R, V] of R output rows or hidden states [T, H] in host memory, or the output rows."""
 
 
 class HostRow:

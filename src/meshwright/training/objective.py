@@ -33,7 +33,7 @@ class Policy(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """What the reference log-probabilities depend on besides the weights, as {name: value}: the SHA-256 of the
+        """Inputs of the reference log-probabilities other than the weights, as {name: value}: the SHA-256 of the
         data, the SHA-256 of the model configuration, and the precision. Stored ones are used only if all are equal."""
 
     def score_responses(self, split: str, sequences: int) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
