@@ -23,6 +23,7 @@ from meshwright.planner.cluster import cluster
 from meshwright.planner.machine_profile import PROBE_VARIABLE, FailedMeasurement, HardwareProfileKey, measurement_lock
 from meshwright.planner.process_constants import ProcessConstants, ProcessKey
 from meshwright.planner.step_time import step_time, with_bounds
+from meshwright.probe import communication
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import MeasurementPlan
 from meshwright.spec.presets import preset
@@ -57,9 +58,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any
     tables, found = read_toml(cluster_file(tmp_path / "elsewhere"), "cluster file"), []
 
     def probe(ranks: int, device: str, directory: Path, *, threads: int, short: dict[str, Any], log: Any) -> Any:
-        found.append({"ranks": ranks, "threads": threads, **short})
+        fastest = short.pop("fastest")
+        found.append({"ranks": ranks, "threads": threads, **short, **({"fastest": True} if fastest else {})})
         named = {**tables, "name": f"{ranks} x {threads}", "devices": ranks, "devices_per_node": ranks}
-        return {"kind": "cpu", "failed": None, "cluster": named}
+        return {"kind": "cpu", "failed": None, "cluster": named, "fastest": "bf16" if fastest else None}
 
     monkeypatch.setattr(probe_ranks, "probe", probe)
     return found
@@ -166,16 +168,27 @@ def test_axes_that_price_a_layout_are_measured(asked: list[dict[str, Any]], layo
     assert asked[0]["axes"] == axes
 
 
-def test_layout_without_precision_is_measured_in_each_candidate_precision(
+def test_layout_without_precision_is_measured_in_the_fastest(
+    asked: list[dict[str, Any]], measured_memory: list[ProcessKey], monkeypatch: pytest.MonkeyPatch
+):
+    """The fastest precision is found once; what earlier starts measured is measured again, so that it stays."""
+    monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: True)
+    started(Layout.parse("dp2 fp32"), compiled=False)
+    started(Layout.parse("dp2"), compiled=False)
+    assert [(each["precisions"], "fastest" in each) for each in asked] == [(["fp32"], False), (["fp32"], True)]
+    assert [each.precision for each in measured_memory] == ["fp32", "bf16"]
+    for layout in ("dp2", "dp2 fp32", "dp2 bf16"):
+        assert started(Layout.parse(layout), compiled=False) == []
+    started(Layout.parse("dp4"), compiled=False)
+    assert asked[2:] == [{"ranks": 4, "threads": 1, "precisions": ["bf16"], "axes": []}]
+
+
+def test_search_over_layouts_measures_every_candidate_precision(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: True)
-    started(Layout.parse("dp2 fp32"))
-    started(Layout.parse("dp2"))
-    assert [each["precisions"] for each in asked] == [["fp32"], ["bf16", "fp32"]]
-    for layout in ("dp2", "dp2 fp32", "dp2 bf16"):
-        started(Layout.parse(layout))
-    assert len(asked) == 2
+    started(Layout.parse("dp2"), search=True)
+    assert asked == [{"ranks": 2, "threads": 1, "precisions": ["bf16", "fp32"], "axes": ["cp", "tp"]}]
 
 
 def test_cpu_without_bf16_instructions_is_measured_in_fp32_only(
@@ -402,11 +415,12 @@ def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyP
         return replace(found, shapes=found.shapes[:3], point_seconds=0.001, steps=1, kernel_sizes=(2**14, 2**17))
 
     monkeypatch.setattr(MeasurementPlan, "short", shorter)
-    wanted = {"precisions": ["fp32"], "axes": ["tp"]}
+    wanted = {"precisions": ["fp32"], "axes": ["tp"], "fastest": True}
+    monkeypatch.setattr(communication, "bf16_is_faster", lambda device: False)
     found = probe_ranks._measure(
         Place(0, 1, 0, "", "itself"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
     )
-    assert (found["kind"], found["failed"]) == ("cpu", None)
+    assert (found["kind"], found["failed"], found["fastest"]) == ("cpu", None, "fp32")
     machine = cluster(found["cluster"])
     assert machine.measured is not None and machine.measured.disk_write is None
     assert {each.ranks for each in machine.measured.products} == {1}
@@ -431,8 +445,9 @@ def test_measurement_does_not_change_bits_of_run(tmp_path: Path, monkeypatch: py
 
 
 def test_announced_seconds_are_the_sum_of_the_parts(asked, measured_memory, monkeypatch: pytest.MonkeyPatch):
-    """Process memory of both precisions is measured at once; compiled blocks take longer."""
-    monkeypatch.setattr(first_start, "candidate_precisions", lambda: ("bf16", "fp32"))
-    assert ": about 18 s, once (" in started(Layout.parse("dp2"), compiled=False)[0]
-    assert measured_memory == [ProcessKey(precision, 1, False) for precision in ("bf16", "fp32")]
-    assert ": about 37 s, once (" in started(DP2, compiled=True)[0] and len(asked) == 1
+    """One precision takes 8 s, a further one 5, process memory 5; compiled blocks take longer."""
+    monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: True)
+    assert ": about 13 s, once (" in started(Layout.parse("dp2"), compiled=False)[0]
+    assert measured_memory == [ProcessKey("bf16", 1, False)]
+    assert ": about 18 s, once (" in started(Layout.parse("dp4"), compiled=False, search=True)[0]
+    assert ": about 37 s, once (" in started(DP2, compiled=True)[0] and len(asked) == 2

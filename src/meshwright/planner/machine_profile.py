@@ -222,6 +222,23 @@ def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
     return HardwareProfile(precisions, axes, dict(tables["cluster"]))
 
 
+def read_fastest_precision(threads: int) -> str | None:
+    """Return the stored precision, "bf16" or "fp32", that a rank of `threads` threads on this machine's CPU takes if
+    its layout names none; None if it was not measured."""
+    found = read_measurement("precision", _precision_key(threads))
+    return found["fastest"] if found is not None and found.get("fastest") in ("bf16", "fp32") else None
+
+
+def write_fastest_precision(threads: int, precision: str) -> None:
+    """Store the measured result of `read_fastest_precision`. `OSError` where the directory is not writable."""
+    write_measurement("precision", _precision_key(threads), {"fastest": precision})
+
+
+def _precision_key(threads: int) -> dict[str, Any]:
+    """Return what the fastest precision depends on: processor, torch version and threads per rank."""
+    return {"processor": processor_name(), "torch": torch_version(), "threads": threads}
+
+
 def processor_name() -> str:
     """Return the processor's name, such as "AMD EPYC 9654", as the kernel reports it."""
     with suppress(OSError):

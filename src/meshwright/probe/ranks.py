@@ -50,11 +50,13 @@ def probe(
 
     device: "auto", "cpu" or "cuda". directory: directory on the disk to be measured. plan: fields of the default
     `MeasurementPlan` to override. threads: threads of each process (None: chosen by the number of cores). log: receives
-    progress lines. short: {"precisions": list of names such as "fp32", "axes": list of mesh axes such as "tp"}, to
-    measure on CPUs only what one run needs; None: everything.
+    progress lines. short: {"precisions": list of names such as "fp32", "axes": list of mesh axes such as "tp",
+    "fastest": True to find the faster of bf16 and fp32 first and to measure it too}, to measure on CPUs only what one
+    run needs; None: everything.
 
     Returns the result of `probe.rank.measure` and "kind" ("cpu" or "cuda"), "rank" and "failed" (None, or the rank and
-    error line of failed reference steps); if `short` is given, also "cluster": the tables of the hardware profile.
+    error line of failed reference steps); if `short` is given, also "cluster": the tables of the hardware profile, and
+    "fastest": the faster precision (None: not asked for).
     Raises `UserError` for a device or number of ranks that this machine does not have; with `short`, `RankLost` after
     `SHORT_LIMIT_SECONDS`.
     """
@@ -102,6 +104,7 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
     import torch
     import torch.distributed as dist
 
+    from meshwright.probe.communication import choose_precision
     from meshwright.probe.layer_kernels import list_layer_points
     from meshwright.probe.points import MeasurementPlan
     from meshwright.probe.rank import Host, make_probe_mesh, measure
@@ -133,17 +136,20 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
         starts["meeting"] = time.perf_counter() - begun
     try:
         mesh = make_probe_mesh(start.ranks, host_ranks, device, TIMEOUT_SECONDS)
-        short, tables = description.get("short"), {}
+        short, tables = description.get("short"), dict[str, Any]()
         if short is None:
             plan = _make_plan(mesh.device.type, description["plan"])
         else:
-            plan = MeasurementPlan.short(tuple(short["precisions"]), tuple(short["axes"]))
+            fastest = choose_precision(mesh) if short["fastest"] else None
+            precisions = dict.fromkeys([*short["precisions"], *([fastest] if fastest else [])])
+            plan = MeasurementPlan.short(tuple(precisions), tuple(short["axes"]))
+            tables["fastest"] = fastest
         log = _print_progress if short is None else lambda line: None  # short: the caller prints one line
         host = Host(max(1, count_available_cores()), Path(description["disk"]), starts)
         steps = _GuardedSteps(partial(measure_reference_steps, mesh, plan), start, store)
         found = measure(mesh, plan, host, log, list_layer_points(plan), steps)
         if short is not None:
-            tables = {"cluster": make_cluster_tables(found, mesh.device.type)}
+            tables["cluster"] = make_cluster_tables(found, mesh.device.type)
         whole = steps.failed is None
         return {**found, **tables, "failed": steps.failed, "kind": mesh.device.type, "rank": start.rank}
     finally:

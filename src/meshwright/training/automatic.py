@@ -14,7 +14,7 @@ from meshwright.planner.models import config_of
 from meshwright.planner.search import search
 from meshwright.recipe import Recipe
 from meshwright.threads import choose_threads
-from meshwright.training.first_start import SYNCHRONOUS_AXES, find_hardware_profile, measure_first_start
+from meshwright.training.first_start import find_hardware_profile, measure_first_start
 
 
 def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str], None], *, probe: bool = False) -> str:
@@ -69,9 +69,8 @@ def _find_devices(recipe: Recipe, ranks: int | None, log: Callable[[str], None] 
         )
         if log is not None:
             measure_first_start(
-                Layout(), recipe.run.device, threads, log, ranks=many, axes=SYNCHRONOUS_AXES,
-                compiled=recipe.train.compile,
-            )  # fmt: skip
+                Layout(dp=many), recipe.run.device, threads, log, compiled=recipe.train.compile, search=True
+            )
         where = find_hardware_profile(many, threads)
     where = where or cluster("this", 'layout = "auto"')
     return where if ranks in (None, where.devices) else replace(where, devices=ranks, devices_per_node=ranks)

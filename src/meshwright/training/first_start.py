@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from meshwright.checkpoint import newest
 from meshwright.errors import MeshwrightError, Terminated, UserError
@@ -27,7 +28,9 @@ from meshwright.planner.machine_profile import (
     has_bf16_instructions,
     may_measure,
     measurement_lock,
+    read_fastest_precision,
     read_profile,
+    write_fastest_precision,
     write_profile,
 )
 from meshwright.planner.process_constants import ProcessConstants, ProcessKey, parse_constants
@@ -60,7 +63,7 @@ SLOW_WITHOUT_INSTRUCTIONS = ("bf16", "fp16")
 
 def candidate_precisions() -> tuple[str, ...]:
     """Return the precisions among which a run on this CPU chooses the fastest if its layout names none: ("bf16",
-    "fp32") on a CPU with bf16 instructions, else ("fp32",). A hardware profile measures all of them."""
+    "fp32") on a CPU with bf16 instructions, else ("fp32",)."""
     return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
 
 
@@ -118,44 +121,74 @@ def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> Non
 
 
 def measure_first_start(
-    layout: Layout, device: str, threads: int, log: Callable[[str], None], *, ranks: int | None = None,
-    axes: tuple[str, ...] | None = None, compiled: bool | None = None,
+    layout: Layout, device: str, threads: int, log: Callable[[str], None], *, compiled: bool | None = None,
+    search: bool = False,
 ) -> None:  # fmt: skip
     """Measure and store the machine speeds (hardware profile) and the process memory from which the step time and
     memory of this layout are predicted, except those that are already stored.
 
-    device: the recipe's `run.device`. threads: per rank. log: called with each line for the user. ranks: number of
-    processes (None: the layout's). axes: axes out of "tp" and "cp" whose collectives are timed (None: the layout's).
-    compiled: True if the blocks run under torch.compile; None: process memory is not measured. A failure is logged as
-    one line and the run continues without a prediction; only an interrupt or SIGTERM ends it."""
+    A layout without a precision is measured in the one that its run will take, which is measured and stored first.
+
+    device: the recipe's `run.device`. threads: per rank. log: called with each line for the user. compiled: True if the
+    blocks run under torch.compile; None: process memory is not measured. search: measure for a search over all layouts
+    of as many ranks: every candidate precision, and the collectives of every axis. A failure is logged as one line and
+    the run continues without a prediction; only an interrupt or SIGTERM ends it."""
     if not may_measure() or not runs_on_cpu(device):
         return
-    ranks = ranks or layout.world_size
-    axes = _synchronous_axes(layout) if axes is None else axes
-    precisions = candidate_precisions() if layout.precision is None else (layout.precision,)
+    ranks = layout.world_size
+    axes = SYNCHRONOUS_AXES if search else _synchronous_axes(layout)
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
-    processes = [] if compiled is None else [ProcessKey(each, threads, compiled) for each in precisions]
+
+    def precisions() -> tuple[str, ...] | None:
+        """Return the precisions to be measured, such as ("bf16",); None if the fastest one is not known yet."""
+        if layout.precision is not None:
+            return (layout.precision,)
+        candidates = candidate_precisions()
+        if search or len(candidates) == 1:
+            return candidates
+        fastest = read_fastest_precision(threads)
+        return None if fastest is None else (fastest,)
 
     def profile_known() -> bool:
         """Return True if the stored hardware profile (measured machine speeds) covers these ranks, threads, precisions
         and axes."""
-        return _read_probed_cluster(ranks, threads) is not None or _has_usable_profile(key, precisions, axes, log)
+        if _read_probed_cluster(ranks, threads) is not None:
+            return True
+        wanted = precisions()
+        return wanted is not None and _has_usable_profile(key, wanted, axes, log)
 
     def unmeasured() -> list[ProcessKey]:
         """Return the conditions (precision, threads, compiled) under which process memory must still be measured."""
-        return [each for each in processes if each.read() is None]
+        if compiled is None:
+            return []
+        keys = [ProcessKey(each, threads, compiled) for each in precisions() or candidate_precisions()]
+        return [each for each in keys if each.read() is None]
 
     with _log_failure("hardware measurement failed, so step time is not predicted", log):
         if profile_known() and not unmeasured():
             return
         with measurement_lock(log):
             # Another process may have measured in the meantime.
-            profile = not profile_known() and _may_repeat(key.path, log)
+            profile = None if profile_known() or not _may_repeat(key.path, log) else _Profile(key, precisions(), axes)
             memory = unmeasured()
             if memory and not _may_repeat(memory[0].path, log):
                 memory = []
             if profile or memory:
-                _measure_and_store(key if profile else None, precisions, axes, memory, log)
+                _measure_and_store(profile, unmeasured if memory else list, log)
+
+
+class _Profile(NamedTuple):
+    """Hardware profile to be measured, for the ranks and threads of `key`. precisions: that it must cover, such as
+    ("fp32",); None: the fastest one, which is measured first. axes: of "tp" and "cp", whose collectives are timed."""
+
+    key: HardwareProfileKey
+    precisions: tuple[str, ...] | None
+    axes: tuple[str, ...]
+
+    @property
+    def seconds(self) -> int:
+        """About the seconds of the measurement."""
+        return PROFILE_SECONDS + PROFILE_SECONDS_MORE * (len(self.precisions or "1") - 1)
 
 
 def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
@@ -190,32 +223,33 @@ def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def _measure_and_store(
-    key: HardwareProfileKey | None, precisions: tuple[str, ...], axes: tuple[str, ...], processes: list[ProcessKey],
-    log: Callable[[str], None],
-) -> None:  # fmt: skip
+    profile: _Profile | None, unmeasured: Callable[[], list[ProcessKey]], log: Callable[[str], None]
+) -> None:
     """Measure and store a hardware profile (machine speeds) and process memory; log what is measured and the duration.
 
-    key: ranks and threads of the profile; None: measure no profile. precisions, axes: precisions ("fp32", "bf16") and
-    mesh axes ("tp", "cp") that the profile must cover. processes: conditions (precision, threads, compiled) under which
-    process memory is measured. log: called with each line for the user."""
-    what, paths, seconds = [], [str(each.path) for each in processes], 0
-    if key is not None:
-        what.append(f"hardware profile ({key.ranks} rank{'s' * (key.ranks > 1)} x {_format_threads(key.threads)})")
-        paths.insert(0, str(key.path))
-        seconds += PROFILE_SECONDS + PROFILE_SECONDS_MORE * (len(precisions) - 1)
-    if processes:
-        what.append(f"process memory ({_format_threads(processes[0].threads)})")
-        seconds += MEMORY_SECONDS_COMPILED if processes[0].compiled else MEMORY_SECONDS
+    profile: None: measure no profile. unmeasured: returns the conditions (precision, threads, compiled) under which
+    process memory is measured; fewer once the profile has found the fastest precision. log: called with each line for
+    the user."""
+    what, paths, seconds, expected = [], [], 0, unmeasured()
+    if profile is not None:
+        ranks, threads = profile.key.ranks, profile.key.threads
+        what.append(f"hardware profile ({ranks} rank{'s' * (ranks > 1)} x {_format_threads(threads)})")
+        paths.append(str(profile.key.path))
+        seconds += profile.seconds
+    if expected:
+        what.append(f"process memory ({_format_threads(expected[0].threads)})")
+        paths += [str(each.path) for each in expected]
+        seconds += MEMORY_SECONDS_COMPILED if expected[0].compiled else MEMORY_SECONDS
     whole = f"about {seconds} s, once (stored in {' and '.join(paths)}; skip with --no-probe)"
     log(f"measuring {' and '.join(what)}: {whole}")
     begun = time.monotonic()
     failures: dict[Path, str] = {}
-    if key is not None:
+    if profile is not None:
         with _log_failure(
-            "hardware measurement failed, so step time is not predicted", partial(failures.setdefault, key.path)
+            "hardware measurement failed, so step time is not predicted", partial(failures.setdefault, profile.key.path)
         ):
-            _measure_profile(key, precisions, axes, log)
-    if processes:
+            _measure_profile(profile, log)
+    if processes := unmeasured():
         with _log_failure(
             "process memory overhead could not be measured", partial(failures.setdefault, processes[0].path)
         ):
@@ -247,33 +281,39 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
         return [parse_constants(json.loads(Path(place, f"{rank}.json").read_text())) for rank in range(len(keys))]
 
 
-def _measure_profile(
-    key: HardwareProfileKey, precisions: tuple[str, ...], axes: tuple[str, ...], log: Callable[[str], None]
-) -> None:
-    """Measure a hardware profile (machine speeds) for the ranks and threads of `key` and store it. A stored profile is
-    kept if it covers as much and other programs disturbed its measurement less.
+def _measure_profile(profile: _Profile, log: Callable[[str], None]) -> None:
+    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A stored
+    profile is kept if it covers as much and other programs disturbed its measurement less.
 
-    precisions ("fp32", "bf16"), axes ("tp", "cp"): what the profile must cover; those of an earlier profile with the
-    same key are added. log: called with each line for the user. `UserError` if the measurement failed on a rank."""
+    profile: what it must cover; the precisions and axes of an earlier profile with the same key are measured again.
+    log: called with each line for the user. `UserError` if the measurement failed on a rank."""
     from meshwright.probe.ranks import probe
 
-    earlier = read_profile(key)
+    key, earlier = profile.key, read_profile(profile.key)
+    precisions, axes = {*(profile.precisions or ())}, {*profile.axes}
     if earlier is not None:
-        precisions, axes = (*precisions, *earlier.precisions), (*axes, *earlier.axes)
-    wanted = {"precisions": sorted({*precisions}), "axes": sorted({*axes})}
-    found = probe(key.ranks, key.device, Path(), threads=key.threads, short=wanted, log=log)
+        precisions, axes = precisions | {*earlier.precisions}, axes | {*earlier.axes}
+    short = {"precisions": sorted(precisions), "axes": sorted(axes), "fastest": profile.precisions is None}
+    found = probe(key.ranks, key.device, Path(), threads=key.threads, short=short, log=log)
     if found["failed"] is not None:
         raise UserError(f"rank {found['failed']['rank']}: {found['failed']['line']}")
-    profile = HardwareProfile(tuple(wanted["precisions"]), tuple(wanted["axes"]), found["cluster"])
-    _parse_cluster(profile, key.path)
-    disturbed = _disturbed_fraction(profile, key.path)
+    if profile.precisions is None:
+        write_fastest_precision(key.threads, found["fastest"])
+        precisions.add(found["fastest"])
+    made = HardwareProfile(tuple(sorted(precisions)), tuple(sorted(axes)), found["cluster"])
+    _parse_cluster(made, key.path)
+    disturbed = _disturbed_fraction(made, key.path)
     if disturbed:
         log(
             f"other programs used a rank's core for {disturbed:.0%} of that time: the predicted time is that of an "
             "idle machine, its upper bound that of one as busy; the next start on an idle machine measures again"
         )
-    if earlier is None or not earlier.covers(*wanted.values()) or disturbed <= _disturbed_fraction(earlier, key.path):
-        write_profile(key, profile)
+    if (
+        earlier is None
+        or not earlier.covers(made.precisions, made.axes)
+        or (disturbed <= _disturbed_fraction(earlier, key.path))
+    ):
+        write_profile(key, made)
 
 
 def _read_probed_cluster(ranks: int, threads: int) -> Cluster | None:
