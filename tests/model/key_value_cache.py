@@ -53,7 +53,9 @@ class KeyValueCache:
         an empty cache, the mask that `visibility` returns (None: plain causal). None for a single new token after
         others, which attends to all keys passed. window: sliding window in tokens; None: without."""
         if self.length == 0:
-            return visibility(ONE_DOCUMENT, sequence, window, device)
+            visible = visibility(ONE_DOCUMENT, sequence, window, device)
+            assert visible is None or isinstance(visible, torch.Tensor)
+            return visible
         if sequence == 1:
             return None
         indices_C = torch.arange(self.length + sequence, device=device)

@@ -26,7 +26,7 @@ def test_single_document_rows_use_fast_path():
     assert documents.starts_BS is None
     assert documents.positions_BS() is None
     assert documents.first_visible_BS(3, None, CPU) is None
-    assert documents.to("meta") is documents
+    assert documents.to("meta") == documents
 
 
 def test_document_starts_and_ids_are_equivalent():

@@ -125,6 +125,8 @@ def measured(cases: Sequence[CudaStep]) -> Iterator[Measured]:
 # --- in the process of its own
 
 if __name__ == "__main__":
+    import dataclasses
+
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -146,6 +148,7 @@ if __name__ == "__main__":
     from meshwright.planner.ledger import ledger
     from meshwright.planner.saved import Routed
     from meshwright.recipe import TrainRecipe
+    from meshwright.spec.chunks import padded_documents
     from meshwright.spec.config import ModelConfig
     from meshwright.spec.parameters import parameter_table
     from meshwright.spec.partition import Partition
@@ -186,7 +189,19 @@ if __name__ == "__main__":
         rows, heads, length, size = q.shape
         return [("delta", 4 * rows * heads * up(length, 32)), ("workspace", 4 * rows * heads * length * size)]
 
+    def varlen_backward(
+        d_out: Any, q: Any, k: Any, v: Any, out: Any, log_sum: Any, cu_seqlens: Any, *rest: Any, **options: Any
+    ) -> list[tuple[str, int]]:
+        """mha_varlen_bwd (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp): as mha_bwd, with 128 more
+        queries for each document."""
+        tokens, heads, size = q.shape
+        lines = tokens + 128 * (len(cu_seqlens) - 1)
+        sums = [("softmax_d", 4 * heads * lines), ("dq_accum", 4 * lines * heads * up(size, 32))]
+        grouped = 0 if k.shape[1] == heads else 2 * k.shape[0] * heads * size * q.element_size()
+        return [*sums, ("dk_expanded, dv_expanded", grouped)]
+
     INSIDE = {
+        aten._flash_attention_backward.default: varlen_backward,
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
         aten._scaled_dot_product_cudnn_attention_backward.default: flash_backward,  # its own size is not published
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
@@ -335,7 +350,7 @@ if __name__ == "__main__":
             yield
 
     @contextmanager
-    def cuda_of(watch: Allocator, mesh_of: Callable[..., Mesh], hopper: bool, routed: Routed) -> Iterator[None]:
+    def cuda_of(watch: Allocator, mesh_of: Callable[..., Mesh], case: CudaStep, routed: Routed) -> Iterator[None]:
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
@@ -348,6 +363,14 @@ if __name__ == "__main__":
             for expert in range(len(ends_E)):
                 yield expert, slice(expert * rows // len(ends_E), (expert + 1) * rows // len(ends_E))
 
+        def with_lengths(documents: Documents) -> Documents:
+            """Tensors without memory begin no document: those of the case are counted."""
+            if documents.starts_BS is None:
+                return documents
+            count = padded_documents(documents.starts_BS.shape[0] * case.documents)
+            numbers = torch.empty(count + 1, dtype=torch.int32), torch.empty((), dtype=torch.int64)
+            return dataclasses.replace(documents, cu_seqlens=numbers[0], max_seqlen=numbers[1])
+
         def agreed(dispatcher: AllToAllTokenDispatcher, ends_E: torch.Tensor) -> Routes:
             """As if routers had chosen all experts equally often."""
             ep, etp, rows = dispatcher.ep.size, dispatcher.etp.size, routed.arrived
@@ -358,11 +381,13 @@ if __name__ == "__main__":
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-            enter(mock.patch.object(F, "scaled_dot_product_attention", attention(hopper)))
+            enter(mock.patch.object(F, "scaled_dot_product_attention", attention(case.hopper)))
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
             enter(mock.patch.object(grouped_product, "_expert_slices", evenly))
             enter(mock.patch.object(AllToAllTokenDispatcher, "_agree_on_routes", agreed))
             enter(mock.patch.object(Mesh, "create", mesh_of))
+            enter(mock.patch.object(Documents, "with_lengths", with_lengths))
+            enter(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
             enter(nccl())
             yield
 
@@ -371,8 +396,6 @@ if __name__ == "__main__":
         return (tensor.untyped_storage()._cdata << 48) + tensor.storage_offset() * tensor.element_size()
 
     def configured(case: CudaStep) -> ModelConfig:
-        import dataclasses
-
         return dataclasses.replace(preset(case.model), **case.change)
 
     def forward(case: CudaStep, config: ModelConfig, layout: Layout) -> Watched:
@@ -409,7 +432,7 @@ if __name__ == "__main__":
         def mesh_of(layout: Layout, *_: Any) -> Mesh:
             return Mesh(layout, case.rank, device, Communicator(device), lambda ranks: None)
 
-        with FakeTensorMode(), allocator, cuda_of(allocator, mesh_of, case.hopper, routed):
+        with FakeTensorMode(), allocator, cuda_of(allocator, mesh_of, case, routed):
             mesh = mesh_of(layout)
             table = parameter_table(config)
             program = program_for(layout, config, case.sequence)
@@ -428,8 +451,7 @@ if __name__ == "__main__":
                 parts = [torch.empty(rows, case.sequence, dtype=torch.int64, device=device) for _ in range(2)]
                 documents = Documents()
                 if case.documents > 1:
-                    ids = torch.zeros(rows, case.sequence, dtype=torch.int64, device=device)
-                    documents = Documents(ids)
+                    documents = Documents(torch.zeros(rows, case.sequence, dtype=torch.int64)).to(device)
                 micro_batches.append(shard_sequences(*parts, documents, mesh))
             del parts
 

@@ -100,6 +100,9 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
+BOUNDARIES = "starts_BS", "indices_C", "cu_seqlens", "max_seqlen"  # tensors of `Documents`
+
+
 def watch(case: Case) -> Watched:
     """Record the second forward of a stage; the first allocates persistent tensors (rotary tables)."""
     layout, dtype, device = Layout.parse(case.layout), getattr(torch, case.dtype), case.device
@@ -125,7 +128,7 @@ def watch(case: Case) -> Watched:
         documents = dataclasses.replace(documents, pairs=Pairs.from_ids(ids.cumsum(dim=1)))
     numbers, documents = numbers.to(device), documents.to(device)
     batch = shard_sequences(numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous(), documents, mesh)
-    of_batch = (*batch[:2], batch[2].starts_BS, batch[2].indices_C)
+    of_batch = (*batch[:2], *(getattr(batch[2], name) for name in BOUNDARIES))
     if (pairs := batch[2].pairs) is not None:
         of_batch = (*of_batch, pairs.response_BC, pairs.counted_BP, pairs.reference_BD)
     given = {each.untyped_storage()._cdata for each in of_batch if each is not None}

@@ -15,6 +15,7 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
+from meshwright.model.scaled_dot_product import Visible
 from meshwright.spec.config import ModelConfig
 
 
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: torch.Tensor | None,
+        visible: Visible,
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
@@ -66,7 +67,7 @@ class Attention(nn.Module):
             assert self.context.size == 1, "a KV cache needs unsharded sequences"
             out_BNSD = cache.attend(layer, q, k, v)
         elif self.encoder:
-            out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+            out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # type: ignore[arg-type]
         else:
             out_BNSD = self.context.attend(q, k, v, visible)
         return self.output(out_BNSD.transpose(1, 2).flatten(2))

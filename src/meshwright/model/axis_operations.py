@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.model.documents import Documents
-from meshwright.model.scaled_dot_product import attend, visibility
+from meshwright.model.scaled_dot_product import Visible, attend, visibility
 
 Function = Callable[..., Any]
 
@@ -84,15 +84,15 @@ class ContextOperations(TokenAxis):
     name = "cp"
 
     def visibility(
-        self, documents: Documents, tokens: int, window: int | None, device: torch.device
-    ) -> torch.Tensor | None:
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device, flash: bool = False
+    ) -> Visible:
         """Return the attention mask that `attend` takes as its argument `visible`; None for plain causal attention.
         `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on this rank;
-        `window`: sliding window in tokens (None: none)."""
-        return visibility(documents, tokens, window, device)
+        `window`: sliding window in tokens (None: none); `flash`: flash attention supports the queries."""
+        return visibility(documents, tokens, window, device, flash)
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible
     ) -> torch.Tensor:
         """Return the causal attention [B, N, S, D] of this rank's queries over the keys of all ranks. `visible`: mask
         that `visibility` returned."""

@@ -91,13 +91,12 @@ class RotaryTable:
     def look_up(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`. If
-        `positions_BS` is None, the positions are start ... stop - 1 in every sequence."""
+        """Return cosine and sine, [B or 1, 1, S, D/2] each, of the rotary angles at the positions `positions_BS`, all
+        of which are less than `stop`. If `positions_BS` is None, the positions are start ... stop - 1 in every
+        sequence."""
+        cosine, sine = self.up_to(stop, device)
         if positions_BS is None:
-            cosine, sine = self.up_to(stop, device)
             return cosine[None, None, start:stop], sine[None, None, start:stop]
-        # Positions of packed documents stay below `stop`; those passed by a caller may not.
-        cosine, sine = self.up_to(max(stop, int(positions_BS.max()) + 1), device)
         return cosine[positions_BS][:, None], sine[positions_BS][:, None]
 
 

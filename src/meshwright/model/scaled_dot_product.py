@@ -10,28 +10,38 @@ import torch.nn.functional as F
 
 from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import tiled_attention
+from meshwright.model.varlen_attention import VarlenMask, varlen_attention
+
+Visible = torch.Tensor | VarlenMask | None
+"""Attention mask of a batch, as `visibility` returns it."""
 
 
-def visibility(documents: Documents, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+def visibility(
+    documents: Documents, sequence: int, window: int | None, device: torch.device, flash: bool = False
+) -> Visible:
     """Return the causal attention mask of packed documents and a sliding window for `attend`; None for plain causal
-    attention. `sequence`: number of tokens of a sequence; `window`: sliding window in tokens (None: none).
+    attention. `sequence`: number of tokens of a sequence; `window`: sliding window in tokens (None: none); `flash`:
+    flash attention supports the queries (`supports_flash_attention`).
 
-    On a CPU the mask is the index of the first key that each token may attend to, [B or 1, S]. On other devices it is
-    boolean, [B or 1, 1, S, S], True where a token may attend. It is built once per batch for all layers with the same
-    window."""
+    On a CPU the mask is the index of the first key that each token may attend to, [B or 1, S]. On other devices it is a
+    `VarlenMask` with flash attention, else boolean, [B or 1, 1, S, S], True where a token may attend. It is built once
+    per batch for all layers with the same window."""
     first_BS = documents.first_visible_BS(sequence, window, device)
+    if first_BS is not None and flash and (documents.starts_BS is None or documents.cu_seqlens is not None):
+        limit = window if window is not None and window < sequence else 0
+        return VarlenMask(documents.cu_seqlens, documents.max_seqlen, limit)
     if first_BS is None or device.type == "cpu":
         return first_BS
     places_S = torch.arange(sequence, device=device)
     return ((places_S >= first_BS[..., None]) & (places_S <= places_S[:, None]))[:, None]
 
 
-def attend(
-    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: torch.Tensor | None
-) -> torch.Tensor:
+def attend(q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: Visible) -> torch.Tensor:
     """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. The S queries belong to the last S of the C
     tokens whose keys and values are given. `visible`: mask from `visibility` or a KV cache; None: causal if S = C, all
     keys visible if S < C."""
+    if isinstance(visible, VarlenMask):
+        return varlen_attention(q_BNSD, k_BKCD, v_BKCD, visible)
     same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
     if same_length and q_BNSD.device.type == "cpu":
         return tiled_attention(q_BNSD, k_BKCD, v_BKCD, visible)

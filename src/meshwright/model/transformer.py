@@ -24,7 +24,9 @@ from meshwright.model.layers import Embedding, FeedForward, Linear, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.rope import RotaryTable
+from meshwright.model.scaled_dot_product import Visible
 from meshwright.model.units import NO_UNITS, Units
+from meshwright.model.varlen_attention import supports_flash_attention
 from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
@@ -46,7 +48,7 @@ class Block(nn.Module):
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: torch.Tensor | None,
+        visible: Visible,
         counted_B: torch.Tensor | None = None,
         cache: AttentionCache | None = None,
         layer: int = 0,
@@ -65,7 +67,7 @@ class Block(nn.Module):
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: torch.Tensor | None,
+        visible: Visible,
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,19 +310,21 @@ class Transformer(nn.Module):
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in stage.layers}
-        visible: dict[int | None, torch.Tensor | None] = {}
+        visible: dict[int | None, Visible] = {}
         if cache is None:
             context = self.axes.context
             assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
-            visible = {
-                window: context.visibility(documents, sequence, window, tokens_BS.device)
-                for window in set(windows.values())
-            }
-        if positions_BS is None:
-            positions_BS = documents.positions_BS()
+            dtype = next(self.parameters()).dtype
+            flash = supports_flash_attention(tokens_BS.device, dtype, self.config.head_dim)
+            for each in set(windows.values()):
+                visible[each] = context.visibility(documents, sequence, each, tokens_BS.device, flash)
+        # The host would wait for a GPU to read the largest position: only a caller's own ones are unknown.
+        stop = cached + sequence if positions_BS is None else int(positions_BS.max()) + 1
+        if positions_BS is None and (positions_BS := documents.positions_BS()) is not None:
+            stop = sequence * self.axes.context.size
         rotation = None
         if self._rotary is not None:
-            rotation = self._rotary.look_up(positions_BS, cached, cached + sequence, tokens_BS.device)
+            rotation = self._rotary.look_up(positions_BS, cached, stop, tokens_BS.device)
 
         if stage.first:
             assert x is None and self.embedding is not None

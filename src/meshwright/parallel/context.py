@@ -35,8 +35,9 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
-from meshwright.model.scaled_dot_product import attend, visibility
+from meshwright.model.scaled_dot_product import Visible, attend, visibility
 from meshwright.model.tiled_attention import Span, by_kv_head, compute_scores, cut_tiles, empty_bsnd, flatten_heads
+from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention
 
 SITE = "attention.ring"
 aten = torch.ops.aten
@@ -88,20 +89,21 @@ class RingAttention(ContextParallel):
     ring."""
 
     def visibility(
-        self, documents: Documents, tokens: int, window: int | None, device: torch.device
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device, flash: bool = False
     ) -> torch.Tensor | None:
         """Return the attention mask for `attend`: the sequence index of the first key that each query on this rank
         attends to, [B or 1, C]; None for plain causal attention. `documents`: boundaries in packed sequences; `tokens`:
-        C, tokens of each sequence on this rank; `window`: sliding window in tokens (None: none)."""
+        C, tokens of each sequence on this rank; `window`: sliding window in tokens (None: none); `flash`: ignored."""
         assert documents.indices_C is not None
         first_BS = documents.first_visible_BS(self.size * tokens, window, device)
         return None if first_BS is None else first_BS[:, documents.indices_C]
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible
     ) -> torch.Tensor:
         """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. `visible`: the
         mask that `visibility` returned."""
+        assert not isinstance(visible, VarlenMask)
         arguments = q_BNSD, k_BKSD, v_BKSD, visible, self.axis.key
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _compute_ring_attention(*arguments)[0]  # a custom operator's first call loads the compiler
@@ -113,15 +115,15 @@ class UlyssesAttention(ContextParallel):
     unsharded sequences of N / cp heads instead."""
 
     def visibility(
-        self, documents: Documents, tokens: int, window: int | None, device: torch.device
-    ) -> torch.Tensor | None:
-        """Return the attention mask of the unsharded sequences, of S tokens; None for plain causal attention. On a CPU
-        it is the index of the first key that each token may attend to, [B or 1, S]; elsewhere boolean, [B or 1, 1, S,
-        S]. `documents`: boundaries in packed sequences; `tokens`: S / cp; `window`: sliding window in tokens."""
-        return visibility(documents, self.size * tokens, window, device)
+        self, documents: Documents, tokens: int, window: int | None, device: torch.device, flash: bool = False
+    ) -> Visible:
+        """Return the attention mask of the unsharded sequences, as `visibility` in `model/scaled_dot_product.py` does.
+        `documents`: boundaries in packed sequences; `tokens`: S / cp; `window`: sliding window in tokens; `flash`:
+        flash attention supports the queries."""
+        return visibility(documents, self.size * tokens, window, device, flash)
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: torch.Tensor | None
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible
     ) -> torch.Tensor:
         """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks. One all-to-all
         gives each rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than
@@ -288,11 +290,9 @@ def _add_span_gradients_fused(
     d_keys_values[1, :, :, span.keys] += dv
 
 
-def _supports_flash_attention(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
-    """Return True if PyTorch's flash attention can compute a span: on CUDA, in 16-bit dtypes, for head sizes that are
-    multiples of 8 up to 256, and without a document or window mask (`first_BC` is None)."""
-    narrow = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and first_BC is None and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def _uses_flash_attention(q: torch.Tensor, first_BC: torch.Tensor | None) -> bool:
+    """Return True if PyTorch's flash attention computes the spans: it supports the queries, and nothing is masked."""
+    return first_BC is None and supports_flash_attention(q.device, q.dtype, q.shape[-1])
 
 
 def _flash_operator(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -337,7 +337,7 @@ def _compute_ring_attention(
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for source, (k, v) in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
         for span in list_spans(axis.rank, source, axis.size, k.shape[2]):
-            if _supports_flash_attention(q, first_BC):
+            if _uses_flash_attention(q, first_BC):
                 _add_span_fused(out, log_sum, q, k, v, span)
             else:
                 _add_span(out, log_sum, q, k, v, first_BC, span)
@@ -360,7 +360,7 @@ def _backward(
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
     q, out, d_out, log_sum, inner = (by_kv_head(x, k_BKCD) for x in of_queries)
     saved = _SavedQueries(q, out, d_out, log_sum, inner, first_BC)
-    add = _add_span_gradients_fused if _supports_flash_attention(q_BNCD, first_BC) else _add_span_gradients
+    add = _add_span_gradients_fused if _uses_flash_attention(q_BNCD, first_BC) else _add_span_gradients
     dq = torch.zeros_like(q, dtype=wide)
     # Gradients travel with their KV block and are sent during the computation with the next block.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))

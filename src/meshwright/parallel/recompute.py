@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import meshwright.comm.operators
 import meshwright.model.grouped_product
 import meshwright.model.tiled_attention
+import meshwright.model.varlen_attention
 import meshwright.parallel.context  # noqa: F401  (these define the operators that are named below)
 from meshwright.model.axis_operations import Function, Recompute
 
@@ -27,6 +28,7 @@ MATRIX_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.linear.de
 ATTENTION = frozenset(
     {
         torch.ops.meshwright.tiled_attention.default,
+        torch.ops.meshwright.varlen_attention.default,
         torch.ops.meshwright.ring_attention.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 
 from meshwright.planner.kernels import Buffer, Kernel
-from meshwright.planner.saved_blocks import INDEX, Entry, Local, masked, repeats
+from meshwright.planner.saved_blocks import INDEX, Entry, Local, dense_mask, repeats
 from meshwright.planner.temporaries import ring_backward, tiled_backward
 
 GRADIENT, RESULT, INPUT, INPUT_GRADIENT = "gradient of the output", "result", "input", "gradient of the input"
@@ -52,7 +52,7 @@ class CompiledBlock:
         """Whether it is PyTorch's kernels that attend: their backward reads what their forward gave."""
         self.repeated = repeats(at, window)
         """Whether keys and values are repeated for every query head."""
-        limited = self.cuda and masked(at, window)
+        limited = self.cuda and dense_mask(at, window)
         self.made = ", ".join([*(REPEATED if self.repeated else ()), *(["attention.mask"] if limited else [])])
         """What is made for PyTorch's kernels alone."""
         self._shapes = dict(self._values())
@@ -96,7 +96,7 @@ class CompiledBlock:
             yield "attention.trading.gradient", ((at.rows, heads + 2 * kv_heads, length, size), "x")
         for name in ("attention.core", "attention.core.gradient"):
             yield name, ((at.rows, heads, length, size), "x")
-        lines = -(-length // 32) * 32 if self.cuda and (masked(at, self.window) or not at.narrow) else length
+        lines = -(-length // 32) * 32 if self.cuda and (dense_mask(at, self.window) or not at.narrow) else length
         yield "attention.log_sum", ((at.rows, heads, lines), "wide")
         for name in ("attention.keys_repeated", "attention.values_repeated"):
             yield name, ((at.rows, heads, length, size), "x")

@@ -202,6 +202,8 @@ def _shared_by_layers(at: Local, stage: Stage, mixtures: bool) -> Iterator[Entry
     length = at.tokens if at.ring else at.whole
     for window in sorted({config.layer_window(layer) or 0 for layer in stage.layers}):
         limited = 0 < window < at.whole
+        if blocks.varlen(at, window or None):
+            continue
         if at.device == "cuda" and not at.ring and blocks.masked(at, window or None):
             if layout.recompute != "none":  # else layers keep what they make of it
                 yield Entry(f"attention.visible.{window or 'all'}", (rows, 1, length, length), "bool")

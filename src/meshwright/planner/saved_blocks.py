@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.layout import Layout
+from meshwright.spec.chunks import padded_documents
 from meshwright.spec.config import ModelConfig
 
 INDEX = 8
@@ -176,7 +177,7 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
     masks and wide types, has a copy of keys and values for every query head, its mask as numbers to be added, and
     logarithms for a multiple of 32 queries.
     """
-    limited = masked(at, window)
+    limited = dense_mask(at, window)
     if repeats(at, window):
         for what in ("keys", "values"):
             yield Entry(f"{name}.{what}_repeated", (at.rows, heads, length, at.config.head_dim), "x")
@@ -185,7 +186,8 @@ def _fused(at: Local, name: str, heads: int, length: int, window: int | None) ->
         yield Entry(f"{name}.mask", (at.rows if at.masked else 1, 1, length, length), "x")
     queries = -(-length // 32) * 32 if limited or not at.narrow else length
     yield Entry(f"{name}.log_sum", (at.rows, heads, queries), "wide")
-    yield Entry(f"{name}.random_state", (2,), "index")
+    if not varlen(at, window):
+        yield Entry(f"{name}.random_state", (2,), "index")
     if length > at.tokens:  # the kernel's own result, before it is traded back
         yield Entry(f"{name}.core", (at.rows, heads, length, at.config.head_dim), "x")
 
@@ -196,13 +198,35 @@ def repeats(at: Local, window: int | None) -> bool:
     if at.device != "cuda" or at.ring or at.config.encoder:
         return False
     copies = max(1, at.layout.cp // at.kv_heads)
-    return at.heads > at.kv_heads * copies and (masked(at, window) or not at.narrow)
+    return at.heads > at.kv_heads * copies and (dense_mask(at, window) or not at.narrow)
 
 
 def masked(at: Local, window: int | None) -> bool:
     """Return True if some token does not see all tokens before it. window: tokens that a query sees at most, None for
     all."""
     return at.masked or (window is not None and window < at.whole)
+
+
+def varlen(at: Local, window: int | None) -> bool:
+    """Return True if attention runs in variable-length kernels, which need no mask (`model/varlen_attention.py`): on
+    GPUs, with packed documents or a window, for types and head sizes that flash attention supports. window: tokens that
+    a query sees at most."""
+    size = at.config.head_dim
+    flash = at.narrow and size % 8 == 0 and size <= 256
+    return at.device == "cuda" and flash and not at.ring and not at.config.encoder and masked(at, window)
+
+
+def dense_mask(at: Local, window: int | None) -> bool:
+    """Return True if CUDA attention reads a mask of all pairs of tokens. window: tokens that a query sees at most."""
+    return masked(at, window) and not varlen(at, window)
+
+
+def varlen_documents(at: Local) -> int:
+    """Return the number of documents for which variable-length attention is called; where it is not known how many are
+    packed, the fewest."""
+    if not at.masked:
+        return at.rows
+    return padded_documents(at.rows if at.starts is None else sum(map(len, at.starts)))
 
 
 def feed_forward(at: Local, name: str, width: int, gated: bool, input_tokens: bool = True) -> Iterator[Entry]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.attention_tiles import Heads, Lies, backward_bytes
-from meshwright.planner.saved_blocks import Local, masked, repeats
+from meshwright.planner.saved_blocks import Local, dense_mask, masked, repeats, varlen, varlen_documents
 
 if TYPE_CHECKING:  # it prices compiled blocks, whose kernels need what is here
     from meshwright.planner.saved import Saved
@@ -103,13 +103,15 @@ def fused_backward(at: Local, heads: int, kv_heads: int, window: int | None, x: 
     """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
 
     heads, kv_heads: on this rank; window: tokens that a query sees at most; x: bytes of an element. Flash attention
-    (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32 elements of a head; memory-efficient:
-    attention_backward.cu.
+    (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32 elements of a head; with variable lengths
+    (`mha_varlen_bwd`) it has 128 queries more for each document; memory-efficient: attention_backward.cu.
     """
     size, length = at.config.head_dim, at.whole
     narrow = x < 4
-    if narrow and not masked(at, window):
+    if narrow and not dense_mask(at, window):
         lines = at.rows * heads * (-(-length // 128) * 128)
+        if varlen(at, window):
+            lines = heads * (at.rows * length + 128 * varlen_documents(at))
         yield Extra("workspace", "result times its gradient", lines * 4)
         yield Extra("workspace", "upcast gradient of queries", lines * (-(-size // 32) * 32) * 4)
         if kv_heads < heads:

@@ -1,5 +1,5 @@
-"""Chunk sizes of the chunked loss, which bound the logits in memory, and the decision to keep the head's
-gradient between forward and backward."""
+"""Sizes that the model and the planner compute alike: chunks of the chunked loss, which bound the logits in memory,
+the decision to keep the head's gradient between forward and backward, and the padded number of packed documents."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: st
     this rank; `layers`: layers of the stage; `recompute`: activation checkpointing ("none", "selective" or "full").
     """
     return at_once or (recompute != "full" and vocabulary <= 8 * tokens * layers)
+
+
+FEWEST_DOCUMENTS = 16
+
+
+def padded_documents(documents: int) -> int:
+    """Return the number of documents for which variable-length attention is called if a micro-batch packs `documents`:
+    the next power of two, at least `FEWEST_DOCUMENTS`. So few different sizes occur that compiled graphs, which have
+    static shapes, serve all batches."""
+    return max(FEWEST_DOCUMENTS, 1 << (documents - 1).bit_length())
