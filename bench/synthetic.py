@@ -18,19 +18,24 @@ from peers import random_batches
 
 
 class SyntheticTokens:
-    """Stands where `PackedTokens` stands: every batch is the next one of the generator, one document a row."""
+    """Stands where `PackedTokens` stands: every batch is the next one of the generator. `shape["documents"]`: how many
+    documents a row packs, of random lengths; one without that key."""
 
     def __init__(self, shape: dict[str, int]) -> None:
         self.sequences, self.tokens = 10**9, 10**9 * shape["sequence"]
         self._batches: Iterator[Any] = random_batches(shape)
+        self._documents, self._random = shape.get("documents", 1), np.random.default_rng(7)
 
     def read_batch(self, samples: np.ndarray, padded: bool = False) -> TokenBatch:
         tokens, targets = next(self._batches)
-        rows = len(samples)
+        rows, sequence = len(samples), tokens.shape[1]
+        ids = np.zeros((rows, sequence), dtype=np.int32)
+        for row in ids:
+            row[self._random.choice(np.arange(1, sequence), self._documents - 1, replace=False)] = 1
         return TokenBatch(
             tokens=tokens[:rows].numpy(),
             targets=targets[:rows].numpy(),
-            document_ids=np.zeros((rows, tokens.shape[1]), dtype=np.int32),
+            document_ids=ids.cumsum(axis=1, dtype=np.int32),
         )
 
 

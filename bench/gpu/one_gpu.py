@@ -3,12 +3,14 @@
     python bench/gpu/one_gpu.py [--device cuda] [--small]
 
 Measured first, in bf16: tokens per second, model FLOP utilisation and peak memory of a 1 B Llama shape at sequence 4096
-and of eight layers as wide as Llama-3 8B's at sequence 8192; how long a background save holds up training. Then
-checked: loss and gradients of each family in float32 against float64 on the CPU, documents packed and not; recompute
-and torch.compile against plain; a run of steps with `deterministic` resumed from a checkpoint, bit for bit; greedy
-generation with the cache against full recomputation. Each case fails alone. `--small` shrinks the measured model, so
-that the script itself can be tried on a CPU. Writes `bench/results/gpu_one_gpu.json`; exit code 1 when a check does not
-hold.
+and of eight layers as wide as Llama-3 8B's at sequence 8192, also with eight packed documents in a sequence, by
+variable-length attention and by a mask of all pairs of tokens; where the host waits for the GPU in such a step; the
+attention kernels alone; how long a background save holds up training. Then checked: loss and gradients of each family
+in float32 against float64 on the CPU, documents packed and not; those of variable-length attention in bf16 against the
+mask's; recompute and torch.compile against plain; a run of steps with `deterministic` resumed from a checkpoint, bit
+for bit, documents packed and not; greedy generation with the cache against full recomputation. Each case fails alone.
+`--small` shrinks the measured model, so that the script itself can be tried on a CPU. Writes
+`bench/results/gpu_one_gpu.json`; exit code 1 when a check does not hold.
 """
 
 from __future__ import annotations
@@ -18,11 +20,19 @@ import dataclasses
 import sys
 import tempfile
 import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,10 +42,12 @@ from cases import Cases, step_seconds
 from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
+from meshwright.model import transformer
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
+from meshwright.model.varlen_attention import VarlenMask, varlen_attention
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.planner.devices import peak_flops
 from meshwright.planner.flops import FLOPS_CONVENTION, training_flops_per_token
@@ -113,12 +125,12 @@ def family_error(name: str, device: str, packed: bool, compiled: bool = False, r
     return worst(gradients(config, device, torch.float32, packed, compiled, recompute), reference)
 
 
-def check_resume(device: str, compiled: bool) -> bool:
+def check_resume(device: str, compiled: bool, documents: int = 1) -> bool:
     """Six steps in one go, and three, a checkpoint, a new trainer and three more: the same masters, bit for bit."""
 
     def trainer() -> Any:
         mesh = Mesh.single(Layout.parse("bf16"), device)
-        return synthetic_trainer(SMALL, "bf16", compile_blocks=compiled, mesh=mesh)
+        return synthetic_trainer({**SMALL, "documents": documents}, "bf16", compile_blocks=compiled, mesh=mesh)
 
     with deterministic(True, compiled):
         whole = trainer()
@@ -136,7 +148,7 @@ def check_resume(device: str, compiled: bool) -> bool:
             assert found is not None
             second.restore(found[1])
             for _ in range(3):
-                next(second.task.tokens._batches)  # the synthetic stream continues where it stopped
+                second.task.tokens.read_batch(np.arange(SMALL["batch"]))  # the stream continues where it stopped
                 second_step = None
             for _ in range(3):
                 second_step = second.step()
@@ -175,12 +187,92 @@ def measure(device: str, shape: dict[str, int], layout: str) -> dict[str, Any]:
     return {
         "parameters": trainer.task.table.numel,
         "tokens_per_second": round(rate, 1),
+        # Attention is counted for sequences of one document.
         "mfu": round(rate * training_flops_per_token(trainer.task.config, shape["sequence"]) / peak, 4),
         "peak_bf16_tflops": peak / 1e12,
         "median_step_seconds": round(seconds, 4),
         "peak_gib": peak_gib,
         "seconds_by_part": trainer.clock.seconds(),
     }
+
+
+@contextmanager
+def dense_masks() -> Iterator[None]:
+    """Attention by masks of all pairs of tokens, as without variable-length kernels."""
+    with mock.patch.object(transformer, "supports_flash_attention", lambda *_: False):
+        yield
+
+
+def measure_dense(device: str, shape: dict[str, int], layout: str) -> dict[str, Any]:
+    """As `measure`, by masks of all pairs of tokens."""
+    with dense_masks():
+        return measure(device, shape, layout)
+
+
+def host_waits(device: str, shape: dict[str, int]) -> dict[str, int]:
+    """Places in the code where the host waits for the GPU in a training step, and how often."""
+    trainer: Any = synthetic_trainer(
+        shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device)
+    )
+    for _ in range(2):
+        trainer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        trainer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    places = [f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroniz" in str(each.message)]
+    return dict(Counter(places))
+
+
+def attention_kernels(device: str, shape: dict[str, int]) -> dict[str, float | str]:
+    """TFLOP/s of causal attention, forward and backward together (seven products of each pair of tokens), by kernel;
+    with variable lengths of one document a row, so that the work is the same."""
+    rows, tokens, heads, kv_heads = (shape[key] for key in ("batch", "sequence", "heads", "kv_heads"))
+    size = shape["hidden"] // heads
+    x = torch.randn(rows, tokens, heads + 2 * kv_heads, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = (each.transpose(1, 2) for each in torch.split(x, [heads, kv_heads, kv_heads], dim=2))
+    d_out = torch.randn(rows, tokens, heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    bounds = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=device)
+    many_bounds = torch.cat((bounds, bounds[-1:].expand(64 - rows)))
+    found: dict[str, float | str] = {}
+
+    def run(attend: Callable[[], torch.Tensor]) -> None:
+        """Forward and backward of one attention call."""
+        torch.autograd.grad(attend(), x, d_out)
+
+    dense = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "varlen": lambda: varlen_attention(q, k, v, VarlenMask(bounds, torch.tensor(tokens))),
+        "varlen, 63 empty documents": lambda: varlen_attention(q, k, v, VarlenMask(many_bounds, torch.tensor(tokens))),
+        "varlen, window of 1,024": lambda: varlen_attention(q, k, v, VarlenMask(None, None, 1024)),
+        "chosen by PyTorch": dense,
+    }
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
+        def chosen(backend: SDPBackend = backend) -> torch.Tensor:
+            """Attention by one backend."""
+            with sdpa_kernel(backend):
+                return dense()
+
+        calls[backend.name.lower()] = chosen
+    flops = 7 * rows * heads * tokens * tokens * size  # 2 per multiply-add, half of all pairs
+    for name, call in calls.items():
+        try:
+            found[name] = round(flops / step_seconds(partial(run, call), 3, 10, True) / 1e12, 1)
+        except RuntimeError as error:
+            found[name] = str(error)[:200]
+    return found
+
+
+def varlen_error(name: str, device: str) -> dict[str, float]:
+    """Relative error in bf16 of loss and gradients with packed documents, against float64 on the CPU: by
+    variable-length attention, and by masks of all pairs of tokens."""
+    config = dataclasses.replace(preset(name), layers=2)
+    reference = gradients(config, "cpu", torch.float64, True)
+    varlen = worst(gradients(config, device, torch.bfloat16, True), reference)
+    with dense_masks():
+        return {"varlen": varlen, "mask": worst(gradients(config, device, torch.bfloat16, True), reference)}
 
 
 def save_stall(device: str, shape: dict[str, int]) -> dict[str, float]:
@@ -215,16 +307,27 @@ def main() -> int:
     for name, shape in shapes.items():
         for layout in ("bf16", "ac:selective bf16"):
             cases.run("training", f"{name} {layout}", partial(measure, device, shape, layout))
+    for name, plain in shapes.items():
+        shape = {**plain, "documents": 8}
+        cases.run("training", f"{name} bf16, packed", partial(measure, device, shape, "bf16"))
+        if cuda:
+            cases.run("training", f"{name} bf16, packed, masks", partial(measure_dense, device, shape, "bf16"))
+            cases.run("attention", name, partial(attention_kernels, device, shape))
+            cases.run("host waits", name, partial(host_waits, device, {**shape, "layers": 2}))
     cases.run("saving", "0.2B", partial(save_stall, device, SMALL if options.small else {**LLAMA_1B, "layers": 3}))
     for compiled in (False, True):
         title = f"resume bit for bit{', compiled' * compiled}"
         cases.run("checks", title, partial(check_resume, device, compiled), bool)
+    cases.run("checks", "resume bit for bit, packed", partial(check_resume, device, True, 8), bool)
     cases.run("checks", "cache equals recomputation", partial(check_generation, device), bool)
     below = 1e-4
     for family in FAMILIES:
         for packed in (False, True):
             error = partial(family_error, family, device, packed)
             cases.run("errors", f"{family} packed={packed}", error, lambda found: found < below)
+        if cuda:
+            both = partial(varlen_error, family, device)
+            cases.run("errors", f"{family} bf16", both, lambda found: found["varlen"] < 1.5 * found["mask"])
     for how in ({"compiled": True}, {"recompute": "selective"}, {"recompute": "full"}):
         error = partial(family_error, "llama-tiny", device, True, **how)
         cases.run("errors", f"llama-tiny {how}", error, lambda found: found < below)
