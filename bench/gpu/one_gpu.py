@@ -55,7 +55,7 @@ from meshwright.probe.matmul import measure_matmul_rate
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.training.loop import deterministic
+from meshwright.training.deterministic import deterministic
 from synthetic import synthetic_trainer
 from tests.model.key_value_cache import KeyValueCache
 from tests.packed_documents import documents_from_starts

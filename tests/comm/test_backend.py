@@ -17,7 +17,7 @@ from meshwright.comm.device_thread import start_thread
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Axis, Communicator, Mesh
 from meshwright.layout import Layout
-from meshwright.training.loop import deterministic
+from meshwright.training.deterministic import deterministic
 
 
 def test_backend_of_a_group_is_named_by_device(monkeypatch: pytest.MonkeyPatch):

@@ -31,6 +31,37 @@ def test_new_step_drops_earlier_marks():
     assert list(clock.seconds()) == ["new"]
 
 
+def test_gpu_times_are_those_of_the_previous_step(monkeypatch: pytest.MonkeyPatch):
+    """The host waits for no mark of a step that the GPU has not finished, but for those of the first step."""
+    clock, now = StepClock(torch.device("cuda")), iter(range(100))
+    waited: list[float] = []
+
+    class Event:
+        """A CUDA event that is recorded at a whole number of milliseconds."""
+
+        def __init__(self) -> None:
+            self.time = next(now)
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.time - self.time
+
+        def synchronize(self) -> None:
+            waited.append(self.time)
+
+    monkeypatch.setattr(clock, "_take_time", Event)
+    for step in range(3):
+        clock.start()
+        clock.mark("data")
+        for _ in range(step):
+            clock.mark("forward")
+        working = clock.working_seconds()
+        clock.mark("update")
+        expected = {0: 1e-3, 1: 1e-3, 2: 2e-3}[step]
+        assert working == pytest.approx(expected)
+    assert waited == [1, 2, 6]
+    assert clock.seconds() == pytest.approx({"data": 1e-3, "forward": 1e-3, "update": 1e-3})
+
+
 def test_time_spent_waiting_is_not_work():
     waited = [100.0]
     clock = StepClock(torch.device("cpu"), lambda: waited[0])

@@ -76,12 +76,12 @@ def errors(method: str, cases: list[Case], dtype: torch.dtype = torch.float64) -
 
 def fused_errors(cases: list[Case], dtype: torch.dtype) -> list[float]:
     """The same with PyTorch's CPU flash attention for cases without a mask."""
-    right = context._supports_flash_attention
-    context._supports_flash_attention = lambda q, first: first is None
+    right = context._uses_flash_attention
+    context._uses_flash_attention = lambda q, first: first is None
     try:
         return errors("ring", cases, dtype)
     finally:
-        context._supports_flash_attention = right
+        context._uses_flash_attention = right
 
 
 def spoilt(method: str, case: Case) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.recipe import TrainRecipe
-from meshwright.training.optimizer import Optimizer
+from meshwright.training.optimizer import GpuScale, Optimizer
 
 SHAPES = [[(7, 5), (3, 11), (5,), (1,)], [(4, 4)], [(9,)]]  # per unit: matrices, with weight decay, then vectors
 RATES = [3e-3, 1e-3, 2e-3, 5e-4, 5e-4]
@@ -126,6 +126,33 @@ def test_gradient_scale_matches_scaled_gradients():
     expected = reference(TRAINS["sgd with momentum"], torch.float64, 3, scale=0.125)
     for ours, theirs in zip(together(shards), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_gpu_scale_divides_gradients_or_skips_the_update(name):
+    """By the arguments of torch's fused kernels; a skipped update changes no weight, state, router bias or count."""
+    train, shards = TRAINS[name], cut(torch.float32, [0.5])
+    shards[0].balancing = ((0, 2),)
+    optimizer = Optimizer(shards, train)
+    for step, skip in enumerate((0.0, 1.0, 0.0)):
+        fill(shards, 0 if step == 0 else 1, torch.float32)
+        kinds = optimizer.state_tensors().values()
+        before = [
+            tensor.clone() for tensor in (*(shard.master for shard in shards), *(t for kind in kinds for t in kind))
+        ]
+        scale = GpuScale(torch.tensor(float("nan") if skip else 8.0), torch.tensor(skip))
+        optimizer.step(RATES[0 if step == 0 else 1], scale)
+        kinds = optimizer.state_tensors().values()
+        after = [*(shard.master for shard in shards), *(t for kind in kinds for t in kind)]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == bool(skip)
+    expected = cut(torch.float32, [0.5])
+    expected[0].balancing = ((0, 2),)
+    on_host = Optimizer(expected, train)
+    for step in range(2):
+        fill(expected, step, torch.float32)
+        on_host.step(RATES[step], 0.125)
+    for ours, theirs in zip(shards, expected, strict=True):
+        torch.testing.assert_close(ours.master, theirs.master)
 
 
 @pytest.mark.parametrize("name", TRAINS)

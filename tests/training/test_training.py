@@ -421,10 +421,16 @@ def test_discarded_run_is_garbage_collected(home):
 # --- skipped steps
 
 
-@pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero1 bf16", "dp2 zero3 mb2 fp32"])
-def test_non_finite_gradient_on_one_rank_is_skipped_everywhere(two, home, layout):
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        *((layout, "skip_and_watch") for layout in ("dp2 fp32", "dp2 zero1 bf16", "dp2 zero3 mb2 fp32")),
+        ("dp2 zero1 fp32", "skip_and_watch_early_updates"),
+    ],
+)
+def test_non_finite_gradient_on_one_rank_is_skipped_everywhere(two, home, layout, fault):
     place = home / f"skip {layout}"
-    outcomes = cases.run(two, place, layout, fault="skip_and_watch", train_maximum_skipped=1)  # in a row
+    outcomes = cases.run(two, place, layout, fault=fault, train_maximum_skipped=1)  # in a row
     for outcome in outcomes:
         assert outcome["error"] == ""
         moved = [line for line in outcome["said"] if line.startswith("moved")]
@@ -438,6 +444,20 @@ def test_non_finite_gradient_on_one_rank_is_skipped_everywhere(two, home, layout
     state = newest(place / "run/checkpoints").state()
     assert state["optimizer_steps"] == 4 and state["skipped_steps"] == 2
     assert all(values.isfinite().all() for values in cases.whole_state(outcomes).values())
+
+
+def test_updates_before_the_outcome_is_known_give_the_same_weights(two, home):
+    """As on GPUs, where norm clipping and the check for finite values do not wait for the host."""
+    found = []
+    for fault in ("", "update_early"):
+        place = home / f"early {fault}"
+        outcomes = cases.run(two, place, "dp2 zero1 fp32", fault=fault, train_clip=0.3)
+        assert all(line["gradient_norm"] > 0.3 for line in steps(place))
+        assert newest(place / "run/checkpoints").state()["optimizer_steps"] == 6
+        found.append(cases.whole_state(outcomes))
+    assert found[0].keys() == found[1].keys()
+    for name, values in found[0].items():
+        torch.testing.assert_close(found[1][name], values, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["dp2 fp32", "dp2 zero3 fp32"])

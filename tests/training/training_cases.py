@@ -252,6 +252,16 @@ def skip_and_watch(run: loop.Run) -> None:
     keep_states(run)
 
 
+def update_early(run: loop.Run) -> None:
+    """Updates begin before the host knows the outcome of a step, as on GPUs."""
+    run.trainer.updates_early = True
+
+
+def skip_and_watch_early_updates(run: loop.Run) -> None:
+    update_early(run)
+    skip_and_watch(run)
+
+
 def stop_in_step_4(run: loop.Run) -> None:
     """Rank 1 alone receives a stop request while the others train on."""
     step = run.trainer.step

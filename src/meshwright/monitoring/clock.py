@@ -1,4 +1,4 @@
-"""Step time by phase, measured by the host clock on CPU and by events on CUDA (no extra synchronisation)."""
+"""Step time by phase, measured by the host clock on CPU and by events on CUDA, without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ import torch
 class StepClock:
     """Clock of the phases of a training step. The caller marks the end of each phase.
 
-    On CUDA a mark records an event on the current stream; its time is read only after the step has synchronized.
-    waited: function that returns the seconds that this process has spent waiting in collective calls since its start.
+    On CUDA a mark records an event on the current stream. The host would have to wait until the GPU has reached it, so
+    from the second step on, the results are those of the previous step. waited: function that returns the seconds that
+    this process has spent waiting in collective calls since its start.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
         self.cuda = device.type == "cuda"
         self._waited = waited
         self._marks: list[tuple[str, float | torch.cuda.Event, float]] = []
+        self._previous = self._marks
         self.listener: Callable[[str], None] | None = None
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Begin to time a step: discard the marks of the previous one."""
-        self._marks = []
+        """Begin to time a step: discard the marks of the previous one (on CUDA, of the one before that)."""
+        self._previous, self._marks = self._marks, []
         self.mark("")
 
     def mark(self, part: str) -> None:
@@ -36,11 +38,13 @@ class StepClock:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase since `start()`, as phase name -> seconds, in the order of first marks."""
+        """Return the seconds of each phase since `start()` (on CUDA, of the previous step), as phase name -> seconds,
+        in the order of first marks."""
+        marks = (self._previous or self._marks) if self.cuda else self._marks
         if self.cuda:
-            self._marks[-1][1].synchronize()  # type: ignore[union-attr]
+            marks[-1][1].synchronize()  # type: ignore[union-attr]
         parts: dict[str, float] = {}
-        for (_, before, _), (part, after, _) in pairwise(self._marks):
+        for (_, before, _), (part, after, _) in pairwise(marks):
             gap = before.elapsed_time(after) / 1e3 if self.cuda else after - before  # type: ignore
             parts[part] = parts.get(part, 0.0) + gap
         return parts
@@ -49,8 +53,8 @@ class StepClock:
         """Return the seconds from `start()` to the last mark without those spent waiting in collective calls.
 
         On CUDA the device waits, not the host, so the waiting time is unknown. There, return the seconds of the phases
-        "data", "forward" and "backward", which precede the reduction of gradients (but under ZeRO-2 and 3 include some
-        waiting).
+        "data", "forward" and "backward" of the previous step, which precede the reduction of gradients (but under
+        ZeRO-2 and 3 include some waiting).
         """
         if self.cuda:
             seconds = self.seconds()

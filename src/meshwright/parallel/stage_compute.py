@@ -51,7 +51,7 @@ class StageCompute:
         model: Transformer,
         engine: ZeroEngine,
         micro_batches: Sequence[MicroBatch],
-        targets: float,
+        targets: float | torch.Tensor,
         order: BackwardOrder = _FORWARD_ONLY,
         mark: Callable[[str], None] = lambda part: None,
         objective: Objective | None = None,
@@ -134,7 +134,7 @@ class StageCompute:
         # Load-balancing loss of this stage's mixtures; without router loss and bias it needs no gradient.
         if balance is not None and balance.requires_grad:
             roots.append(balance)
-            gradients.append(torch.full_like(balance, 1 / self._targets))
+            gradients.append(torch.as_tensor(1 / self._targets, dtype=balance.dtype, device=balance.device))
         torch.autograd.backward(roots, gradients)
         return None if x is None else x.grad
 

@@ -21,6 +21,8 @@ from meshwright.planner.traffic import PREFERENCE_FIGURES
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 
 TARGET_SITE = "data.targets"
+TermCount = int | torch.Tensor
+"""Number of a step's loss terms. On a GPU it is an integer scalar there, for which the host does not wait."""
 WORTH_ADDING_AT_ONCE = 2**17
 """Elements of a weight above which accumulating inside its matrix product is faster than a separate addition."""
 
@@ -56,7 +58,7 @@ class ForwardBackward:
         elif not model.compiled:  # taps would hold the operands of all weight gradients together
             defer_weight_gradients(model, queue, fused_accumulation_min_numel)
 
-    def train(self, micro_batches: Sequence[MicroBatch], targets: float) -> torch.Tensor:
+    def train(self, micro_batches: Sequence[MicroBatch], targets: float | torch.Tensor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`; afterwards `engine.shards` hold the reduced
         gradients.
 
@@ -119,26 +121,27 @@ class ForwardBackward:
         return of_pairs
 
 
-def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> int:
+def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
     """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1. `targets`: target
     tokens of each of this rank's micro-batches, [B, S] each. Collective."""
-    return max(1, _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh))
+    return _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh)
 
 
-def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> int:
+def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> TermCount:
     """Return the number of preference pairs of the whole step over all ranks, at least 1. `pairs`: pairs of each of
     this rank's micro-batches, which all cp ranks hold alike. Collective."""
-    return max(1, _sum_over_data((micro_batch.count for micro_batch in pairs), mesh) // mesh.cp.size)
+    return _sum_over_data((micro_batch.count for micro_batch in pairs), mesh, copies=mesh.cp.size)
 
 
-def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh) -> int:
+def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
     """Sum `counts` (integer scalars, one per micro-batch of this rank) over this rank and all ranks of the mesh axis
-    `data`. Collective."""
+    `data`, of which `copies` hold the same; return the sum, at least 1. Collective."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for count in counts:
         total += count
     all_reduce(total, mesh.data, TARGET_SITE)
-    return int(total)
+    total = (total // copies).clamp(min=1)
+    return total if total.is_cuda else int(total)
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:

@@ -24,7 +24,7 @@ from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice, slice_entries
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import ForwardBackward
+from meshwright.parallel.step import ForwardBackward, TermCount
 from meshwright.planner.data_calls import Work
 from meshwright.planner.flops import training_flops_per_token
 from meshwright.planner.traffic import predicted_traffic, predicted_traffic_by_axis
@@ -98,12 +98,12 @@ class LanguageModelTask:
         first = step * self.recipe.train.batch + self.mesh.dp.rank * share
         return self.order.sample(first + np.arange(share))
 
-    def count_terms(self, micro_batches: Sequence[MicroBatch]) -> int:
+    def count_terms(self, micro_batches: Sequence[MicroBatch]) -> TermCount:
         """Return the number of loss terms (target tokens, or preference pairs) in these micro-batches, by which the
         summed loss is divided: summed over all ranks, at least 1. Collective."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float) -> torch.Tensor:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float | torch.Tensor) -> torch.Tensor:
         """Run forward and backward of this rank's micro-batches. divisor: number by which the loss, summed over all
         terms (target tokens or pairs), is divided.
 

@@ -4,14 +4,9 @@ errors."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from meshwright.checkpoint import Checkpointer, CheckpointPath, SaveOptions
 from meshwright.checkpoint.agreement import Agreement
@@ -34,6 +29,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.refuse import refuse
 from meshwright.toml import parse_toml
+from meshwright.training.deterministic import deterministic
 from meshwright.training.device_peak import device_peak_flops
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.learning_rate import learning_rate
@@ -355,45 +351,3 @@ def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
     if data.turn_end is not None and data.turn_end not in config.eos_tokens:
         config = dataclasses.replace(config, more_eos_tokens=(*config.more_eos_tokens, data.turn_end))
     return config
-
-
-@contextmanager
-def _deterministic_inductor() -> Iterator[None]:
-    """Context manager in which Inductor (the backend of torch.compile) chooses kernels by rule, not by timing them, on
-    all threads of the process."""
-    from torch._inductor import config  # takes a second to import
-
-    # An override holds on its thread alone, and autograd compiles the backward of CUDA tensors on a thread of its own,
-    # which reads the default.
-    internals: Any = config
-    entry = internals._config["deterministic"]
-    default, entry.default = entry.default, True
-    try:
-        with config.patch(deterministic=True):
-            yield
-    finally:
-        entry.default = default
-
-
-@contextmanager
-def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
-    """Context manager that makes torch deterministic: the same inputs give the same bits on CUDA too, and operations
-    without a deterministic kernel raise.
-
-    wanted: False makes this a no-op. compiled: True if blocks run under torch.compile, so that Inductor must choose
-    kernels without timing them; a restart would time them anew and could choose others.
-    """
-    if not wanted:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    # Read by cuBLAS at its first use: makes reductions deterministic when several streams are used.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    fresh_memory: Any = torch.utils.deterministic
-    fresh_memory.fill_uninitialized_memory = False  # a debugging aid that costs time
-    try:
-        with _deterministic_inductor() if compiled else nullcontext():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before)

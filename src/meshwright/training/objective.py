@@ -19,7 +19,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.preference import Preference
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import count_targets, loss_share
+from meshwright.parallel.step import TermCount, count_targets, loss_share
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.training.task import RunStart
 
@@ -64,7 +64,7 @@ class Objective(Protocol):
         `batch`; split: the data split that the sequences come from, "train" or "validation"; rows: their indices in
         this split."""
 
-    def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
+    def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Return the number of loss terms (target tokens or pairs) in a step's micro-batches, summed over all ranks, at
         least 1. Collective."""
 
@@ -100,7 +100,7 @@ class NextToken:
         """Return `documents` unchanged: the loss needs only tokens and targets."""
         return documents
 
-    def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
+    def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Return the number of target tokens in a step's micro-batches, summed over all ranks, at least 1.
         Collective."""
         return count_targets((targets for _, targets, _ in micro_batches), mesh)

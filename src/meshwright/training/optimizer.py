@@ -45,6 +45,14 @@ class _ShardSlice(NamedTuple):
     updates: torch.Tensor
 
 
+class GpuScale(NamedTuple):
+    """Gradient scale that the host need not know. divisor: float32 scalar on the GPU by which gradients are divided;
+    skip: float32 scalar there, 1 if nothing shall be updated, else 0."""
+
+    divisor: torch.Tensor
+    skip: torch.Tensor
+
+
 class Optimizer:
     """Decoupled AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2) or SGD with momentum, for the shards of one
     rank's flat buffers. train: the recipe's [train] table.
@@ -71,9 +79,9 @@ class Optimizer:
                     self._parts.append(_ShardSlice(decay, shard.master[part], shard.gradient[part], state, updates))
 
     @torch.no_grad()
-    def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+    def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
         """Update the master weights of all shards in place from their gradients, which are first multiplied by
-        `gradient_scale` (norm clipping and loss scale).
+        `gradient_scale` (norm clipping and loss scale) or, on GPUs, scaled inside the fused kernels.
 
         Router biases, which balance the load of experts, are not updated by gradients. The gradient elements at their
         indices hold the load of each expert minus the mean load; each bias is changed by `router_bias_rate`, down if
@@ -83,21 +91,25 @@ class Optimizer:
         for shard in self.shards:
             for low, high in shard.balancing:  # arXiv:2408.15664, algorithm 1
                 load = shard.gradient[low:high]
-                shard.master[low:high].sub_(load.sign(), alpha=self.router_bias_rate)
+                sign = load.sign() * (1 - gradient_scale.skip) if isinstance(gradient_scale, GpuScale) else load.sign()
+                shard.master[low:high].sub_(sign, alpha=self.router_bias_rate)
                 load.zero_()
-        gradients = [part.gradient for part in self._parts]
-        if gradient_scale != 1.0 and gradients:
+        gradients, scale = [part.gradient for part in self._parts], dict[str, Any]()
+        if isinstance(gradient_scale, GpuScale):
+            scale = {"grad_scale": gradient_scale.divisor, "found_inf": gradient_scale.skip}
+        elif gradient_scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, gradient_scale)
         for decay in dict.fromkeys(part.weight_decay for part in self._parts):
-            self._update([part for part in self._parts if part.weight_decay == decay], learning_rate, decay)
+            self._update([part for part in self._parts if part.weight_decay == decay], learning_rate, decay, scale)
 
-    def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float) -> None:
+    def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float, scale: dict[str, Any]) -> None:
         """Update the slices `parts` in place by one fused torch call. decay: weight-decay coefficient of all these
-        slices. AdamW multiplies the weights by 1 - learning_rate x decay (decoupled); SGD adds decay x weights to the
-        gradient."""
+        slices. scale: arguments of the call that scale the gradients or skip the update; {} for none. AdamW multiplies
+        the weights by 1 - learning_rate x decay (decoupled); SGD adds decay x weights to the gradient."""
         masters, gradients = [part.master for part in parts], [part.gradient for part in parts]
         state = [[part.state[kind] for part in parts] for kind in self._state]
         common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}
+        common |= scale
         if self.name == "adamw":
             updates, (beta1, beta2) = [part.updates for part in parts], self._betas
             common |= {"beta1": beta1, "beta2": beta2, "eps": self._epsilon, "amsgrad": False}

@@ -21,7 +21,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.model.preference import REWARDS, Preference, Rewards
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import count_pairs, loss_share
+from meshwright.parallel.step import TermCount, count_pairs, loss_share
 from meshwright.planner.traffic import PREFERENCE_FIGURES
 from meshwright.training.objective import Policy
 from meshwright.training.reference import (
@@ -63,7 +63,7 @@ class PreferencePairs:
             pairs = pairs.with_reference(self.reference.splits[split].select_sequences(rows, self.most_pairs))
         return replace(documents, pairs=pairs)
 
-    def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> int:
+    def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Return the number of response pairs in a step's micro-batches, summed over all ranks, at least 1.
         Collective."""
         return count_pairs(_pairs_of(micro_batches), mesh)

@@ -15,6 +15,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.step import TermCount
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
 from meshwright.spec.parameters import ParameterTable
@@ -54,11 +55,11 @@ class Task(Protocol):
     def load_step(self, step: int) -> Sequence[Any]:
         """Load this rank's micro-batches of the step with index `step` (from 0)."""
 
-    def count_terms(self, micro_batches: Any) -> int:
+    def count_terms(self, micro_batches: Any) -> TermCount:
         """Return the number of loss terms (target tokens, pairs or items) in these micro-batches, by which the summed
         loss is divided: summed over all ranks, at least 1. Collective."""
 
-    def forward_backward(self, micro_batches: Any, divisor: float) -> torch.Tensor:
+    def forward_backward(self, micro_batches: Any, divisor: float | torch.Tensor) -> torch.Tensor:
         """Run forward and backward of this rank's micro-batches; afterwards the shards of `parallel` hold the gradients
         of the summed loss divided by `divisor`.
 

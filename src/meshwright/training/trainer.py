@@ -12,10 +12,11 @@ from meshwright.comm import collectives
 from meshwright.monitoring.clock import StepClock
 from meshwright.monitoring.records import Metrics, Validation
 from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.step import TermCount
 from meshwright.spec.initial_values import INITIAL_VALUES_VERSION
 from meshwright.training.learning_rate import learning_rate
 from meshwright.training.loss_scale import LossScale
-from meshwright.training.optimizer import Optimizer
+from meshwright.training.optimizer import GpuScale, Optimizer
 from meshwright.training.task import Task
 
 
@@ -52,6 +53,8 @@ class Trainer:
         self.optimizer = Optimizer(self.parallel.shards, train)
         half = self.parallel.parameter_dtype == torch.float16
         self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if half else LossScale()
+        self.updates_early = self.device.type == "cuda"
+        """True if the device updates, or skips the update, before the host knows the outcome of the step."""
         self.clock = StepClock(self.device, lambda: communicator.waited_seconds)
         self.passes.mark = self.clock.mark
         self.steps_done = 0
@@ -77,14 +80,16 @@ class Trainer:
 
         shares = task.forward_backward(micro_batches, terms / self.loss_scale.value)
 
-        outcome = self._agree(shares, terms, stop, save_failed)
+        values = self._all_reduce_outcome(shares, terms, stop, save_failed)
         clock.mark("agree")
-        if outcome.finite:
-            self.optimizer.step(learning_rate(self.steps_done, self.recipe.train), self._gradient_scale(outcome))
-            self.parallel.all_gather_parameters()
-        else:
+        if self.updates_early:
+            self._update(self._gpu_scale(values))
+        outcome = self._agree(values)
+        if not outcome.finite:
             self._discard_step()
             self.skipped += 1
+        elif not self.updates_early:
+            self._update(self._gradient_scale(outcome))
         searching = self.loss_scale.update(outcome.loss, outcome.finite)
         if not searching:
             self.skipped_in_a_row = 0 if outcome.finite else self.skipped_in_a_row + 1
@@ -151,19 +156,31 @@ class Trainer:
         states = {"optimizer": kinds * elements * self.parallel.master_dtype.itemsize}
         return self.parallel.predicted_bytes() | states | self.task.buffer_bytes()
 
-    def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce the step's results over all ranks and return them as the step's outcome, equal on all ranks.
+    def _all_reduce_outcome(
+        self, shares: torch.Tensor, terms: TermCount, stop: bool, save_failed: bool
+    ) -> torch.Tensor:
+        """All-reduce the step's results over all ranks, without waiting for a GPU. Return float64 [4 + metrics +
+        ranks], equal on all ranks: loss and squared gradient norm, both without the loss scale; number of ranks with
+        `stop`, and with `save_failed`; means of the metrics; working seconds of each rank.
+
         shares [1 + metrics]: this rank's contributions to the scaled loss and to the metric sums; terms: number of loss
         terms over all ranks; stop: True if this rank received SIGTERM or an interrupt; save_failed: True if it could
         not save a checkpoint."""
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
-        values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, device=self.device)
+        values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        values[2], values[3] = float(stop), float(save_failed)
+        values[4 + metrics + mesh.rank] = self.clock.working_seconds()
+        values = values.to(self.device, non_blocking=True)
         values[0] = shares[0] / scale
         values[1] = self.parallel.squared_norm_share() / scale**2
-        values[2], values[3] = float(stop), float(save_failed)
         values[4 : 4 + metrics] = shares[1:] / terms
-        values[4 + metrics + mesh.rank] = self.clock.working_seconds()
         collectives.all_reduce(values, mesh.world, "step.verdict")
+        return values
+
+    def _agree(self, values: torch.Tensor) -> StepOutcome:
+        """Return the step's outcome, equal on all ranks, from the result of `_all_reduce_outcome`; the host waits for
+        the GPU here alone."""
+        scale, metrics = self.loss_scale.value, len(values) - 4 - self.mesh.world_size
         loss, squared_norm, stopping, failed, *rest = values.tolist()
         return StepOutcome(
             loss,
@@ -183,7 +200,22 @@ class Trainer:
         clipped = min(1.0, clip / (outcome.gradient_norm + 1e-6)) if clip else 1.0
         return clipped / outcome.loss_scale
 
+    def _gpu_scale(self, values: torch.Tensor) -> GpuScale:
+        """Compute the same on a GPU, from the result of `_all_reduce_outcome`: the update is skipped there if loss or
+        gradient norm is not finite."""
+        clip, norm = self.recipe.train.clip, values[1].sqrt()
+        divisor = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+        finite = values[:2].isfinite().all()
+        return GpuScale((divisor * self.loss_scale.value).float(), (~finite).float())
+
+    def _update(self, gradient_scale: float | GpuScale) -> None:
+        """Update the master weights from the gradients times `gradient_scale`, and the parameters from them.
+        Collective."""
+        self.optimizer.step(learning_rate(self.steps_done, self.recipe.train), gradient_scale)
+        self.parallel.all_gather_parameters()
+
     def _discard_step(self) -> None:
-        """Restore the module's buffers after a step that is skipped; parameters and optimizer state are still
-        unchanged."""
+        """Restore the module's buffers and the count of updates after a step that is skipped; parameters and optimizer
+        state are unchanged."""
         self.task.discard_step()
+        self.optimizer.step_count -= self.updates_early

@@ -146,11 +146,10 @@ class _RecordingTrainer(Trainer):
 
     gradients: list[TensorSlice]
 
-    def _agree(self, shares: torch.Tensor, terms: int, stop: bool, save_failed: bool) -> StepOutcome:
-        """All-reduce the step's outcome as `Trainer._agree` does, and store a copy of the gradients, divided by the
-        loss scale, in `self.gradients`. shares [1 + metrics]: this rank's sums of loss and metrics. terms: number of
-        loss terms of all ranks. stop, save_failed: flags of this rank."""
-        verdict = super()._agree(shares, terms, stop, save_failed)
+    def _agree(self, values: torch.Tensor) -> StepOutcome:
+        """Return the step's outcome as `Trainer._agree` does, and store a copy of the gradients, divided by the loss
+        scale, in `self.gradients`. values: all-reduced results of the step."""
+        verdict = super()._agree(values)
         unscaled = [shard.gradient / verdict.loss_scale for shard in self.parallel.shards]
         self.gradients = self.parallel.slices_like("gradient", unscaled, owned=False)
         return verdict

@@ -94,7 +94,7 @@ class ModuleTask:
         collectives.all_reduce(items, self.mesh.data, TARGET_SITE)
         return max(1, int(items))
 
-    def forward_backward(self, micro_batches: Sequence[Batch], divisor: float) -> torch.Tensor:
+    def forward_backward(self, micro_batches: Sequence[Batch], divisor: float | torch.Tensor) -> torch.Tensor:
         """Run forward and backward of this rank's micro-batches, which leaves the gradients in the ZeRO shards; then
         average over ranks the buffers that changed, such as running statistics.
 

@@ -46,7 +46,7 @@ class ModulePasses:
         prefetcher = self.prefetcher = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
-    def train(self, micro_batches: Sequence[Batch], targets: float) -> torch.Tensor:
+    def train(self, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> torch.Tensor:
         """Run forward and backward of all micro-batches of a step and reduce the gradients into the shards of the ZeRO
         engine. targets: number by which the summed loss is divided: the number of items on all ranks divided by the
         loss scale. Returns this rank's contribution to the divided loss (float64 scalar), which is the sum over all
@@ -87,7 +87,7 @@ class _ModuleCompute:
     """Executor of the forwards and backwards of a user's module in one step, as a pipeline with the module as its only
     stage (implements `parallel.pipeline.Compute`). targets: number by which the summed loss is divided."""
 
-    def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float) -> None:
+    def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> None:
         """Start a step with zero loss. micro_batches: of this rank; targets: divisor of the loss sum."""
         self._passes, self._micro_batches, self._targets = passes, micro_batches, targets
         self.total = torch.zeros((), dtype=torch.float64, device=passes.parallel.mesh.device)

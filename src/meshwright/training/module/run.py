@@ -21,7 +21,8 @@ from meshwright.monitoring.resuming import check_resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.spec.foreign import saved_table
 from meshwright.spec.parameters import ParameterTable
-from meshwright.training.loop import Run, deterministic, make_save_options
+from meshwright.training.deterministic import deterministic
+from meshwright.training.loop import Run, make_save_options
 from meshwright.training.module.building import build_task
 from meshwright.training.module.data import check_samples
 from meshwright.training.module.recipe import ModuleRecipe, parse_module_recipe
