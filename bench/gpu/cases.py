@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import re
 import statistics
 import sys
 import time
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from common import write_result
+from common import RESULTS, write_result
 
 SHOWN_CHARACTERS = 600
 
@@ -23,17 +25,26 @@ class Cases:
     """The results of a script by section and title.
 
     name: of the JSON under `bench/results`; without it nothing is written and the document is printed at the end.
-    seconds: no case begins later than this after the first; those left out are listed.
+    seconds: no case begins later than this after the first; those left out are listed. only: regular expression that a
+    case's "SECTION: TITLE" contains; other cases are not run, and their results in the JSON stay.
     """
 
-    def __init__(self, name: str | None, header: dict[str, Any], seconds: float = 540.0) -> None:
-        self.name, self.seconds = name, seconds
+    def __init__(
+        self, name: str | None, header: dict[str, Any], seconds: float = 540.0, only: str | None = None
+    ) -> None:
+        self.name, self.seconds, self.only = name, seconds, only
         self.begun = time.perf_counter()
-        self.document: dict[str, Any] = {**header, "failed": {}, "left_out": []}
+        earlier: dict[str, Any] = {}
+        if only is not None and name is not None:
+            earlier = json.loads((RESULTS / f"{name}.json").read_text())
+            earlier["run_again"] = only
+        self.document: dict[str, Any] = {**earlier, **header, "failed": {}, "left_out": []}
 
     def run(self, section: str, title: str, case: Callable[[], Any], holds: Callable[[Any], bool] | None = None) -> Any:
         """Run one case and keep what it returns. An exception, or a result for which `holds` is false, is a failure
-        with its reason; None is returned after an exception."""
+        with its reason; None is returned after an exception, and for a case that is not run."""
+        if self.only is not None and not re.search(self.only, f"{section}: {title}"):
+            return None
         if time.perf_counter() - self.begun > self.seconds:
             self.document["left_out"].append(f"{section}: {title}")
             self._write()
@@ -59,7 +70,8 @@ class Cases:
     def _write(self) -> None:
         self.document["seconds"] = round(time.perf_counter() - self.begun, 1)
         if self.name is not None:
-            write_result(self.name, self.document, quiet=True)
+            keys = ("benchmark", "date", "machine")
+            write_result(self.name, {k: v for k, v in self.document.items() if k not in keys}, quiet=True)
 
     def end(self) -> int:
         """Print the document where it is not written; the exit code: 1 when a case failed or was left out."""

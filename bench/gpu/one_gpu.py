@@ -1,6 +1,6 @@
 """One GPU, measured and checked in one run of under ten minutes.
 
-    python bench/gpu/one_gpu.py [--device cuda] [--small]
+    python bench/gpu/one_gpu.py [--device cuda] [--small] [--only "training: 1B"]
 
 Measured first, in bf16: tokens per second, model FLOP utilisation and peak memory of a 1 B Llama shape at sequence 4096
 and of eight layers as wide as Llama-3 8B's at sequence 8192, also with eight packed documents in a sequence, by
@@ -298,11 +298,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", help="regular expression of the cases to run; the results of others stay")
     options = parser.parse_args()
     device, cuda = options.device, options.device.startswith("cuda")
     torch.set_float32_matmul_precision("highest")
     header = {"device": torch.cuda.get_device_name() if cuda else "cpu", "flops_convention": FLOPS_CONVENTION}
-    cases = Cases("gpu_one_gpu" if cuda and not options.small else None, header)
+    cases = Cases("gpu_one_gpu" if cuda and not options.small else None, header, only=options.only)
     shapes = {"small": SMALL} if options.small else {"1B": LLAMA_1B, "8B, 8 layers": LLAMA_8B_WIDE}
     for name, shape in shapes.items():
         for layout in ("bf16", "ac:selective bf16"):

@@ -256,13 +256,15 @@ def add_in_order(a: Any, b: Any, dtype: Any) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true")
-    small = parser.parse_args().small
+    parser.add_argument("--only", help="regular expression of the cases to run; the results of others stay")
+    options = parser.parse_args()
+    small = options.small
     torch.set_float32_matmul_precision("highest")
     if not CUDA:  # matrix products of the interpreter, in one order for all rows of a tile
         np.matmul = add_in_order  # type: ignore[assignment]
     header = {"device": torch.cuda.get_device_name() if CUDA else "cpu", "versions": device_operations.VERSION,
               "torch": torch.__version__, "prompt_and_answer_tokens": TOKENS}  # fmt: skip
-    cases = Cases("gpu_serving" if CUDA and not small else None, header)
+    cases = Cases("gpu_serving" if CUDA and not small else None, header, only=options.only)
     if CUDA:
         cases.run(
             "memory", "1B", partial(memory, preset("llama-3.2-1b")), lambda found: found["used"] <= found["predicted"]
